@@ -6,12 +6,26 @@ of its replies an assistant message is, however the client spells the text.
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
-from ludic.inference.serving.request import ErrorFacts
-from ludic.types import ToolCall
+import msgspec
+from msgspec import Meta, Struct
+
+from ludic.inference.serving.request import (
+    ONLY_AS,
+    WITHOUT_EFFECT,
+    ErrorFacts,
+    Number,
+    Whole,
+    check_arguments,
+    check_count,
+    check_tools,
+    typed,
+)
+from ludic.types import ConfigError, ToolCall
+from ludic.types.messages import encodable
 
 JSONObject = dict[str, Any]
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -145,3 +159,186 @@ def token_in(id: str) -> str | None:
 def tokens_in(message: ClientMessage) -> Iterator[str]:
     """The tokens of replies whose ids the message has."""
     return (token for id in message.ids if (token := token_in(id)) is not None)
+
+
+# --- reading, for all dialects ---
+
+ACCEPTED = WITHOUT_EFFECT | {
+    "betas", "cache_control", "client_metadata", "context_management", "diagnostics", "include", "inference_geo", "max_tool_calls",
+    "parallel_tool_calls", "prediction", "prompt_cache_options", "prompt_cache_retention", "reasoning", "reasoning_effort",
+    "speed", "stream_options", "thinking", "truncation", "user_profile_id", "verbosity", "workspace_id",
+}  # fmt: skip
+"""Fields without effect: SDKs and coding agents always send some of them."""
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    **ONLY_AS, "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "min_tokens": (0,), "ignore_eos": (False,),
+    "stop_token_ids": ([],), "return_token_ids": (False,), "audio": (), "web_search_options": (), "moderation": (),
+    "background": (False,), "conversation": (), "prompt": (), "image": (), "access_programs": (), "container": (),
+    "mcp_servers": ([],), "output_format": (), "compaction": (), "fallbacks": ([],), "fallback_credit_token": (), "thread": (),
+}  # fmt: skip
+"""Fields that would change the answer, and their values without effect."""
+Count = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+)  # fmt: skip
+
+
+class Fields(Struct, kw_only=True):
+    """The fields that every API has or takes as an extension. `null` is the same as absent."""
+
+    model: str | None = None
+    stream: bool = False
+    seed: Whole | None = None
+    tools: list[Any] = []
+    tool_choice: Any = "auto"
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: Whole | None = None
+    min_p: Number | None = None
+    frequency_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+
+    def sampling(self) -> JSONObject:
+        named = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        return named | {"top_k": 0} if self.top_k == -1 else named  # vLLM's way to say "all"
+
+
+class Function(Struct, kw_only=True):
+    """A function that the model may call."""
+
+    name: Annotated[str, Meta(min_length=1)]
+    description: str | None = None
+    parameters: JSONObject | None = None
+    strict: bool | None = None
+    defer_loading: Literal[False] | None = None
+
+    def schema(self) -> JSONObject:
+        """In the OpenAI chat format, and the order of keys that models know."""
+        given = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": {key: value for key, value in given.items() if value is not None}}
+
+
+_TOOL_TAKES = {"type": "Only functions can be offered; this server runs no tools of its own."}
+
+
+def read_tools(fields: Fields, kind: Any, without_effect: list[str]) -> list[JSONObject]:
+    """The tools in the OpenAI chat format; none with tool_choice "none"."""
+    choice = fields.tool_choice
+    if isinstance(choice, dict) and choice.get("type") in ("auto", "none"):  # Anthropic's form
+        choice = choice["type"]
+    check_tools(fields.tools, choice)
+    tools = typed(fields.tools, list[kind], "tools", _TOOL_TAKES)
+    functions: list[Function] = [tool if isinstance(tool, Function) else tool.function for tool in tools]
+    if any(function.strict for function in functions):
+        without_effect.append("tools.strict")
+    return [] if choice == "none" else [function.schema() for function in functions]
+
+
+def flat(content: str | list[Any] | None) -> str:
+    """The text of a message, its blocks joined. Lone surrogates, which a tool may print, are replaced."""
+    if content is None:
+        return ""
+    return encodable(content if isinstance(content, str) else "".join([block.text for block in content]))
+
+
+def tool_call(id: str, name: str, arguments: str, where: str) -> ToolCall:
+    arguments = encodable(arguments) or "{}"
+    check_arguments(arguments, where)
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def checked(request: ModelRequest, where: str) -> ModelRequest:
+    """The request, if it may have so many messages and its names and ids are text."""
+    check_count(request.messages, where)
+    named = [(message.ids, message.tool_calls, message.tool_call_id) for message in request.messages]
+    try:
+        msgspec.json.encode((request.model, request.previous_id, request.stop, request.tools, named))
+    except (UnicodeEncodeError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"A name, an id or a tool in the body cannot be encoded: {error}"[:300]) from error
+    return request
+
+
+# --- writing, for all dialects ---
+
+_SEPARATORS = [(text.encode(), f"\\u{ord(text):04x}".encode()) for text in "\x85\u2028\u2029"]
+
+
+def sse(data: JSONObject, event: str | None = None) -> bytes:
+    """One server-sent event."""
+    text = msgspec.json.encode(data)
+    for separator, escaped in _SEPARATORS:  # some clients take these characters for the end of a line
+        text = text.replace(separator, escaped)
+    return b"data: %b\n\n" % text if event is None else b"event: %b\ndata: %b\n\n" % (event.encode(), text)
+
+
+class EventWriter:
+    """The order of a streamed reply: reasoning, text, calls. A dialect writes the events of each part.
+
+    A reply without calls has a text part, if an empty one: agents read the text without looking.
+    """
+
+    PING: ClassVar[bytes] = b": ping\n\n"
+
+    def __init__(self, head: ReplyHead, request: ModelRequest) -> None:
+        self.head = head
+        self.request = request
+        self.num_parts = 0
+        """Parts that are closed, so the index of the open one."""
+        self._open: PieceKind | None = None
+        self._pieces: dict[PieceKind, list[str]] = {}
+
+    def push(self, kind: PieceKind, text: str) -> bytes:
+        if not text:
+            return b""
+        opening = b"" if self._open == kind else self._change(kind)
+        self._pieces[kind].append(text)
+        return opening + self._delta(kind, text)
+
+    def end(self, reply: Reply) -> bytes:
+        events = []
+        for kind, text in self._unsent(reply):
+            events.append(self.push(kind, text))
+        if "content" not in self._pieces and not reply.tool_calls:
+            events.append(self._change("content"))
+        events.append(self._change(None, is_cut=is_cut(reply)))
+        for index, call in enumerate(reply.tool_calls):
+            events.append(self._call(index, call["function"]["name"], call["function"]["arguments"]))
+            self.num_parts += 1
+        return b"".join([*events, self._finish(reply)])
+
+    def _unsent(self, reply: Reply) -> Iterable[tuple[PieceKind, str]]:
+        texts: list[tuple[PieceKind, str]] = [("reasoning", reply.reasoning), ("content", reply.content)]
+        for kind, text in texts[self._open == "content" :]:
+            yield kind, text[sum(map(len, self._pieces.get(kind, ()))) :]
+
+    def _change(self, kind: PieceKind | None, is_cut: bool = False) -> bytes:
+        """Close the open part and open the next."""
+        events = b""
+        if self._open is not None:
+            events = self._closed(self._open, "".join(self._pieces[self._open]), is_cut)
+            self.num_parts += 1
+        self._open = kind
+        if kind is not None:
+            self._pieces[kind] = []
+            events += self._opened(kind)
+        return events
+
+    def _opened(self, kind: PieceKind) -> bytes:
+        raise NotImplementedError
+
+    def _delta(self, kind: PieceKind, text: str) -> bytes:
+        raise NotImplementedError
+
+    def _closed(self, kind: PieceKind, text: str, is_cut: bool) -> bytes:
+        raise NotImplementedError
+
+    def _call(self, index: int, name: str, arguments: str) -> bytes:
+        raise NotImplementedError
+
+    def _finish(self, reply: Reply) -> bytes:
+        raise NotImplementedError
+
+
+def is_cut(reply: Reply) -> bool:
+    """Whether the limit of tokens ended the reply within its text."""
+    return reply.finish_reason == "length" and not reply.tool_calls

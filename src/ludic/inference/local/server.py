@@ -423,4 +423,4 @@ def _sse(event: JSONObject) -> bytes:
 def _describe(error: BaseException) -> tuple[int, JSONObject]:
     """The status, and an error body in OpenAI's format."""
     facts = describe_error(error)
-    return facts.status, {"error": {"message": facts.message, "type": facts.kind, "param": None, "code": facts.code}}
+    return facts.status, facts.openai_body()

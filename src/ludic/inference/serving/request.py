@@ -7,6 +7,7 @@ by `SamplingParams`, for every engine.
 import difflib
 import json
 import reprlib
+from collections.abc import Mapping, Sequence, Set
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -44,6 +45,9 @@ class ErrorFacts(NamedTuple):
     kind: str
     code: str | None
     message: str
+
+    def openai_body(self) -> JSONObject:
+        return {"error": {"message": self.message, "type": self.kind, "param": None, "code": self.code}}
 
 
 # --- bodies ---
@@ -108,43 +112,60 @@ class ChatBody(Body):
     max_completion_tokens: Whole | None = None
 
 
-_WITHOUT_EFFECT = {
+WITHOUT_EFFECT = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id", "priority",
 }  # fmt: skip
-_ONLY_AS: dict[str, tuple[Any, ...]] = {
+ONLY_AS: Mapping[str, tuple[Any, ...]] = {
     "echo": (False,), "best_of": (1,), "suffix": ("",), "logit_bias": ({},), "prompt_logprobs": (), "use_beam_search": (False,),
     "response_format": ({"type": "text"},), "functions": ([],), "function_call": ("none",), "modalities": (["text"],),
     "parallel_tool_calls": (True,), "skip_special_tokens": (True,), "include_stop_str_in_output": (False,),
     "chat_template": (), "chat_template_kwargs": ({},), "add_generation_prompt": (True,), "continue_final_message": (False,),
 }  # fmt: skip
 """Unsupported fields, and their values without effect."""
-_TAKES = {"role": " It is system, user, assistant or tool.", "type": " This server reads only text."}
+TAKES = {"role": "It is system, user, assistant or tool.", "type": "This server reads only text."}
+"""What a field takes, for errors: by its name."""
 RequestBody = TypeVar("RequestBody", bound=Body)
+Fields = TypeVar("Fields", bound=Struct)
 
 
 def read_body(data: bytes, kind: type[RequestBody]) -> RequestBody:
     """The typed body; refuses every field that is unknown, unsupported or of the wrong type, by name."""
-    asked = {name: value for name, value in parse_object(data).items() if value is not None}
+    return read_fields(parse_object(data), kind, WITHOUT_EFFECT, ONLY_AS)[0]
+
+
+def read_fields(
+    body: JSONObject, kind: type[Fields], without_effect: Set[str], only_as: Mapping[str, tuple[Any, ...]]
+) -> tuple[Fields, list[str]]:
+    """The typed fields, and the names of the others that the body gives a value: those are accepted and change nothing."""
+    asked = {name: value for name, value in body.items() if value is not None}
     known = kind.__struct_fields__
-    for name in asked.keys() - {*known} - _WITHOUT_EFFECT:
-        if name not in _ONLY_AS:
+    others = sorted(asked.keys() - {*known})
+    for name in others:
+        if name in without_effect:
+            continue
+        if name not in only_as:
             near = difflib.get_close_matches(name[:80], known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"Unknown field {name!r:.80}.{hint}")
-        if asked[name] not in _ONLY_AS[name]:
-            raise ConfigError(f"{name}={_shown(asked[name])} is not supported by this server; leave it out.")
-    body: RequestBody = typed({name: asked[name] for name in asked.keys() & {*known}}, kind)
-    return body
+        if asked[name] not in only_as[name]:
+            raise unsupported(name, asked[name])
+    fields: Fields = typed({name: asked[name] for name in known if name in asked}, kind)
+    return fields, others
 
 
-def typed(value: Any, kind: Any, where: str = "") -> Any:
+def unsupported(name: str, value: Any) -> ConfigError:
+    return ConfigError(f"{name}={shown(value)} is not supported by this server; leave it out.")
+
+
+def typed(value: Any, kind: Any, where: str = "", takes: Mapping[str, str] = TAKES) -> Any:
     """The JSON value as that type; else a ConfigError that names the field and what it takes."""
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:  # half a surrogate pair is no UTF-8
         what, _, path = str(error).partition(" - at `$")
-        takes = _TAKES.get(path.rstrip("`").rpartition(".")[2], "") if what.startswith("Invalid enum value") else ""
-        raise ConfigError(f"{where}{path.rstrip('`')}: {what:.200}.{takes}".lstrip(".")) from error
+        name = path.rstrip("`").rpartition(".")[2]
+        hint = f" {takes[name]}" if name in takes and what.startswith(("Invalid enum value", "Invalid value")) else ""
+        raise ConfigError(f"{where}{path.rstrip('`')}: {what:.200}.{hint}".lstrip(".")) from error
 
 
 # --- prompts, messages and tools ---
@@ -168,7 +189,7 @@ def read_prompts(value: Any, n: int, max_length: int) -> list[str | list[int]]:
     return list(prompts)
 
 
-class _TextPart(Struct):
+class TextPart(Struct):
     type: Literal["text"]
     text: str
 
@@ -188,30 +209,37 @@ class _Message(Struct):
     """The fields of a message that are read here; the template may read others."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_TextPart] = ""
+    content: str | list[TextPart] = ""
     tool_calls: list[_WithFunction] = []
 
 
 def read_messages(messages: list[Any]) -> list[Message]:
-    if not messages:
-        raise ConfigError("messages must be a list with at least one message.")
-    if len(messages) > MAX_MESSAGES:
-        raise ConfigError(f"messages has {len(messages)} messages; one request may have {MAX_MESSAGES}.")
+    check_count(messages, "messages")
     return [_read_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def check_count(messages: Sequence[Any], where: str) -> None:
+    if not messages:
+        raise ConfigError(f"{where} must be a list with at least one message.")
+    if len(messages) > MAX_MESSAGES:
+        raise ConfigError(f"{where} has {len(messages)} messages; one request may have {MAX_MESSAGES}.")
+
+
+def check_arguments(arguments: str, where: str) -> None:
+    """Refuse arguments of a tool call that are not a JSON object."""
+    try:
+        is_object = isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise ConfigError(f"{where} must be a list of calls whose arguments are a JSON object, as a text.")
 
 
 def _read_message(value: Any, where: str) -> Message:
     given = {key: field for key, field in value.items() if field is not None} if isinstance(value, dict) else value
     message: _Message = typed(given, _Message, where)
     for call in message.tool_calls:
-        try:
-            is_object = isinstance(json.loads(call.function.arguments), dict)
-        except (ValueError, RecursionError):
-            is_object = False
-        if not is_object:
-            raise ConfigError(
-                f"{where}.tool_calls must be a list of calls whose arguments are a JSON object, as a text."
-            )
+        check_arguments(call.function.arguments, f"{where}.tool_calls")
     role = "system" if message.role == "developer" else message.role  # newer clients' name of the system role
     content = message.content if isinstance(message.content, str) else "".join(part.text for part in message.content)
     return {**given, "role": role, "content": content}
@@ -219,15 +247,19 @@ def _read_message(value: Any, where: str) -> Message:
 
 def read_tools(tools: list[Any], choice: Any, template: ChatTemplate) -> list[JSONObject]:
     """The tools to put into the prompt; none with tool_choice "none"."""
-    if choice not in ("auto", "none"):
-        raise ConfigError(f"tool_choice={_shown(choice)} is not supported by this server; 'auto' and 'none' are.")
-    if len(tools) > MAX_TOOLS:
-        raise ConfigError(f"tools has {len(tools)} tools; one request may have {MAX_TOOLS}.")
+    check_tools(tools, choice)
     typed(tools, list[_WithFunction], "tools")
     if not tools or choice == "none":
         return []
     require_tools(template, tools)
     return tools
+
+
+def check_tools(tools: Sequence[Any], choice: Any) -> None:
+    if choice not in ("auto", "none"):
+        raise ConfigError(f"tool_choice={shown(choice)} is not supported by this server; 'auto' and 'none' are.")
+    if len(tools) > MAX_TOOLS:
+        raise ConfigError(f"tools has {len(tools)} tools; one request may have {MAX_TOOLS}.")
 
 
 def check_num_logprobs(name: str, value: int | None) -> None:
@@ -266,6 +298,6 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     text = _SHORT.repr(value)
     return text if len(text) <= 80 else f"{text[:80]}…"

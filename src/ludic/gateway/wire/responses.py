@@ -1,0 +1,310 @@
+"""The OpenAI Responses API. A turn of the model is several items there (reasoning, a message, calls), and one message here.
+
+Reasoning is an item whose summary is the whole text.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+from msgspec import Struct
+
+from ludic.gateway.wire.canonical import (
+    ACCEPTED,
+    UNSUPPORTED,
+    ClientMessage,
+    Count,
+    EventWriter,
+    Fields,
+    Function,
+    JSONObject,
+    ModelRequest,
+    PieceKind,
+    Reply,
+    ReplyHead,
+    checked,
+    flat,
+    is_cut,
+    read_tools,
+    sse,
+    token_in,
+    tool_call,
+)
+from ludic.inference.serving.request import TAKES, ErrorFacts, NonEmpty, check_count, read_fields, typed, unsupported
+
+_ITEM_TAKES = TAKES | {
+    "type": "It is message, reasoning, function_call or function_call_output; this server reads only text."
+}
+_TEXT = {"format": {"type": "text"}}
+
+
+class _Fields(Fields):
+    input: str | tuple[Any, ...] = ()
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    previous_response_id: NonEmpty | None = None
+    stop: NonEmpty | tuple[NonEmpty, ...] = ()
+    """Not in OpenAI's API; vLLM has it."""
+    text: JSONObject | None = None
+    include: tuple[str, ...] | None = None
+
+
+class _Tool(Function, kw_only=True):
+    type: Literal["function"]
+
+
+# --- items ---
+
+
+class _Part(Struct):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class _ReasoningPart(Struct):
+    type: Literal["summary_text", "reasoning_text"]
+    text: str
+
+
+class _Message(Struct, tag="message"):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[_Part] | None = None
+    id: str | None = None
+
+
+class _Reasoning(Struct, tag="reasoning"):
+    summary: list[_ReasoningPart] = []
+    content: list[_ReasoningPart] | None = None
+    id: str | None = None
+    encrypted_content: str | None = None
+
+
+class _Call(Struct, tag="function_call"):
+    call_id: NonEmpty
+    name: str
+    arguments: str = ""
+    id: str | None = None
+
+
+class _Output(Struct, tag="function_call_output"):
+    call_id: NonEmpty
+    output: str | list[_Part]
+
+
+_Item = _Message | _Reasoning | _Call | _Output
+
+
+def _read_items(items: Sequence[Any]) -> list[ClientMessage]:
+    check_count(items, "input")
+    with_type = [{"type": "message", **item} if isinstance(item, dict) and "role" in item else item for item in items]
+    found: list[ClientMessage] = []
+    turn: list[_Message | _Reasoning | _Call] = []
+    tokens: set[str] = set()
+    for item in typed(with_type, list[_Item], "input", _ITEM_TAKES):
+        is_of_model = isinstance(item, _Reasoning | _Call) or (isinstance(item, _Message) and item.role == "assistant")
+        new = {token for id in _ids(item) if (token := token_in(id)) is not None} if is_of_model else set()
+        if turn and (not is_of_model or (new and tokens and not new & tokens)):  # two replies may follow each other
+            found.append(_read_turn(turn))
+            turn, tokens = [], set()
+        if is_of_model:
+            turn.append(item)
+            tokens |= new
+        elif isinstance(item, _Output):
+            found.append(ClientMessage(role="tool", content=flat(item.output), tool_call_id=item.call_id))
+        else:
+            role: Literal["system", "user"] = "user" if item.role == "user" else "system"
+            found.append(ClientMessage(role=role, content=flat(item.content)))
+    return [*found, _read_turn(turn)] if turn else found
+
+
+def _ids(item: _Item) -> list[str]:
+    names = ("id", "call_id", "encrypted_content")
+    return [id for name in names if (id := getattr(item, name, None))]
+
+
+def _read_turn(items: Sequence[_Message | _Reasoning | _Call]) -> ClientMessage:
+    calls = [item for item in items if isinstance(item, _Call)]
+    return ClientMessage(
+        role="assistant",
+        content="".join([flat(item.content) for item in items if isinstance(item, _Message)]),
+        reasoning="".join([flat(item.content or item.summary) for item in items if isinstance(item, _Reasoning)]),
+        tool_calls=[tool_call(call.call_id, call.name, call.arguments, "input") for call in calls],
+        ids=tuple([id for item in items for id in _ids(item)]),
+    )
+
+
+# --- the dialect ---
+
+
+class Responses:
+    """`POST /v1/responses`"""
+
+    name: ClassVar[str] = "responses"
+
+    def read(self, body: JSONObject) -> ModelRequest:
+        fields, without_effect = read_fields(body, _Fields, ACCEPTED, UNSUPPORTED)
+        if fields.text is not None:
+            if fields.text.get("format") not in (None, _TEXT["format"]):
+                raise unsupported("text.format", fields.text["format"])
+            without_effect.append("text")
+        if fields.include is not None:
+            if "message.output_text.logprobs" in fields.include:
+                raise unsupported("include", [*fields.include])
+            without_effect.append("include")
+        if isinstance(fields.input, str):
+            messages = [ClientMessage(role="user", content=flat(fields.input))]
+        else:
+            messages = _read_items(fields.input)
+        if fields.instructions is not None:
+            messages.insert(0, ClientMessage(role="system", content=flat(fields.instructions)))
+        request = ModelRequest(
+            messages=messages,
+            model=fields.model,
+            tools=read_tools(fields, _Tool, without_effect),
+            max_tokens=fields.max_output_tokens,
+            stop=(fields.stop,) if isinstance(fields.stop, str) else fields.stop,
+            sampling=fields.sampling(),
+            seed=fields.seed,
+            stream=fields.stream,
+            previous_id=fields.previous_response_id,
+            without_effect=tuple(without_effect),
+        )
+        return checked(request, "input")
+
+    def whole(self, reply: Reply, request: ModelRequest) -> JSONObject:
+        output = []
+        if reply.reasoning:
+            output.append(_reasoning(reply.token, reply.reasoning))
+        if reply.content or not reply.tool_calls:
+            output.append(_message(reply.token, reply.content, "incomplete" if is_cut(reply) else "completed"))
+        for index, call in enumerate(reply.tool_calls):
+            output.append(_call(reply.token, index, call["function"]["name"], call["function"]["arguments"]))
+        status = "incomplete" if reply.finish_reason == "length" else "completed"
+        usage = {
+            "input_tokens": reply.num_prompt_tokens,
+            "input_tokens_details": {"cached_tokens": reply.num_cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": reply.num_completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},  # not counted apart
+            "total_tokens": reply.num_prompt_tokens + reply.num_completion_tokens,
+        }
+        return _response(reply, request, status, output, usage)
+
+    def stream(self, head: ReplyHead, request: ModelRequest) -> "ResponsesStream":
+        return ResponsesStream(head, request)
+
+    def error(self, error: ErrorFacts) -> JSONObject:
+        return error.openai_body()
+
+
+class ResponsesStream(EventWriter):
+    """Numbered events: each item and each part of it is added, grows and is done; the last event has the whole response."""
+
+    def __init__(self, head: ReplyHead, request: ModelRequest) -> None:
+        super().__init__(head, request)
+        self._num_events = 0
+
+    def begin(self) -> bytes:
+        response = _response(self.head, self.request, "in_progress", [], None)
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def fail(self, error: ErrorFacts) -> bytes:
+        # OpenAI documents the flat form; its client raises on the other.
+        return self._event("error", code=error.code, message=error.message, param=None, **error.openai_body())
+
+    def _opened(self, kind: PieceKind) -> bytes:
+        if kind == "reasoning":
+            item = _reasoning(self.head.token, "", "in_progress") | {"summary": []}
+            added = self._item("added", item)
+            return added + self._part("reasoning_summary_part.added", kind, part=_summary(""))
+        added = self._item("added", _message(self.head.token, "", "in_progress") | {"content": []})
+        return added + self._part("content_part.added", kind, part=_text(""))
+
+    def _delta(self, kind: PieceKind, text: str) -> bytes:
+        if kind == "reasoning":
+            return self._part("reasoning_summary_text.delta", kind, delta=text)
+        return self._part("output_text.delta", kind, delta=text, logprobs=[])
+
+    def _closed(self, kind: PieceKind, text: str, is_cut: bool) -> bytes:
+        if kind == "reasoning":
+            done = self._part("reasoning_summary_text.done", kind, text=text)
+            done += self._part("reasoning_summary_part.done", kind, part=_summary(text))
+            return done + self._item("done", _reasoning(self.head.token, text))
+        done = self._part("output_text.done", kind, text=text, logprobs=[])
+        done += self._part("content_part.done", kind, part=_text(text))
+        return done + self._item("done", _message(self.head.token, text, "incomplete" if is_cut else "completed"))
+
+    def _call(self, index: int, name: str, arguments: str) -> bytes:
+        item = _call(self.head.token, index, name, arguments)
+        at = {"item_id": item["id"], "output_index": self.num_parts}
+        events = self._item("added", item | {"arguments": "", "status": "in_progress"})
+        events += self._event("response.function_call_arguments.delta", **at, delta=arguments)
+        events += self._event("response.function_call_arguments.done", **at, name=name, arguments=arguments)
+        return events + self._item("done", item)
+
+    def _finish(self, reply: Reply) -> bytes:
+        response = Responses().whole(reply, self.request)
+        return self._event(f"response.{response['status']}", response=response)
+
+    def _item(self, what: Literal["added", "done"], item: JSONObject) -> bytes:
+        return self._event(f"response.output_item.{what}", output_index=self.num_parts, item=item)
+
+    def _part(self, event: str, kind: PieceKind, **fields: Any) -> bytes:
+        """An event of the only part of an item."""
+        id, index = ("rs", "summary_index") if kind == "reasoning" else ("msg", "content_index")
+        at = {"item_id": f"{id}_{self.head.token}", "output_index": self.num_parts, index: 0}
+        return self._event(f"response.{event}", **at, **fields)
+
+    def _event(self, event: str, **fields: Any) -> bytes:
+        self._num_events += 1
+        return sse({"type": event, "sequence_number": self._num_events - 1, **fields}, event)
+
+
+def _reasoning(token: str, text: str, status: str = "completed") -> JSONObject:
+    # Clients that keep nothing on the server leave ids out, but send the encrypted content back.
+    item = {"id": f"rs_{token}", "type": "reasoning", "summary": [_summary(text)], "status": status}
+    return item | {"encrypted_content": f"enc_{token}"}
+
+
+def _message(token: str, text: str, status: str) -> JSONObject:
+    return {"id": f"msg_{token}", "type": "message", "role": "assistant", "status": status, "content": [_text(text)]}
+
+
+def _call(token: str, index: int, name: str, arguments: str) -> JSONObject:
+    ids = {"id": f"fc_{token}_{index}", "type": "function_call", "call_id": f"call_{token}_{index}"}
+    return ids | {"name": name, "arguments": arguments, "status": "completed"}
+
+
+def _summary(text: str) -> JSONObject:
+    return {"type": "summary_text", "text": text}
+
+
+def _text(text: str) -> JSONObject:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _response(
+    reply: Reply | ReplyHead, request: ModelRequest, status: str, output: list[JSONObject], usage: JSONObject | None
+) -> JSONObject:
+    return {
+        "id": f"resp_{reply.token}",
+        "object": "response",
+        "created_at": reply.created,
+        "status": status,
+        "model": reply.model,
+        "output": output,
+        "usage": usage,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "previous_response_id": request.previous_id,
+        "max_output_tokens": request.max_tokens,
+        "temperature": request.sampling.get("temperature"),
+        "top_p": request.sampling.get("top_p"),
+        "instructions": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],  # the client knows them
+        "text": _TEXT,
+        "truncation": "disabled",
+    }

@@ -218,7 +218,7 @@ class Function(Struct, kw_only=True):
         return {"type": "function", "function": {key: value for key, value in given.items() if value is not None}}
 
 
-_TOOL_TAKES = {"type": "Only functions can be offered; this server runs no tools of its own."}
+_TOOL_TAKES = {"type": "Only functions can be offered; this server runs no tools."}
 
 
 def read_tools(fields: Fields, kind: Any, without_effect: list[str]) -> list[JSONObject]:

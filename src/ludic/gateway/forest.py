@@ -53,7 +53,7 @@ class Node:
     tokens: TokenLog = field(default_factory=TokenLog)
     """Begins with the prompt and the completion; a continuing call appends to it."""
     is_rerendered: bool = False
-    """The parent's tokens could not be continued, so the prompt was rendered anew."""
+    """The parent's tokens could not be continued, so the prompt was rendered again."""
     trace: TokenTrace | None = None
     text: str = ""
     """The sampled text."""

@@ -162,7 +162,7 @@ async def test_asking_an_earlier_question_again_is_a_branch():
     assert trained_tokens(session) == recorded_tokens(session)
 
 
-async def test_other_tools_render_the_history_anew():
+async def test_other_tools_render_the_whole_history():
     session = make_session(["one", "two"])
     first = await ask(session, user("a"), tools=TOOLS)
     await ask(session, user("a"), assistant(first), user("b"))

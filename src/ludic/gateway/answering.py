@@ -132,6 +132,8 @@ def take_answer(
     reasoning, content = split_reasoning(text)
     calls: list[ToolCall] = []
     node.text, node.message = text, {"role": "assistant", "content": text}
+    if node.tools:
+        content = content.lstrip()  # as around calls: a stream must not depend on whether one follows
     if node.tools and response.finish_reason != "length":  # a truncated call is no call
         found = template.parse_tool_calls(content)
         if found.tool_calls and not found.parse_error:
@@ -187,7 +189,7 @@ class ReplyPieces:
         self._with_tools = with_tools
         self._state: PieceKind | None = None
         self._num_shown = {"reasoning": 0, "content": 0}
-        self._strips = False
+        self._strips = with_tools
         """White space before the next piece is dropped: it is the first of its kind."""
 
     def push(self, ids: Sequence[int]) -> list[tuple[PieceKind, str]]:

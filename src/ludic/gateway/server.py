@@ -19,9 +19,9 @@ from ludic.gateway.forest import Node
 from ludic.gateway.session import Call, Policy, Session, SessionLimits
 from ludic.gateway.threads import session_rollouts
 from ludic.gateway.wire.canonical import Dialect, JSONObject, ModelRequest
-from ludic.gateway.wire.chat import ChatDialect
-from ludic.gateway.wire.messages import MessagesDialect
-from ludic.gateway.wire.responses import ResponsesDialect
+from ludic.gateway.wire.chat import Chat
+from ludic.gateway.wire.messages import Messages
+from ludic.gateway.wire.responses import Responses
 from ludic.inference.serving.request import RequestRefused, parse_object
 from ludic.types import ConfigError, InferenceSpec, MissingExtra, Rollout
 
@@ -41,7 +41,7 @@ PING_S = 3.0
 _SHUTDOWN_S = 0.5
 _KEY_HEADERS = ("x-api-key", "x-goog-api-key")
 _EVENTS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-_CHAT, _RESPONSES, _MESSAGES = ChatDialect(), ResponsesDialect(), MessagesDialect()
+_CHAT, _RESPONSES, _MESSAGES = Chat(), Responses(), Messages()
 
 
 class Gateway:
@@ -281,18 +281,18 @@ class Gateway:
     async def _reward(self, request: web.Request) -> web.Response:
         session = self._controlled(request)
         body = await self._control_body(request, ("value", "components", "calls"))
-        rewards = self._rewards.setdefault(session.id, {})
-        for name in ("components", "calls"):
-            given = body.get(name) or {}
-            if not isinstance(given, dict) or not all(_is_number(value) for value in given.values()):
+        given = {name: body.get(name) or {} for name in ("components", "calls")}
+        for name, values in given.items():
+            if not isinstance(values, dict) or not all(_is_number(value) for value in values.values()):
                 raise ConfigError(f"{name} must be an object whose values are numbers.")
-            rewards[name] = {**rewards.get(name, {}), **given}
         if "value" in body:
             if not _is_number(body["value"]):
                 raise ConfigError(f"value={body['value']!r:.80}; it must be a number.")
-            rewards["components"] = {**rewards["components"], "reward": body["value"]}
-        session_rollouts(session, call_rewards=rewards["calls"])  # names an unknown call now
-        return web.json_response({"id": session.id, **rewards})
+            given["components"]["reward"] = body["value"]
+        session_rollouts(session, call_rewards=given["calls"])  # refuses a call that is not the session's
+        earlier = self._rewards.get(session.id, {})
+        self._rewards[session.id] = {name: {**earlier.get(name, {}), **values} for name, values in given.items()}
+        return web.json_response({"id": session.id, **self._rewards[session.id]})
 
     async def _close(self, request: web.Request) -> web.Response:
         session = self._controlled(request)

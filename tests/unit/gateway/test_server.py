@@ -1,0 +1,193 @@
+"""The gateway over HTTP: keys, dialects, streams, hang-ups, retries, control endpoints."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from ludic.gateway import session as session_module
+from ludic.gateway.server import Gateway
+from ludic.gateway.session import Policy
+from ludic.gateway.threads import session_rollouts
+from ludic.inference import ByteTemplate, HermesToolParser, ScriptedClient
+from ludic.types import ChatClient, Rollout
+from tests.unit.gateway.sessions import INFERENCE, TOOLS, called
+from tests.unit.gateway.test_session import SlowClient, StreamingClient
+
+PATHS = {
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
+    "responses": ("/v1/responses", {"input": "Hello"}),
+    "messages": ("/v1/messages", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 50}),
+}
+
+
+class Http:
+    """A started gateway and a client of one of its sessions."""
+
+    def __init__(self, gateway: Gateway, http: aiohttp.ClientSession) -> None:
+        self.gateway, self.http = gateway, http
+        self.session = gateway.open_session(inference=INFERENCE)
+
+    async def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        headers = {"Authorization": f"Bearer {self.session.api_key}"} | headers
+        async with self.http.post(f"{self.gateway.url}{path}", json=body, headers=headers) as answer:
+            text = await answer.text()
+            return answer.status, json.loads(text) if answer.content_type == "application/json" else text
+
+
+@asynccontextmanager
+async def served(client: ChatClient, **settings: Any) -> AsyncIterator[Http]:
+    template = ByteTemplate(tool_parser=HermesToolParser())
+    policy = Policy(client=client, chat_template=template, model="policy")
+    gateway = Gateway({"policy": policy}, default="policy", **settings)
+    await gateway.start()
+    try:
+        async with aiohttp.ClientSession() as http:
+            yield Http(gateway, http)
+    finally:
+        await gateway.close()
+
+
+@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_every_dialect_is_answered_and_recorded(name: str, is_streamed: bool):
+    path, body = PATHS[name]
+    async with served(StreamingClient("Hi there", 3)) as http:
+        status, answer = await http.post(path, {**body, "model": "policy", "stream": is_streamed})
+        assert status == 200
+        assert "Hi" in json.dumps(answer)
+        [rollout] = session_rollouts(http.session)
+        assert rollout.agent_steps[0].action == "Hi there"
+
+
+@pytest.mark.parametrize("name", PATHS)
+async def test_keys_of_sessions_are_checked(name: str):
+    path, body = PATHS[name]
+    async with served(ScriptedClient(lambda request: "x")) as http:
+        key = http.session.api_key
+        assert (await http.post(path, body, Authorization="Bearer wrong"))[0] == 401
+        assert (await http.post(path, body, Authorization=""))[0] == 401
+        for headers in ({"x-api-key": key}, {"x-goog-api-key": key}):
+            assert (await http.post(path, body, Authorization="Bearer sk-other", **headers))[0] == 200
+        assert (await http.post(f"/s/{key}{path}", body, Authorization=""))[0] == 200
+        http.gateway.close_session(http.session)
+        assert (await http.post(path, body))[0] == 401
+
+
+async def test_an_error_has_the_shape_of_the_dialect():
+    async with served(ScriptedClient([])) as http:
+        status, answer = await http.post("/v1/chat/completions", {"messages": [], "temprature": 1})
+        assert status == 400 and "temperature" in answer["error"]["message"]
+        status, answer = await http.post("/v1/messages", {"messages": [], "max_tokens": 5, "logprobs": 3})
+        assert status == 400 and answer["type"] == "error"
+
+
+async def test_anthropic_tokens_are_counted_and_models_listed():
+    async with served(ScriptedClient([])) as http:
+        body = {"messages": [{"role": "user", "content": "Hello"}]}
+        status, answer = await http.post("/v1/messages/count_tokens", body)
+        assert (status, answer) == (200, {"input_tokens": 8})
+        assert not http.session.nodes
+        headers = {"Authorization": f"Bearer {http.session.api_key}"}
+        async with http.http.get(f"{http.gateway.url}/v1/models", headers=headers) as listed:
+            assert [card["id"] for card in (await listed.json())["data"]] == ["policy"]
+
+
+async def test_a_client_that_hangs_up_cancels_its_call(monkeypatch):
+    monkeypatch.setattr(session_module, "RETRY_GRACE_S", 0.01)
+    client = SlowClient()
+    async with served(client) as http:
+        task = asyncio.create_task(http.post(*PATHS["chat"]))
+        await client.began.wait()
+        task.cancel()
+        async with asyncio.timeout(5):
+            while not client.num_cancelled:
+                await asyncio.sleep(0.01)
+        assert http.session.counts["undelivered"] == 1
+
+
+async def test_a_retry_of_the_sdk_gets_the_first_answer():
+    replies = iter(["one", "two"])
+    async with served(ScriptedClient(lambda request: next(replies))) as http:
+        first = await http.post(*PATHS["chat"])
+        again = await http.post(*PATHS["chat"], **{"X-Stainless-Retry-Count": "1"})
+        keyed = [await http.post(*PATHS["chat"], **{"Idempotency-Key": "k"}) for _ in range(2)]
+    assert again == first
+    assert keyed[0] == keyed[1] != first
+
+
+async def test_tool_calls_and_their_results_continue_the_tokens():
+    replies = iter([called({"a": 1}, {"a": 2}), "3"])
+    async with served(ScriptedClient(lambda request: next(replies))) as http:
+        messages = [{"role": "user", "content": "Add."}]
+        _, answer = await http.post("/v1/chat/completions", {"messages": messages, "tools": TOOLS})
+        message = answer["choices"][0]["message"]
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": "1"} for call in message["tool_calls"]]
+        body = {"messages": [*messages, message, *results], "tools": TOOLS}
+        status, answer = await http.post("/v1/chat/completions", body)
+        assert status == 200 and answer["choices"][0]["message"]["content"] == "3"
+        assert dict(http.session.counts) == {"calls": 2, "new": 1, "continued": 1, "rerendered": 0}
+
+
+async def test_sessions_are_managed_with_the_control_token():
+    closed: list[list[Rollout]] = []
+    client = ScriptedClient(lambda request: "x")
+    async with served(
+        client, control_token="secret", on_closed=lambda session, rollouts: closed.append(rollouts)
+    ) as http:
+        assert (await http.post("/sessions", {}))[0] == 403
+        control = {"X-Ludic-Control-Token": "secret"}
+        status, opened = await http.post("/sessions", {"max_calls": 1, "seed": 3}, **control)
+        assert status == 200 and opened["base_url"] == f"{http.gateway.url}/v1"
+        _, answer = await http.post(*PATHS["chat"], Authorization=f"Bearer {opened['api_key']}")
+        place = f"/sessions/{opened['id']}"
+        assert (await http.post(f"{place}/reward", {"value": "high"}, **control))[0] == 400
+        assert (await http.post(f"{place}/reward", {"calls": {"chatcmpl-1": 1}}, **control))[0] == 400
+        reward = {"value": 0.5, "components": {"format": 0.25}, "calls": {answer["id"]: 2}}
+        assert (await http.post(f"{place}/reward", reward, **control))[0] == 200
+        async with http.http.get(f"{http.gateway.url}{place}", headers=control) as shown:
+            assert [call["kind"] for call in (await shown.json())["calls"]] == ["new"]
+        status, summary = await http.post(f"{place}/close", {}, **control)
+        assert status == 200 and summary["rollouts"] == 1
+        assert (await http.post(f"{place}/close", {}, **control))[0] == 404
+    [[rollout]] = closed
+    assert rollout.total_reward == 2.75
+
+
+async def test_without_a_control_token_sessions_cannot_be_managed():
+    async with served(ScriptedClient([])) as http:
+        assert (await http.post("/sessions", {}, **{"X-Ludic-Control-Token": ""}))[0] == 403
+
+
+async def test_a_session_that_forks_often_is_warned_about_with_the_difference(caplog):
+    async with served(ScriptedClient(lambda request: "x")) as http:
+        await http.post(*PATHS["chat"])
+        messages = [
+            {"role": "user", "content": "Hello"},
+            {"role": "assistant", "content": "y"},
+            {"role": "user", "content": "?"},
+        ]
+        await http.post("/v1/chat/completions", {"messages": messages})
+        http.gateway.close_session(http.session)
+    assert "1 of 2 calls of a session forked" in caplog.text
+    assert "message 1: recorded 'assistant: x', sent 'assistant: y'" in caplog.text
+
+
+async def test_it_listens_on_a_unix_socket_too(tmp_path: Path):
+    policy = Policy(client=ScriptedClient(lambda request: "x"), chat_template=ByteTemplate(), model="policy")
+    gateway = Gateway({"policy": policy}, default="policy")
+    await gateway.start(unix_socket=tmp_path / "socket")
+    session = gateway.open_session(inference=INFERENCE)
+    try:
+        async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(tmp_path / "socket"))) as http:
+            headers = {"Authorization": f"Bearer {session.api_key}"}
+            path, body = PATHS["chat"]
+            async with http.post(f"http://gateway{path}", json=body, headers=headers) as answer:
+                assert answer.status == 200
+    finally:
+        await gateway.close()

@@ -5,19 +5,25 @@ says so. The reply is split into reasoning, text and tool calls; a stream splits
 """
 
 import hashlib
+import json
 import re
 import time
 from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
 
 from ludic.gateway.forest import Forest, Node
-from ludic.gateway.wire.canonical import ClientMessage, PieceKind, Reply
+from ludic.gateway.wire.canonical import ClientMessage, JSONObject, PieceKind, Reply
 from ludic.inference import ByteTemplate, ChatTemplate, HFChatTemplate, Prompt
 from ludic.inference.serving.response import TextStream
+from ludic.inference.templates.chat import shows_tools
 from ludic.inference.templates.conversation import decode_reply
+from ludic.inference.templates.tool_calls import READABLE_CALLS
 from ludic.types import (
     ChatResponse,
+    ConfigError,
     Message,
     MessageView,
+    TokenArray,
     TokenCompletionRequest,
     TokenLog,
     TokenTrace,
@@ -38,42 +44,95 @@ _MARKERS = "<{"
 
 def render(node: Node, template: ChatTemplate, forest: Forest) -> Prompt:
     """The prompt of an open node. A continuing call shares the buffers of its parent."""
-    parent = node.parent
-    new = [_for_template(message, forest) for message in node.messages]
-    tools = node.tools or None
-    if parent is None:
-        node.history = new
-        return _whole(node, template)
-    sent = len(parent.prompt_messages)
-    messages = [*parent.prompt_messages, parent.message, *new]
-    trace = parent.trace
+    parent, sent = node.parent, _sent_messages(node, template, forest)
+    delta = _delta(node, template, sent)
+    if parent is None or delta is None:
+        node.history, node.is_rerendered = sent, parent is not None
+        rendered = template.apply(sent, tools=_template_tools(node, template))
+        node.tokens = TokenLog(rendered.prompt_token_ids)
+        node.prompt_messages = MessageView(sent)
+        return Prompt(node.tokens.view(), node.prompt_messages, rendered.prompt_text)
+    trace, num_sent = parent.trace, len(parent.prompt_messages)
     assert trace is not None, "only answered calls have children"
-    delta = None
-    if parent.tools == node.tools:
-        delta = template.delta(messages, num_sent=sent, completion_token_ids=trace.completion_token_ids, tools=tools)
     # The first call that continues another appends to its buffers, every other one copies them.
-    is_first = len(parent.history) == sent and len(parent.tokens) == parent.num_tokens
-    if is_first and delta is not None:
+    if len(parent.history) == num_sent and len(parent.tokens) == parent.num_tokens:
         node.history, node.tokens = parent.history, parent.tokens
-        node.history += [parent.message, *new]
-        node.tokens.append(delta)
+        node.history += sent[num_sent:]
     else:
-        node.history = messages
-        if delta is None:
-            node.is_rerendered = True
-            return _whole(node, template)
-        node.tokens = TokenLog(trace.prompt_token_ids)
+        node.history, node.tokens = sent, TokenLog(trace.prompt_token_ids)
         node.tokens.append(trace.completion_token_ids)
-        node.tokens.append(delta)
+    node.tokens.append(delta)
     node.prompt_messages = MessageView(node.history)
     return Prompt(node.tokens.view(), node.prompt_messages)
 
 
-def _whole(node: Node, template: ChatTemplate) -> Prompt:
-    rendered = template.apply(node.history, tools=node.tools or None)
-    node.tokens = TokenLog(rendered.prompt_token_ids)
-    node.prompt_messages = MessageView(node.history)
-    return Prompt(node.tokens.view(), node.prompt_messages, rendered.prompt_text, is_new_segment=node.is_rerendered)
+def num_prompt_tokens(node: Node, template: ChatTemplate, forest: Forest) -> int:
+    """Tokens that the node's prompt has; changes nothing."""
+    sent = _sent_messages(node, template, forest)
+    delta = _delta(node, template, sent)
+    if node.parent is None or delta is None:
+        return len(template.apply(sent, tools=_template_tools(node, template)).prompt_token_ids)
+    return node.parent.num_tokens + len(delta)
+
+
+def _sent_messages(node: Node, template: ChatTemplate, forest: Forest) -> list[Message]:
+    """All messages of the prompt, as the template reads them."""
+    new, parent = [_for_template(message, forest) for message in node.messages], node.parent
+    if parent is not None:
+        return [*parent.prompt_messages, parent.message, *new]
+    if node.tools and not template.supports_tools():
+        raise ConfigError(
+            f"Tools are offered, but tool calls of this model cannot be read. {READABLE_CALLS}: use such a model."
+        )
+    if not node.tools or _writes_tools(template):
+        return new
+    text, first = _tools_as_text(node.tools), new[0]
+    if first["role"] == "system":
+        return [{**first, "content": f"{first['content']}\n\n{text}"}, *new[1:]]
+    return [{"role": "system", "content": text}, *new]
+
+
+def _delta(node: Node, template: ChatTemplate, sent: list[Message]) -> TokenArray | None:
+    """What follows the parent's tokens; None if they cannot be continued."""
+    parent = node.parent
+    if parent is None or parent.tools != node.tools:
+        return None
+    assert parent.trace is not None, "only answered calls have children"
+    return template.delta(
+        sent,
+        num_sent=len(parent.prompt_messages),
+        completion_token_ids=parent.trace.completion_token_ids,
+        tools=_template_tools(node, template),
+    )
+
+
+# --- tools ---
+
+_WRITES_TOOLS: WeakKeyDictionary[ChatTemplate, bool] = WeakKeyDictionary()
+_ANY_TOOL = {"type": "function", "function": {"name": "f", "description": "F.", "parameters": {"type": "object"}}}
+
+
+def _writes_tools(template: ChatTemplate) -> bool:
+    """Whether the template writes tools into the prompt."""
+    if template not in _WRITES_TOOLS:
+        _WRITES_TOOLS[template] = shows_tools(template, [_ANY_TOOL])
+    return _WRITES_TOOLS[template]
+
+
+def _template_tools(node: Node, template: ChatTemplate) -> list[JSONObject] | None:
+    return node.tools if node.tools and _writes_tools(template) else None
+
+
+def _tools_as_text(tools: list[JSONObject]) -> str:
+    """For templates without tools: how to call them, in the form that `HermesToolParser` reads."""
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    return (
+        f"You can call these functions:\n{listed}\n\nTo call one, write its name and arguments as JSON in this form, once for each "
+        'call:\n<tool_call>{"name": "…", "arguments": {…}}</tool_call>'
+    )
+
+
+# --- messages ---
 
 
 def _for_template(message: ClientMessage, forest: Forest) -> Message:

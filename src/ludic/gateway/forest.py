@@ -111,7 +111,7 @@ class Forest:
 
     def add(self, request: ModelRequest) -> Node:
         """The node of a request, open until it is answered."""
-        node = self._place(request)
+        node = self.place(request)
         self.nodes.append(node)
         self._by_token[node.token] = node
         self._siblings(node.parent).append(node)
@@ -134,7 +134,8 @@ class Forest:
 
     # --- where a request attaches ---
 
-    def _place(self, request: ModelRequest) -> Node:
+    def place(self, request: ModelRequest) -> Node:
+        """A node at the place where the request continues; the forest does not have it yet."""
         messages = request.messages
         parent: Node | None
         if request.previous_id is not None:

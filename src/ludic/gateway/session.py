@@ -16,7 +16,15 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from ludic.gateway.answering import ReplyPieces, decoder_of, render, take_answer, terminal_reply, whole_pieces
+from ludic.gateway.answering import (
+    ReplyPieces,
+    decoder_of,
+    num_prompt_tokens,
+    render,
+    take_answer,
+    terminal_reply,
+    whole_pieces,
+)
 from ludic.gateway.forest import Forest, Node
 from ludic.gateway.wire.canonical import ModelRequest, PieceKind, Reply, ReplyHead, new_token, token_in
 from ludic.inference import ChatTemplate
@@ -189,8 +197,8 @@ class Session:
 
     def count_tokens(self, request: ModelRequest) -> int:
         """Tokens of the prompt; nothing is recorded."""
-        policy, forest = self._policy(request), Forest()
-        return len(render(forest.add(request), policy.chat_template, forest).token_ids)
+        forest = self._forest_of(request)
+        return num_prompt_tokens(forest.place(request), self._policy(request).chat_template, forest)
 
     def close(self) -> None:
         """Refuse later requests and cancel the calls in progress; an answer that no client has yet counts as undelivered."""

@@ -16,7 +16,7 @@ from ludic.gateway import session as session_module
 from ludic.gateway.answering import ReplyPieces, split_reasoning
 from ludic.gateway.session import Policy, Session, SessionLimits
 from ludic.gateway.threads import session_rollouts
-from ludic.gateway.wire.canonical import ModelRequest
+from ludic.gateway.wire.canonical import ClientMessage, ModelRequest
 from ludic.inference import ByteTemplate, HermesToolParser, ScriptedClient
 from ludic.inference.serving.request import RequestRefused
 from ludic.interaction import SingleAgentProtocol
@@ -32,7 +32,7 @@ from ludic.types import (
     TokenChunk,
     TokenCompletionRequest,
 )
-from tests.unit.gateway.sessions import INFERENCE, TOOLS, ask, assistant, called, make_session, user
+from tests.unit.gateway.sessions import INFERENCE, TOOLS, ask, assistant, called, make_session, system, tool, user
 
 
 class SlowClient:
@@ -228,6 +228,42 @@ async def test_tokens_are_counted_without_recording():
     rendered = ByteTemplate().apply([{"role": "user", "content": "abc"}], tools=TOOLS)
     assert session.count_tokens(asked) == len(rendered.prompt_token_ids)
     assert not session.nodes
+
+
+async def test_counted_tokens_are_those_of_the_prompt_that_follows():
+    session = make_session(["<think>Hm.</think>one", "two"])
+    first = await ask(session, user("a"))
+    messages = [user("a"), assistant(first, reasoning=""), user("b")]
+    counted = session.count_tokens(ModelRequest(messages=messages))
+    assert counted == (await ask(session, *messages)).num_prompt_tokens
+
+
+class NoTools(ByteTemplate):
+    """A template that does not write tools."""
+
+    def apply(self, messages: Any, *, tools: Any = None, add_generation_prompt: bool = True) -> Any:
+        return super().apply(messages, add_generation_prompt=add_generation_prompt)
+
+
+@pytest.mark.parametrize("opening", [[user("Add.")], [system("Be brief."), user("Add.")]])
+async def test_tools_of_a_template_without_them_are_described_in_the_system_message(opening: list[ClientMessage]):
+    session = make_session([called({"a": 1}), "2"], NoTools(tool_parser=HermesToolParser()))
+    first = await ask(session, *opening, tools=TOOLS)
+    [call] = first.tool_calls
+    await ask(session, *opening, assistant(first), tool(call["id"], "1"), tools=TOOLS)
+    assert (session.nodes[1].kind, session.nodes[1].is_rerendered) == ("continued", False)
+    [rollout] = session_rollouts(session)
+    described = rollout.agent_steps[0].prompt_messages[0]
+    assert described["role"] == "system" and '"name": "add"' in described["content"]
+    assert [m["role"] for m in rollout.agent_steps[1].prompt_messages] == ["system", "user", "assistant", "tool"]
+
+
+@pytest.mark.parametrize("template", [NoTools(), ByteTemplate()])
+async def test_tools_of_a_model_whose_calls_cannot_be_read_are_refused(template: ByteTemplate):
+    session = make_session(["x"], template)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        await ask(session, user("a"), tools=TOOLS)
+    assert session.error is None
 
 
 # --- the same seeds as an agent of Ludic's ---

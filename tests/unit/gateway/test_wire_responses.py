@@ -1,0 +1,317 @@
+"""The Responses API: what a body means, and what official clients make of the replies."""
+
+import contextlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ludic.gateway.wire.canonical import ModelRequest
+from ludic.gateway.wire.responses import Responses
+from ludic.inference.serving.request import MAX_MESSAGES
+from ludic.types import ConfigError
+from tests.unit.gateway.dialects import (
+    FAILED,
+    FULL,
+    HEAD,
+    JSON,
+    REQUEST,
+    TOKEN,
+    Wire,
+    assert_same_message,
+    cleaned,
+    events_of,
+    make_reply,
+    pieces_of,
+    replies,
+    streamed,
+)
+
+RESPONSES = Responses()
+HI = {"role": "user", "content": "Hi"}
+OTHER = "f" * 24
+FUNCTION = {"type": "function", "name": "add", "description": "Add.", "parameters": {"type": "object"}, "strict": False}
+TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
+
+
+def read(**body) -> ModelRequest:
+    return RESPONSES.read({"input": [HI], **body})
+
+
+def assistant(text: str, id: str | None = None) -> dict:
+    return {"type": "message", "role": "assistant", "id": id, "content": [{"type": "output_text", "text": text}]}
+
+
+def function_call(call_id: str, id: str | None = None) -> dict:
+    return {"type": "function_call", "call_id": call_id, "id": id, "name": "add", "arguments": '{"a":1}'}
+
+
+def reasoning(text: str, id: str | None = None) -> dict:
+    return {"type": "reasoning", "id": id, "summary": [{"type": "summary_text", "text": text}]}
+
+
+# --- reading -----------------------------------------------------------------------------------------------------
+
+
+def test_a_plain_body():
+    request = read(input="Hi", model="small", instructions="Be brief.", max_output_tokens=9, top_p=0.9, stream=True)
+    assert [(message.role, message.content) for message in request.messages] == [
+        ("system", "Be brief."),
+        ("user", "Hi"),
+    ]
+    assert (request.model, request.max_tokens, request.sampling, request.stream) == ("small", 9, {"top_p": 0.9}, True)
+    assert request.include_usage and request.previous_id is None and request.without_effect == ()
+    assert read(previous_response_id=f"resp_{TOKEN}").previous_id == f"resp_{TOKEN}"
+
+
+def test_items_of_one_turn_are_one_message():
+    items = [
+        HI,
+        reasoning("I add.", "rs_1"),
+        assistant("Adding.", "msg_1"),
+        function_call("call_1", "fc_1"),
+        function_call("call_2", "fc_2"),
+        {"type": "function_call_output", "call_id": "call_1", "output": "2"},
+        {"type": "function_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "3"}]},
+        assistant("Done.", "msg_2"),
+    ]
+    messages = read(input=items).messages
+    assert [message.role for message in messages] == ["user", "assistant", "tool", "tool", "assistant"]
+    turn = messages[1]
+    assert (turn.content, turn.reasoning) == ("Adding.", "I add.")
+    assert [call["id"] for call in turn.tool_calls] == ["call_1", "call_2"]
+    assert turn.tool_calls[0] == {
+        "id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'},
+    }  # fmt: skip
+    assert turn.ids == ("rs_1", "msg_1", "fc_1", "call_1", "fc_2", "call_2")
+    assert [(message.content, message.tool_call_id) for message in messages[2:4]] == [("2", "call_1"), ("3", "call_2")]
+
+
+def test_items_of_two_replies_are_two_messages():
+    items = [HI, assistant("One.", f"msg_{TOKEN}"), assistant("Two.", f"msg_{OTHER}"), function_call(f"call_{OTHER}_0")]
+    messages = read(input=items).messages
+    assert [(message.content, len(message.tool_calls)) for message in messages[1:]] == [("One.", 0), ("Two.", 1)]
+
+
+def test_items_without_ids_belong_to_the_turn_they_are_in():
+    items = [HI, reasoning("I add."), assistant("One."), function_call(f"call_{TOKEN}_0")]
+    assert [message.ids for message in read(input=items).messages] == [(), (f"call_{TOKEN}_0",)]
+
+
+def test_encrypted_content_is_an_id():
+    item = {"type": "reasoning", "summary": [], "encrypted_content": f"enc_{TOKEN}", "content": None}
+    message = read(input=[HI, item, assistant("One.")]).messages[1]
+    assert (message.ids, message.reasoning, message.content) == ((f"enc_{TOKEN}",), "", "One.")
+
+
+def test_whole_reasoning_wins_over_its_summary():
+    item = {**reasoning("short"), "content": [{"type": "reasoning_text", "text": "long"}]}
+    assert read(input=[HI, item]).messages[1].reasoning == "long"
+
+
+def test_developer_is_system_and_parts_are_joined():
+    parts = [{"type": "input_text", "text": "Be "}, {"type": "input_text", "text": "brief."}]
+    message = read(input=[{"type": "message", "role": "developer", "content": parts}, HI]).messages[0]
+    assert (message.role, message.content) == ("system", "Be brief.")
+
+
+def test_tools_get_the_chat_format():
+    assert read(tools=[FUNCTION]).tools == [TOOL]
+    assert read(tools=[{**FUNCTION, "strict": True}]).without_effect == ("tools.strict",)
+    assert read(tools=[FUNCTION], tool_choice="none").tools == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("metadata", {}), ("store", False), ("include", ["reasoning.encrypted_content"]), ("parallel_tool_calls", True),
+        ("reasoning", {"effort": "low", "summary": "auto"}), ("text", {"format": {"type": "text"}, "verbosity": "low"}),
+        ("truncation", "auto"), ("service_tier", "auto"), ("prompt_cache_key", "k"), ("stream_options", {"include_obfuscation": False}),
+        ("user", "ann"), ("background", False), ("top_logprobs", 0), ("max_tool_calls", 4), ("client_metadata", {"a": "b"}),
+    ],
+)  # fmt: skip
+def test_accepted_fields_without_effect(name, value):
+    assert read(**{name: value}).without_effect == (name,)
+    assert read(**{name: None}).without_effect == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("text", {"format": {"type": "json_schema", "name": "a", "schema": {}}}, "text.format="),
+        ("include", ["message.output_text.logprobs"], "include="),
+        ("background", True, "background=True"),
+        ("conversation", "conv_1", "conversation"),
+        ("prompt", {"id": "p"}, "prompt"),
+        ("top_logprobs", 3, "top_logprobs"),
+        ("tool_choice", "required", "tool_choice"),
+        ("tool_choice", {"type": "function", "name": "add"}, "tool_choice"),
+        ("tools", [{"type": "web_search"}], r"tools\[0\].type: Invalid enum value 'web_search'"),
+        ("tools", [{"type": "custom", "name": "patch"}], r"tools\[0\].type: Invalid enum value 'custom'"),
+        ("tools", [{"name": "add"}], r"tools\[0\].*type"),
+        ("tools", [{**FUNCTION, "defer_loading": True}], "defer_loading"),
+        ("max_tokens", 9, "Unknown field 'max_tokens'. Did you mean 'max_output_tokens'?"),
+        ("messages", [HI], "Unknown field 'messages'"),
+        ("input", [], "input must be a list with at least one message"),
+        ("input", [HI] * (MAX_MESSAGES + 1), "input has 4097 messages"),
+        ("input", 5, "input: Expected"),
+        (
+            "input",
+            [{"type": "item_reference", "id": "msg_1"}],
+            r"input\[0\].type: Invalid value 'item_reference'. It is message",
+        ),
+        ("input", [{"type": "web_search_call", "id": "ws_1"}], "web_search_call"),
+        ("input", [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "input_image"),
+        ("input", [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}], r"content\[0\].type"),
+        ("input", [{"role": "tool", "content": "x"}], r"input\[0\].role: Invalid enum value 'tool'"),
+        ("input", [{"type": "function_call_output", "output": "x"}], "call_id"),
+        ("input", [{**function_call("call_1"), "arguments": "no"}], "input must be .*JSON object"),
+        ("previous_response_id", 5, "previous_response_id"),
+    ],
+)
+def test_refused_fields_are_named(name, value, said):
+    with pytest.raises(ConfigError, match=said):
+        read(**{name: value})
+
+
+FIELDS = [
+    "input",
+    "instructions",
+    "tools",
+    "tool_choice",
+    "text",
+    "include",
+    "stream",
+    "max_output_tokens",
+    "previous_response_id",
+]
+KINDS = ["message", "reasoning", "function_call", "function_call_output", "item_reference"]
+ITEM = st.fixed_dictionaries(
+    {"type": st.sampled_from(KINDS)},
+    optional={
+        "role": st.sampled_from(["user", "assistant", "system", "tool"]),
+        **dict.fromkeys(("content", "id", "call_id", "name", "arguments", "output", "summary"), JSON),
+    },
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(st.sampled_from(FIELDS), JSON), st.lists(ITEM | JSON, max_size=3))
+def test_hostile_bodies_raise_only_config_errors(body, items):
+    for value in (body, {**body, "input": items}, {"input": items}):
+        with contextlib.suppress(ConfigError):
+            RESPONSES.read(value)
+
+
+# --- writing -----------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_reply():
+    body = RESPONSES.whole(FULL, REQUEST)
+    assert (body["id"], body["status"], body["incomplete_details"]) == (f"resp_{TOKEN}", "completed", None)
+    kinds = [("reasoning", "rs"), ("message", "msg"), ("function_call", "fc"), ("function_call", "fc")]
+    assert [(item["type"], item["id"].split("_")[0]) for item in body["output"]] == kinds
+    assert [item["call_id"] for item in body["output"][2:]] == [f"call_{TOKEN}_0", f"call_{TOKEN}_1"]
+    assert body["output"][0]["summary"][0]["text"] == FULL.reasoning
+    assert body["usage"]["input_tokens_details"]["cached_tokens"] == 4 and body["usage"]["total_tokens"] == 18
+
+
+def test_a_reply_that_was_cut_is_incomplete():
+    body = RESPONSES.whole(make_reply(content="Half", finish_reason="length"), REQUEST)
+    assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert body["output"][0]["status"] == "incomplete"
+
+
+def test_a_reply_without_calls_has_a_message():
+    assert RESPONSES.whole(make_reply(), REQUEST)["output"][0]["content"][0]["text"] == ""
+
+
+def test_the_response_names_what_it_follows():
+    request = read(previous_response_id=f"resp_{OTHER}", temperature=0.5, max_output_tokens=9)
+    body = RESPONSES.whole(FULL, request)
+    assert (body["previous_response_id"], body["temperature"], body["max_output_tokens"]) == (f"resp_{OTHER}", 0.5, 9)
+
+
+def test_the_events_of_a_stream():
+    events = [*events_of(streamed(RESPONSES, FULL, pieces_of(FULL)))]
+    assert all(name == data["type"] for name, data in events)
+    assert [data["sequence_number"] for _, data in events] == [*range(len(events))]
+    kinds = [name.removeprefix("response.") for name, _ in events]
+    call = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
+    assert list(dict.fromkeys(kinds)) == [
+        "created", "in_progress", "output_item.added", "reasoning_summary_part.added", "reasoning_summary_text.delta",
+        "reasoning_summary_text.done", "reasoning_summary_part.done", "output_item.done", "content_part.added",
+        "output_text.delta", "output_text.done", "content_part.done", *call[1:3], "completed",
+    ]  # fmt: skip
+    assert kinds[-9:] == [*call, *call, "completed"] and kinds.count("output_text.delta") == 6
+    assert events[-1][1]["response"] == RESPONSES.whole(FULL, REQUEST)
+    added = [data["item"] for name, data in events if name.endswith("item.done")]
+    assert added == RESPONSES.whole(FULL, REQUEST)["output"]
+    assert [data["output_index"] for name, data in events if name.endswith("item.added")] == [0, 1, 2, 3]
+
+
+def test_a_stream_that_was_cut_ends_with_incomplete():
+    reply = make_reply(content="Half", finish_reason="length")
+    events = [*events_of(streamed(RESPONSES, reply, pieces_of(reply)))]
+    assert events[-1][0] == "response.incomplete" and events[-2][1]["item"]["status"] == "incomplete"
+
+
+# --- the official client -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wire() -> Wire:
+    return Wire()
+
+
+@pytest.fixture(scope="module")
+def client(wire):
+    openai = pytest.importorskip("openai", reason="the agents extra is not installed")
+    return wire.client(openai, kind="OpenAI", base_url="http://gateway/v1")
+
+
+@pytest.fixture(scope="module")
+def event_type(client):
+    from openai.types.responses import ResponseStreamEvent
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(ResponseStreamEvent)
+
+
+@settings(max_examples=100, deadline=None)
+@given(replies())
+def test_a_streamed_reply_is_the_whole_reply_and_comes_back_as_it_was(client, wire, event_type, made):
+    from openai.types.responses import Response
+
+    reply, pieces = made
+    wire.answer = RESPONSES.whole(reply, REQUEST)
+    Response.model_validate(wire.answer)
+    whole = client.responses.create(model="small", input=[HI])
+    assert whole.output_text == reply.content
+    wire.answer = streamed(RESPONSES, reply, pieces)
+    for _, data in events_of(wire.answer):
+        event_type.validate_python(data)
+    with client.responses.stream(model="small", input=[HI]) as stream:
+        seen = [*stream]
+    assert cleaned(seen[-1].response) == cleaned(whole)
+    grown = [event.snapshot for event in seen if event.type == "response.output_text.delta"]
+    assert grown[-1:] == ([reply.content] if reply.content else [])
+    calls = [item for item in whole.output if item.type == "function_call"]
+    results = [{"type": "function_call_output", "call_id": call.call_id, "output": "1"} for call in calls]
+    client.responses.create(model="small", input=[HI, *whole.output, *results], tools=[FUNCTION])
+    request = RESPONSES.read(wire.bodies[-1])
+    assert [message.role for message in request.messages] == ["user", "assistant", *["tool"] * len(results)]
+    ids = {f"{kind}_{TOKEN}_{i}" for kind in ("fc", "call") for i in range(len(calls))}
+    ids |= {f"rs_{TOKEN}", f"enc_{TOKEN}"} if reply.reasoning else set()
+    ids |= {f"msg_{TOKEN}"} if reply.content or not calls else set()
+    assert_same_message(request.messages[1], reply, ids)
+    assert request.messages[1].tool_calls == reply.tool_calls, "byte by byte"
+
+
+def test_the_client_raises_the_error_of_a_stream(client, wire):
+    import openai
+
+    stream = RESPONSES.stream(HEAD, REQUEST)
+    wire.answer = stream.begin() + stream.push("content", "Half") + stream.fail(FAILED)
+    with pytest.raises(openai.APIError, match="engine is closed"):
+        [*client.responses.create(model="small", input=[HI], stream=True)]

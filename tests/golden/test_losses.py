@@ -53,6 +53,7 @@ LN_1_5, LN_2 = 0.4054651081081644, 0.6931471805599453
 DIVISORS = {
     "sample_sum": [2, 2, 2],
     "sample_mean": [4, 4, 2],
+    "episode_mean": [4, 4, 2],  # each sample is an episode; tests/golden/test_episode_mean.py has others
     "token_mean": [3, 3, 3],
     "constant": [8, 8, 8],
 }

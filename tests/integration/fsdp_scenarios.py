@@ -48,7 +48,7 @@ from ludic.training.losses import (
 )
 from ludic.training.losses.base import BatchNormalized
 from ludic.types import RequestsExhausted, SAWBatch, SAWItem
-from tests.unit.training.samples import random_items
+from tests.unit.training.samples import in_three_episodes, random_items
 
 LENGTHS = ([40, 5, 31, 12, 9, 22, 17], [50, 3], [11, 11, 12, 13, 40, 39, 38, 20], [30, 8, 26, 25])
 """Of four batches; the second leaves most of four ranks with nothing."""
@@ -241,6 +241,7 @@ def _with_kl(loss: Loss) -> Loss:
 LOSSES: dict[str, Loss] = {
     "token_clipped": TokenClippedSurrogateLoss(),
     "token_mean": TokenClippedSurrogateLoss(reduction="token_mean"),
+    "episode_mean": TokenClippedSurrogateLoss(reduction="episode_mean"),
     "constant": TokenClippedSurrogateLoss(reduction=Reduction("constant", 64)),
     "clipped": ClippedSurrogateLoss(clip_eps_low=0.2, clip_eps_high=0.3, length_normalize=True),
     "gmpo": GMPOLoss(),
@@ -257,7 +258,7 @@ REFERENCES = ("frozen", "adapter_off")
 
 def gradients(loss: Loss, ranks: Ranks | None, *, reference: str = "frozen", budget: int = 64) -> dict[str, Any]:
     """Whole gradients of one batch that is dealt out unevenly."""
-    items = random_items([40, 5, 31, 12, 9, 22, 17, 60, 3], seed=3)
+    items = in_three_episodes(random_items([40, 5, 31, 12, 9, 22, 17, 60, 3], seed=3))
     lora = reference == "adapter_off"
     model, other = llama(tied=True, lora=lora), llama(seed=1)
     if ranks is not None:

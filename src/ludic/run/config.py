@@ -32,7 +32,7 @@ Arguments: TypeAlias = dict[str, Any]
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 Engine: TypeAlias = Literal["local", "vllm", "pipeline"]
 Push: TypeAlias = Literal["merged", "adapter"]
-Averaging: TypeAlias = Literal["token_mean", "sample_mean", "sample_sum"]
+Averaging: TypeAlias = Literal["token_mean", "sample_mean", "episode_mean", "sample_sum"]
 LoggerName: TypeAlias = Literal["rich", "print", "tensorboard", "wandb", "none"]
 
 
@@ -167,8 +167,8 @@ class AlgoSettings:
     group_size: int | None = None
     """Rollouts of the same task that are compared. Default: 8, or 1 where the algorithm compares none."""
     reduction: Averaging | None = None
-    """What the loss of all action tokens is divided by: their number, each sample's number and then samples, or samples.
-    Default: token_mean, or what the algorithm itself does where it is a mean."""
+    """What the loss of all action tokens is divided by: their number, each sample's number and then samples, each episode's
+    number and then episodes, or samples. Default: token_mean, or what the algorithm itself does where it is a mean."""
     teacher: str | None = None
     """For algorithms that learn from a teacher (opd, grpo_opd, mopd): a model as for --model, or the URL of a vLLM server."""
     teacher_tokenizer: str | None = None

@@ -290,14 +290,15 @@ def _reduction(algo: AlgoSettings, parts: Parts) -> Averaging | None:
     if parts.algorithm is not None:
         return None
     reduction = inspect.signature(registry.algorithms.spec(algo.algo).load()).parameters.get("reduction")
+    is_open = reduction is not None and reduction.default is None
     if algo.reduction is not None:
-        if reduction is None:
+        takes_it = reduction is not None and algo.reduction in (reduction.default, "episode_mean")
+        if not (is_open or takes_it):
             raise ConfigError(
                 f"reduction = {algo.reduction!r} is for algorithms that leave it open, such as grpo; {algo.algo} takes a mean "
                 "by its own rule (docs/algorithms)."
             )
         return algo.reduction
-    is_open = reduction is not None and reduction.default is None
     return "token_mean" if is_open and not algo.algo_set.keys() & _SAYS_THE_REDUCTION else None
 
 

@@ -123,5 +123,6 @@ def tokens_of(items: Sequence[SAWItem], logprobs: Sequence[Tensor], facts: Batch
         facts=facts,
         old_logps=actions.old_logp_A,
         objectives=actions.objectives,
+        episodes=actions.episodes,
         without_old_logps=actions.without_old_logps,
     )

@@ -103,6 +103,8 @@ class SampleOrigin:
 
     rollout_id: str | None = None
     """Samples with the same id are parts of one rollout; a sample without an id is a whole rollout."""
+    episode: str | None = None
+    """Samples with the same one are parts of one episode: those of its players, sub-agents and threads."""
     group_id: str | None = None
     """Of the request; see `group`. None also for a replayed sample, whose group is incomplete."""
     agent_id: str | None = None
@@ -158,6 +160,7 @@ class SampleOrigin:
         """The origin of a rollout's sample; `facts` are those of this sample."""
         return cls(
             rollout_id=rollout.id,
+            episode=rollout.episode_run or rollout.id,
             group_id=_text(rollout.group_id),
             agent_id=_text(rollout.agent_id),
             delegate=rollout.delegate,

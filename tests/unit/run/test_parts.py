@@ -199,6 +199,12 @@ def test_reduction_can_be_chosen():
     assert make_algorithm(constant).loss.reduction.kind == "constant"
     with pytest.raises(ConfigError, match="gspo takes a mean by its own rule"):
         resolved("tic_tac_toe", algo="gspo", reduction="token_mean")
+    for algo in ("grpo", "gspo", "gmpo", "dr_grpo", "rloo"):
+        by_episode = make_algorithm(resolved("tic_tac_toe", algo=algo, reduction="episode_mean"))
+        assert by_episode.loss.reduction.kind == "episode_mean"
+    assert make_algorithm(resolved("tic_tac_toe", algo="gspo")).loss.reduction.kind == "sample_mean"
+    with pytest.raises(ConfigError, match="dapo takes a mean by its own rule"):
+        resolved("tic_tac_toe", algo="dapo", reduction="episode_mean")
 
 
 def test_the_trainer_gets_what_was_set():

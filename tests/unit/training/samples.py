@@ -39,6 +39,11 @@ def random_items(
     return items
 
 
+def in_three_episodes(items: Sequence[SAWItem]) -> list[SAWItem]:
+    """The samples, dealt out to three episodes."""
+    return [item.with_origin(episode=f"e{number % 3}") for number, item in enumerate(items)]
+
+
 def with_prefix(item: SAWItem, prefix: np.ndarray) -> SAWItem:
     """The sample behind further prompt tokens."""
     mask = np.concatenate([np.zeros(len(prefix), dtype=bool), item.action_mask])

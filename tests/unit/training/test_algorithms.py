@@ -101,10 +101,13 @@ PRESETS = {
         {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "reduction": Reduction("token_mean")},
     ),
     "gspo": (
-        {**GROUP, "clip_eps_low": 3e-4, "clip_eps_high": 4e-4, "length_normalize": True, "ratio_clip": None, **DROP},
+        {
+            **GROUP, "clip_eps_low": 3e-4, "clip_eps_high": 4e-4, "length_normalize": True, "ratio_clip": None,
+            "reduction": "sample_mean", **DROP,
+        },
         GroupNormalizedReturn,
         ClippedSurrogateLoss,
-        {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4, "length_normalize": True, "ratio_clip": None},
+        {"clip_eps_low": 3e-4, "clip_eps_high": 4e-4, "length_normalize": True, "reduction": Reduction("sample_mean")},
     ),
     "cispo": (
         {**GROUP, "clip_eps_low": 1e6, "clip_eps_high": 0.2, "length_normalize": True, "kl_coeff": 0.0, **DROP},
@@ -119,10 +122,13 @@ PRESETS = {
         {"tau_pos": 1.0, "tau_neg": 1.05, "reduction": Reduction("sample_sum")},
     ),
     "gmpo": (
-        {**GROUP, "clip_eps_low": 0.4, "clip_eps_high": 0.4, "length_normalize": True, "ratio_clip": None, **DROP},
+        {
+            **GROUP, "clip_eps_low": 0.4, "clip_eps_high": 0.4, "length_normalize": True, "ratio_clip": None,
+            "reduction": "sample_mean", **DROP,
+        },
         GroupNormalizedReturn,
         GMPOLoss,
-        {"clip_eps_low": 0.4, "clip_eps_high": 0.4, "length_normalize": True, "ratio_clip": None},
+        {"clip_eps_low": 0.4, "clip_eps_high": 0.4, "length_normalize": True, "reduction": Reduction("sample_mean")},
     ),
     "gigpo": (
         {

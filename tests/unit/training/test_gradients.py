@@ -31,15 +31,17 @@ from ludic.training.losses import (
 )
 from ludic.types import ConfigError, SAWItem
 from tests.unit.inference.local.tiny_models import new_model
-from tests.unit.training.samples import random_items
+from tests.unit.training.samples import in_three_episodes, random_items
 
 LENGTHS = [5, 9, 9, 17, 30, 2, 12, 7]
 LOSSES = {
     "grpo": TokenClippedSurrogateLoss(),
     "token_mean": TokenClippedSurrogateLoss(reduction="token_mean"),
+    "episode_mean": TokenClippedSurrogateLoss(reduction="episode_mean"),
     "constant": TokenClippedSurrogateLoss(reduction=Reduction("constant", 64)),
     "gspo": ClippedSurrogateLoss(clip_eps_low=0.2, clip_eps_high=0.3, length_normalize=True),
     "gmpo": GMPOLoss(),
+    "gmpo_episode_mean": GMPOLoss(reduction="episode_mean"),
     "baseline": ReinforceBaselineLoss(normalize=True, length_normalize=True),
     "with_entropy_and_kl": CompositeLoss(
         [
@@ -84,7 +86,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("budget", [30, *(pytest.param(other, marks=pytest.mark.slow) for other in (40, 64))])
 def test_gradient_and_statistics_do_not_depend_on_the_budget(name, budget):
-    items = random_items(LENGTHS)
+    items = in_three_episodes(random_items(LENGTHS))
     whole, cut = gradient(LOSSES[name], items), gradient(LOSSES[name], items, budget=budget)
     assert cut[1]["num_micro_batches"] > 1 == whole[1]["num_micro_batches"]
     assert any(float(grad.abs().max()) > 1e-3 for grad in whole[0].values())

@@ -43,7 +43,10 @@ from ludic.training.losses import (
 )
 from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SAWItem
 
-REDUCTIONS = [Reduction("sample_sum"), Reduction("sample_mean"), Reduction("token_mean"), Reduction("constant", 7)]
+REDUCTIONS = [
+    Reduction("sample_sum"), Reduction("sample_mean"), Reduction("episode_mean"), Reduction("token_mean"),
+    Reduction("constant", 7),
+]  # fmt: skip
 LOSSES = {
     **{f"reinforce-{r.kind}": ReinforceLoss(reduction=r) for r in REDUCTIONS},
     **{f"token_clip-{r.kind}": TokenClippedSurrogateLoss(reduction=r) for r in REDUCTIONS},
@@ -51,10 +54,14 @@ LOSSES = {
     "reinforce_baseline": ReinforceBaselineLoss(normalize=True),
     "token_clip-capped": TokenClippedSurrogateLoss(ratio_clip=1.5),
     "gspo": ClippedSurrogateLoss(length_normalize=True, clip_eps_low=0.1, clip_eps_high=0.1),
+    "gspo-episode_mean": ClippedSurrogateLoss(
+        length_normalize=True, clip_eps_low=0.1, clip_eps_high=0.1, reduction="episode_mean"
+    ),
     "sequence_clip": ClippedSurrogateLoss(ratio_clip=3.0, clip_eps_low=0.5, clip_eps_high=0.5),
     "cispo": CISPOLoss(),
     "sapo": SAPOLoss(),
     "gmpo": GMPOLoss(),
+    "gmpo-episode_mean": GMPOLoss(reduction="episode_mean"),
     "gmpo_sum": GMPOLoss(length_normalize=False, ratio_clip=2.0),
     "sft": MaskedCausalLMCrossEntropyLoss(),
     **{
@@ -77,7 +84,7 @@ every_loss = pytest.mark.parametrize("loss_fn", LOSSES.values(), ids=LOSSES.keys
 
 
 def random_batch(lengths, *, seed=0, mismatch=0.3, dtype=torch.float64):
-    """Samples of these lengths; log-probs, entropies and values are leaves that gather gradients."""
+    """Samples of these lengths, every other one of the episode "a"; log-probs, entropies and values are leaves that gather gradients."""
     draw = torch.Generator().manual_seed(seed)
 
     def normal(n):
@@ -87,6 +94,7 @@ def random_batch(lengths, *, seed=0, mismatch=0.3, dtype=torch.float64):
     item_index = torch.repeat_interleave(torch.arange(num_items), torch.tensor(lengths, dtype=torch.long))
     weights_B = normal(num_items)
     logps = -normal(num_tokens).abs()
+    episodes = tuple(None if item % 2 else "a" for item in range(num_items))
     return ActionTokens(
         logps=logps.clone().requires_grad_(),
         weights=weights_B[item_index],
@@ -97,7 +105,10 @@ def random_batch(lengths, *, seed=0, mismatch=0.3, dtype=torch.float64):
             num_tokens=num_tokens,
             weight_mean=float(weights_B.mean()),
             weight_std=float(weights_B.std(unbiased=False)),
+            num_episodes=1 + num_items // 2,
+            episode_tokens={"a": sum(lengths[::2])},
         ),
+        episodes=episodes,
         old_logps=logps + mismatch * normal(num_tokens),
         ref_logps=logps + mismatch * normal(num_tokens),
         entropy=normal(num_tokens).abs().requires_grad_(),
@@ -116,7 +127,8 @@ def some_items(tokens, kept):
     rows = torch.cat([(tokens.item_index == item).nonzero()[:, 0] for item in kept])
     own_index = torch.tensor([kept.index(item) for item in tokens.item_index[rows].tolist()], dtype=torch.long)
     fields = {name: getattr(tokens, name)[rows] for name in PER_TOKEN}
-    return replace(tokens, **fields, item_index=own_index, num_items=len(kept))
+    episodes = tuple(tokens.episodes[item] for item in kept)
+    return replace(tokens, **fields, item_index=own_index, num_items=len(kept), episodes=episodes)
 
 
 def gradients(loss, tokens):
@@ -140,7 +152,10 @@ def test_at_ratio_one_every_token_loss_has_the_policy_gradient(kind, reduction):
     tokens = random_batch([3, 1, 4], mismatch=0.0)
     tokens = replace(tokens, weights=torch.linspace(-2, 2, 8, dtype=torch.float64))  # turns credited differently
     lengths = torch.tensor([3, 3, 3, 1, 4, 4, 4, 4])
-    divisor = {"sample_sum": 3, "sample_mean": 3 * lengths, "token_mean": 8, "constant": 3 * 7}[reduction.kind]
+    episodes = torch.tensor([7, 7, 7, 1, 7, 7, 7, 7])  # the first and the last sample are one
+    divisor = {
+        "sample_sum": 3, "sample_mean": 3 * lengths, "episode_mean": 2 * episodes, "token_mean": 8, "constant": 3 * 7,
+    }[reduction.kind]  # fmt: skip
     torch.testing.assert_close(gradient(kind(reduction=reduction), tokens), -tokens.weights / divisor)
 
 
@@ -150,6 +165,13 @@ def test_at_ratio_one_a_sequence_loss_is_reinforce_with_the_same_normalisation(k
     tokens = random_batch([3, 1, 4], mismatch=0.0)
     reinforce = gradient(ReinforceLoss(length_normalize=length_normalize), tokens)
     torch.testing.assert_close(gradient(kind(length_normalize=length_normalize), tokens), reinforce)
+
+
+@pytest.mark.parametrize("kind", [ClippedSurrogateLoss, GMPOLoss])
+def test_at_ratio_one_a_sequence_loss_averages_over_episodes_as_a_token_loss_does(kind):
+    tokens = random_batch([3, 1, 4], mismatch=0.0)
+    by_token = gradient(TokenClippedSurrogateLoss(reduction="episode_mean"), tokens)
+    torch.testing.assert_close(gradient(kind(length_normalize=True, reduction="episode_mean"), tokens), by_token)
 
 
 def test_losses_differ_at_ratios_other_than_one():
@@ -251,7 +273,7 @@ def test_mismatch_statistics_of_micro_batches_sum_to_those_of_the_batch(place):
 @every_loss
 def test_a_sample_without_action_tokens_adds_nothing(loss_fn):
     tokens = random_batch([3, 2])
-    joined = replace(tokens, num_items=3)  # the third has no tokens
+    joined = replace(tokens, num_items=3, episodes=(*tokens.episodes, "a"))  # the third has no tokens
     (a, _), (b, stats) = loss_fn(tokens), loss_fn(joined)
     torch.testing.assert_close(a, b)
     if "avg_action_tokens" in stats:
@@ -432,6 +454,11 @@ def test_wrappers_need_what_their_parts_need():
         (lambda: CISPOLoss(reduction="constant"), "constant_length"),
         (lambda: Reduction("constant", 0), "got 0"),
         (lambda: Reduction("token_mean", 512), "constant_length=512 is only used by"),
+        (
+            lambda: ClippedSurrogateLoss(reduction="token_mean"),
+            r"ClippedSurrogateLoss\(reduction='token_mean'\).*episode_mean",
+        ),
+        (lambda: GMPOLoss(reduction="sample_sum"), r"GMPOLoss\(reduction='sample_sum'\).*sample_mean"),
         (lambda: SAPOLoss(reduction="mean"), "reduction='mean'; there are sample_sum, sample_mean"),
         (lambda: TokenKLLoss(estimator="k4"), "estimator='k4'; there are k1, k2, k3"),
         (lambda: KLLoss(to="ref"), "to='ref'; there are 'actor'"),

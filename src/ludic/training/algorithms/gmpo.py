@@ -6,7 +6,7 @@ from torch import Tensor
 from ludic.training.algorithms.algorithm import RLAlgorithm, checked
 from ludic.training.credit_assignment import GroupNormalizedReturn
 from ludic.training.losses.base import Loss, capped, common_stats, require_not_negative, require_positive
-from ludic.training.losses.tokens import ActionTokens, Stats, sum_and_count
+from ludic.training.losses.tokens import ActionTokens, Reduction, Stats, of_whole_samples, sum_and_count
 
 
 class GMPOLoss(Loss):
@@ -19,11 +19,14 @@ class GMPOLoss(Loss):
         clip_eps_high: float = 0.4,
         length_normalize: bool = True,
         ratio_clip: float | None = None,
+        reduction: Reduction | str = "sample_mean",
     ) -> None:
+        """`reduction`: sample_mean or episode_mean."""
         require_not_negative(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high)
         require_positive(ratio_clip=ratio_clip)
         self.clip_eps_low, self.clip_eps_high, self.ratio_clip = clip_eps_low, clip_eps_high, ratio_clip
         self.length_normalize = length_normalize
+        self.reduction = of_whole_samples(reduction, type(self).__name__)
 
     def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         weights_B = tokens.item_weights
@@ -39,7 +42,7 @@ class GMPOLoss(Loss):
             "clip_frac": sum_and_count((held < signed).float()),
             "ratio_clip_frac": sum_and_count((mean_B < full_B).float()),
         }
-        return -tokens.reduce_items(mean_B * weights_B), stats
+        return -tokens.reduce_items(mean_B * weights_B, self.reduction), stats
 
 
 def make_gmpo(
@@ -51,13 +54,18 @@ def make_gmpo(
     clip_eps_high: float = 0.4,
     length_normalize: bool = True,
     ratio_clip: float | None = None,
+    reduction: Reduction | str = "sample_mean",
     drop_zero_weight: bool = False,
     drop_zero_weight_eps: float = 1e-4,
     name: str = "gmpo",
 ) -> RLAlgorithm:
     """GRPO's credit; log ratios within ±0.4."""
     loss = GMPOLoss(
-        clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize, ratio_clip=ratio_clip
+        clip_eps_low=clip_eps_low,
+        clip_eps_high=clip_eps_high,
+        length_normalize=length_normalize,
+        ratio_clip=ratio_clip,
+        reduction=reduction,
     )
     return RLAlgorithm(
         name=name,

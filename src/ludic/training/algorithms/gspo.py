@@ -6,7 +6,7 @@ from ludic.training.algorithms.algorithm import RLAlgorithm, checked
 from ludic.training.credit_assignment import GroupNormalizedReturn
 from ludic.training.losses.base import Loss, capped, common_stats, require_not_negative, require_positive
 from ludic.training.losses.clipped import clipped_objective
-from ludic.training.losses.tokens import ActionTokens, Stats, sum_and_count
+from ludic.training.losses.tokens import ActionTokens, Reduction, Stats, of_whole_samples, sum_and_count
 
 
 class ClippedSurrogateLoss(Loss):
@@ -19,11 +19,14 @@ class ClippedSurrogateLoss(Loss):
         clip_eps_high: float = 4e-4,
         length_normalize: bool = False,
         ratio_clip: float | None = None,
+        reduction: Reduction | str = "sample_mean",
     ) -> None:
+        """`reduction`: sample_mean or episode_mean."""
         require_not_negative(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high)
         require_positive(ratio_clip=ratio_clip)
         self.clip_eps_low, self.clip_eps_high, self.ratio_clip = clip_eps_low, clip_eps_high, ratio_clip
         self.length_normalize = length_normalize
+        self.reduction = of_whole_samples(reduction, type(self).__name__)
 
     def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         full_B = tokens.item_ratio(tokens.log_ratio(self), mean=self.length_normalize)
@@ -36,7 +39,7 @@ class ClippedSurrogateLoss(Loss):
             "clip_frac": (clipped_tokens, float(tokens.logps.shape[0])),
             "ratio_clip_frac": sum_and_count((ratio_B < full_B).float()),
         }
-        return -tokens.reduce_items(objective_B), stats
+        return -tokens.reduce_items(objective_B, self.reduction), stats
 
 
 def make_gspo(
@@ -48,13 +51,18 @@ def make_gspo(
     clip_eps_high: float = 4e-4,
     length_normalize: bool = True,
     ratio_clip: float | None = None,
+    reduction: Reduction | str = "sample_mean",
     drop_zero_weight: bool = False,
     drop_zero_weight_eps: float = 1e-4,
     name: str = "gspo",
 ) -> RLAlgorithm:
     """GRPO's credit; one ratio per sample, clipped very close to 1."""
     loss = ClippedSurrogateLoss(
-        clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, length_normalize=length_normalize, ratio_clip=ratio_clip
+        clip_eps_low=clip_eps_low,
+        clip_eps_high=clip_eps_high,
+        length_normalize=length_normalize,
+        ratio_clip=ratio_clip,
+        reduction=reduction,
     )
     return RLAlgorithm(
         name=name,

@@ -4,6 +4,7 @@ Every number that a loss divides by is taken over the whole batch before the fir
 does not depend on how the batch was cut, nor on how many ranks share it.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from ludic.training.learner.packing import (
     PADDING_ITEM,
     PackedBatch,
     collate_saw_items,
+    episode_of,
     split_items_by_token_budget,
     split_packed,
 )
@@ -40,12 +42,19 @@ def batch_facts(items: Sequence[SAWItem]) -> BatchFacts:
 
 
 def _facts(items: Sequence[SAWItem]) -> BatchFacts:
+    num_tokens: Counter[str | None] = Counter()
+    for item in items:
+        num_tokens[episode_of(item)] += item.num_action_tokens
+    num_alone = sum(episode_of(item) is None for item in items)
     weights = np.array([item.token_weights.mean(dtype=np.float64) for item in items], dtype=np.float64)
+    named = {name: count for name, count in num_tokens.items() if name is not None}
     return BatchFacts(
         num_items=len(items),
-        num_tokens=sum(item.num_action_tokens for item in items),
+        num_tokens=num_tokens.total(),
         weight_mean=float(weights.mean()),
         weight_std=spread_of(weights),
+        num_episodes=len(named) + num_alone,
+        episode_tokens=named,
     )
 
 
@@ -144,6 +153,7 @@ def action_tokens(
         returns=actions.return_A,
         old_values=actions.value_A,
         objectives=actions.objectives,
+        episodes=actions.episodes,
         without_old_logps=actions.without_old_logps,
         padded=padded,
     )

@@ -196,6 +196,8 @@ class ActionFields:
     """The return that the critic learns to predict."""
     objectives: tuple[str | None, ...] = ()
     """Of each sample; empty if no sample names one."""
+    episodes: tuple[str | None, ...] = ()
+    """Of each sample."""
     without_old_logps: tuple[int, ...] = ()
     """Samples whose old_logp_A is not known, if those of others are."""
 
@@ -269,6 +271,7 @@ def action_fields(items: Sequence[SAWItem], paths: Sequence[np.ndarray], device:
         value_A=_attached([item.attachments.token_values for item in items], device),
         return_A=_attached([item.attachments.token_returns for item in items], device),
         objectives=_objectives(items),
+        episodes=tuple(map(episode_of, items)),
         without_old_logps=_without_logps(items),
     )
 
@@ -297,6 +300,12 @@ def _check_prompt(item: SAWItem) -> None:
             f"The first token of a sample is an action, but no token before it predicts it (rollout {item.origin.rollout_id}). A "
             "prompt needs at least one token."
         )
+
+
+def episode_of(item: SAWItem) -> str | None:
+    """The episode that a sample is a part of; None if it is one by itself."""
+    origin = item.origin
+    return origin.rollout_id if origin.episode is None else origin.episode
 
 
 def _objectives(items: Sequence[SAWItem]) -> tuple[str | None, ...]:
@@ -361,12 +370,16 @@ def collate_saw_items(
         weights[row, :length][item.action_mask] = item.token_weights
         if item.actor_logps is not None:
             logps[row, :length][item.action_mask] = item.actor_logps
+    numbers: dict[str | int, int] = {}
     arrays: dict[str, Any] = {
         "input_ids": ids,
         "attention_mask": attention,
         "action_mask": mask,
         "weight": np.array([item.weight for item in items], dtype=np.float32),
         "token_weight": weights,
+        "episode": np.array(
+            [numbers.setdefault(episode_of(item) or row, len(numbers)) for row, item in enumerate(items)]
+        ),
         "inverse_temperature": np.array(
             [1 / (item.attachments.temperature or 1.0) for item in items], dtype=np.float32
         ),

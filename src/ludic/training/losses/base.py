@@ -5,6 +5,7 @@ on the logits of a padded batch, as the seeds describe it; the trainer uses it f
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
@@ -147,9 +148,15 @@ def tokens_from_logits(logits: Tensor, batch: Mapping[str, Tensor], *, with_entr
         log_probs = torch.log_softmax(chosen.float(), dim=-1)
         entropy = -(log_probs.exp() * log_probs).sum(-1)
     weight_B = batch["weight"].detach().double()  # in float32 the mean of equal weights can miss them
+    episodes = tuple(map(str, batch["episode"].tolist())) if "episode" in batch else ()
+    episode_tokens: Counter[str] = Counter()
+    for name, count in zip(episodes, mask[:, 1:].bool().sum(1).tolist() if episodes else (), strict=True):
+        episode_tokens[name] += count
     facts = BatchFacts(
         num_items=ids.shape[0],
         num_tokens=rows.shape[0],
+        num_episodes=len(episode_tokens),
+        episode_tokens=episode_tokens,
         weight_mean=float(weight_B.mean()),
         weight_std=spread_of(weight_B.cpu().numpy()),
     )
@@ -162,6 +169,7 @@ def tokens_from_logits(logits: Tensor, batch: Mapping[str, Tensor], *, with_entr
         old_logps=_at_actions(batch, "actor_logps", rows, columns),
         ref_logps=_at_actions(batch, "ref_logps", rows, columns),
         entropy=entropy,
+        episodes=episodes,
     )
     if tokens.old_logps is not None or "old_logp_action" not in batch:
         return tokens

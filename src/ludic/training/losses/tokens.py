@@ -22,7 +22,7 @@ MAX_LOG_RATIO = 20.0
 overflow."""
 
 
-_REDUCTIONS = ("sample_sum", "sample_mean", "token_mean", "constant")
+_REDUCTIONS = ("sample_sum", "sample_mean", "episode_mean", "token_mean", "constant")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class Reduction:
 
     sample_sum: samples, so a sample counts as many times as it has tokens.
     sample_mean: each sample's own tokens, then samples, so every sample counts the same.
+    episode_mean: the tokens of each episode, then episodes, so an episode counts the same however many samples it became.
     token_mean: all action tokens of the batch, so every token counts the same.
     constant: samples × `constant_length`, as sample_sum on the scale of a mean (Dr. GRPO).
     """
@@ -60,6 +61,18 @@ class Reduction:
 
 
 TOKEN_MEAN = Reduction("token_mean")
+SAMPLE_MEAN = Reduction("sample_mean")
+EPISODE_MEAN = Reduction("episode_mean")
+
+
+def of_whole_samples(reduction: Reduction | str, loss: str) -> Reduction:
+    """The reduction of a loss with one value per sample, which has no tokens to sum or count."""
+    found = Reduction.of(reduction, length_normalize=True)
+    if found not in (SAMPLE_MEAN, EPISODE_MEAN):
+        raise ConfigError(
+            f"{loss}(reduction={found.kind!r}): it has one ratio per sample, so it takes sample_mean or episode_mean only."
+        )
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +86,10 @@ class BatchFacts:
     """Over samples."""
     weight_std: float = 1.0
     """Over samples, of the population; 0 where they differ by no more than rounding."""
+    num_episodes: int = 0
+    """Episodes that the samples are parts of; 0 if each sample is one."""
+    episode_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Action tokens of each episode with a name."""
     by_objective: Mapping[str, "BatchFacts"] = field(default_factory=dict)
     """The same of the samples of each objective, where samples name one."""
 
@@ -108,6 +125,8 @@ class ActionTokens:
     """[A] the product of all off-policy corrections of the weights."""
     objectives: tuple[str | None, ...] = ()
     """[B] the objective of each sample; empty where no sample names one."""
+    episodes: tuple[str | None, ...] = ()
+    """[B] the episode of each sample; None, or empty: the sample is one by itself."""
     without_old_logps: tuple[int, ...] = ()
     """Samples whose old_logps are not known, where those of others are."""
     padded: tuple[Tensor, Mapping[str, Tensor]] | None = None
@@ -164,6 +183,7 @@ class ActionTokens:
             num_items=len(chosen),
             facts=facts,
             objectives=tuple(self.objectives[index] for index in chosen) if self.objectives else (),
+            episodes=tuple(self.episodes[index] for index in chosen) if self.episodes else (),
             without_old_logps=tuple(new for new, old in enumerate(chosen) if old in self.without_old_logps),
             padded=self._rows_of(chosen),
         )
@@ -196,6 +216,16 @@ class ActionTokens:
         """[B] action tokens of each sample; at least 1, so that it can be divided by."""
         return self.item_sum(torch.ones_like(self.logps)).clamp(min=1)
 
+    @property
+    def episode_lengths(self) -> Tensor:
+        """[B] action tokens of each sample's episode, in the whole batch."""
+        own_B = self.lengths
+        if not any(self.episodes):
+            return own_B
+        known = self.facts.episode_tokens
+        known_B = own_B.new_tensor([0 if name is None else known[name] for name in self.episodes])
+        return torch.where(known_B > 0, known_B, own_B)
+
     def item_mean(self, values_A: Tensor) -> Tensor:
         return self.item_sum(values_A) / self.lengths
 
@@ -212,12 +242,16 @@ class ActionTokens:
         """This micro-batch's share of the batch's loss."""
         if reduction.kind == "token_mean":
             return values_A.sum() / max(self.facts.num_tokens, 1)
-        if reduction.kind == "sample_mean":
-            return self.reduce_items(self.item_mean(values_A))
+        if reduction in (SAMPLE_MEAN, EPISODE_MEAN):
+            return self.reduce_items(self.item_mean(values_A), reduction)
         total = values_A.sum() / max(self.facts.num_items, 1)
         return total if reduction.constant_length is None else total / reduction.constant_length
 
-    def reduce_items(self, values_B: Tensor) -> Tensor:
+    def reduce_items(self, values_B: Tensor, reduction: Reduction = SAMPLE_MEAN) -> Tensor:
+        """The same for one value per sample. In an episode's mean, each of its samples counts by its tokens."""
+        if reduction == EPISODE_MEAN:
+            shares_B = self.lengths / self.episode_lengths
+            return (values_B * shares_B).sum() / max(self.facts.num_episodes or self.facts.num_items, 1)
         return values_B.sum() / max(self.facts.num_items, 1)
 
 

@@ -29,7 +29,7 @@ TOGETHER = {
     "one vLLM server": (
         "test_live_vllm_client.py", "test_vllm_adapter.py", "test_vllm_server.py", "test_vllm_training.py", "test_vllm_weights.py",
     ),
-    "one SmolLM2": ("test_local_engine_smollm2.py", "test_smollm2_template.py"),
+    "one SmolLM2": ("test_local_engine_smollm2.py", "test_smollm2_template.py", "test_gateway_clients.py"),
 }  # fmt: skip
 """These share what a session has once: one worker takes all of them."""
 FILLS_IN = "gw2"

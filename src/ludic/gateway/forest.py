@@ -254,14 +254,17 @@ def _compare_reply(node: Node, sent: ClientMessage) -> bool | None:
     reply = node.reply
     if sent.role != "assistant" or reply is None:
         return None
+    content, start = sent.content, sent.content.lstrip()
+    if reply.reasoning and start.startswith("<think>"):  # some clients write the reasoning into the text
+        content = start.partition("</think>")[2].lstrip()
     tokens = set(tokens_in(sent))
     if not tokens:
-        same = _both(_compare_text(reply.content, sent.content), _compare_calls(reply.tool_calls, sent.tool_calls))
+        same = _both(_compare_text(reply.content, content), _compare_calls(reply.tool_calls, sent.tool_calls))
         return same and (not sent.reasoning or sent.reasoning == reply.reasoning)
     if node.token not in tokens:
         return None
     # The reply by its ids. Missing parts and another spelling are the client's; a changed text or argument is an edit.
-    if sent.content.strip() and _compare_text(reply.content, sent.content) is None:
+    if content.strip() and _compare_text(reply.content, content) is None:
         return None
     by_index = {_index_of(call["id"]): call for call in reply.tool_calls}
     for call in sent.tool_calls:

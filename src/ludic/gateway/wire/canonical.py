@@ -6,7 +6,7 @@ of its replies an assistant message is, however the client spells the text.
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
@@ -22,8 +22,8 @@ from ludic.inference.serving.request import (
     check_arguments,
     check_count,
     check_tools,
-    typed,
 )
+from ludic.inference.serving.request import TAKES as SERVER_TAKES
 from ludic.types import ConfigError, ToolCall
 from ludic.types.messages import encodable
 
@@ -188,7 +188,6 @@ class Fields(Struct, kw_only=True):
     model: str | None = None
     stream: bool = False
     seed: Whole | None = None
-    tools: list[Any] = []
     tool_choice: Any = "auto"
     temperature: Number | None = None
     top_p: Number | None = None
@@ -218,17 +217,14 @@ class Function(Struct, kw_only=True):
         return {"type": "function", "function": {key: value for key, value in given.items() if value is not None}}
 
 
-_TOOL_TAKES = {"type": "Only functions can be offered; this server runs no tools."}
+TAKES = {**SERVER_TAKES, "tools.type": "Only functions can be offered; this server runs no tools."}
 
 
-def read_tools(fields: Fields, kind: Any, without_effect: list[str]) -> list[JSONObject]:
+def read_tools(functions: Sequence[Function], choice: Any, without_effect: list[str]) -> list[JSONObject]:
     """The tools in the OpenAI chat format; none with tool_choice "none"."""
-    choice = fields.tool_choice
     if isinstance(choice, dict) and choice.get("type") in ("auto", "none"):  # Anthropic's form
         choice = choice["type"]
-    check_tools(fields.tools, choice)
-    tools = typed(fields.tools, list[kind], "tools", _TOOL_TAKES)
-    functions: list[Function] = [tool if isinstance(tool, Function) else tool.function for tool in tools]
+    check_tools(functions, choice)
     if any(function.strict for function in functions):
         without_effect.append("tools.strict")
     return [] if choice == "none" else [function.schema() for function in functions]
@@ -241,9 +237,11 @@ def flat(content: str | list[Any] | None) -> str:
     return encodable(content if isinstance(content, str) else "".join([block.text for block in content]))
 
 
-def tool_call(id: str, name: str, arguments: str, where: str) -> ToolCall:
+def tool_call(id: str, name: str, arguments: str, where: str | None = None) -> ToolCall:
+    """Checks the arguments if it is told where they are in the body."""
     arguments = encodable(arguments) or "{}"
-    check_arguments(arguments, where)
+    if where is not None:
+        check_arguments(arguments, where)
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

@@ -1,11 +1,12 @@
 """OpenAI chat completions. Reasoning is the field `reasoning_content` of a message, as vLLM writes it and most clients read it."""
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from msgspec import Struct
 
 from ludic.gateway.wire.canonical import (
     ACCEPTED,
+    TAKES,
     UNSUPPORTED,
     ClientMessage,
     Count,
@@ -30,25 +31,9 @@ from ludic.inference.serving.request import (
     TextPart,
     check_count,
     read_fields,
-    typed,
 )
 
-
-class _Fields(Fields):
-    messages: tuple[Any, ...] = ()
-    max_tokens: Count | None = None
-    """The older name of the next."""
-    max_completion_tokens: Count | None = None
-    stop: NonEmpty | tuple[NonEmpty, ...] = ()
-    stream_options: StreamOptions | None = None
-
-
-class _Tool(Struct):
-    type: Literal["function"]
-    function: Function
-
-
-# --- messages ---
+# --- fields ---
 
 
 class _System(Struct, tag_field="role", tag="system", kw_only=True):
@@ -91,6 +76,21 @@ class _Assistant(_System, tag="assistant"):
 _Message = _System | _Developer | _User | _ToolResult | _Assistant
 
 
+class _Tool(Struct):
+    type: Literal["function"]
+    function: Function
+
+
+class _Fields(Fields):
+    messages: tuple[_Message, ...] = ()
+    tools: tuple[_Tool, ...] = ()
+    max_tokens: Count | None = None
+    """The older name of the next."""
+    max_completion_tokens: Count | None = None
+    stop: NonEmpty | tuple[NonEmpty, ...] = ()
+    stream_options: StreamOptions | None = None
+
+
 def _read_message(message: _Message, where: str) -> ClientMessage:
     content = flat(message.content)
     match message:
@@ -122,15 +122,14 @@ class Chat:
     name: ClassVar[str] = "chat"
 
     def read(self, body: JSONObject) -> ModelRequest:
-        fields, without_effect = read_fields(body, _Fields, ACCEPTED, UNSUPPORTED)
+        fields, without_effect = read_fields(body, _Fields, ACCEPTED, UNSUPPORTED, TAKES)
         check_count(fields.messages, "messages")
-        messages: list[_Message] = typed(fields.messages, list[_Message], "messages")
         if fields.stream_options is not None and not fields.stream:
             without_effect.append("stream_options")
         request = ModelRequest(
-            messages=[_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)],
+            messages=[_read_message(message, f"messages[{i}]") for i, message in enumerate(fields.messages)],
             model=fields.model,
-            tools=read_tools(fields, _Tool, without_effect),
+            tools=read_tools([tool.function for tool in fields.tools], fields.tool_choice, without_effect),
             max_tokens=fields.max_completion_tokens or fields.max_tokens,
             stop=(fields.stop,) if isinstance(fields.stop, str) else fields.stop,
             sampling=fields.sampling(),

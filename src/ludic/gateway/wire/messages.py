@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from ludic.gateway.wire.canonical import (
     ACCEPTED,
+    TAKES,
     UNSUPPORTED,
     ClientMessage,
     Count,
@@ -31,11 +32,15 @@ from ludic.inference.serving.request import (
     TextPart,
     check_count,
     read_fields,
-    typed,
     unsupported,
 )
 from ludic.types import ConfigError
 
+_TAKES = TAKES | {
+    "role": "It is system, user or assistant.",
+    "type": "This server reads only text, thinking and tool use.",
+}
+_encode = json.JSONEncoder(ensure_ascii=False).encode
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERROR_KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
@@ -44,24 +49,7 @@ _ERROR_KINDS = {
 """By HTTP status; others are invalid_request_error below 500 and api_error from there."""
 
 
-class _Fields(Fields):
-    messages: tuple[Any, ...] = ()
-    system: str | list[TextPart] | None = None
-    max_tokens: Count | None = None
-    """Required by the API, but not for counting."""
-    stop_sequences: tuple[NonEmpty, ...] = ()
-    output_config: JSONObject | None = None
-
-
-class _Tool(Function, kw_only=True):
-    type: Literal["custom"] | None = None
-    input_schema: JSONObject
-
-    def __post_init__(self) -> None:
-        self.parameters = self.input_schema
-
-
-# --- messages ---
+# --- fields ---
 
 
 class _Text(Struct, tag="text"):
@@ -99,6 +87,24 @@ class _Assistant(Struct, tag_field="role", tag="assistant"):
 _Message = _System | _User | _Assistant
 
 
+class _Tool(Function, kw_only=True):
+    type: Literal["custom"] | None = None
+    input_schema: JSONObject
+
+    def __post_init__(self) -> None:
+        self.parameters = self.input_schema
+
+
+class _Fields(Fields):
+    messages: tuple[_Message, ...] = ()
+    tools: tuple[_Tool, ...] = ()
+    system: str | list[TextPart] | None = None
+    max_tokens: Count | None = None
+    """Required by the API, but not for counting."""
+    stop_sequences: tuple[NonEmpty, ...] = ()
+    output_config: JSONObject | None = None
+
+
 def _read_user(message: _User) -> list[ClientMessage]:
     """The tools' results, then the text."""
     if isinstance(message.content, str):
@@ -109,37 +115,31 @@ def _read_user(message: _User) -> list[ClientMessage]:
     return [*found, ClientMessage(role="user", content=flat(texts))] if texts or not results else found
 
 
-def _read_assistant(message: _Assistant, where: str) -> ClientMessage:
+def _read_assistant(message: _Assistant) -> ClientMessage:
     if isinstance(message.content, str):
         return ClientMessage(role="assistant", content=flat(message.content))
     thinking = [block for block in message.content if isinstance(block, _Thinking)]
     uses = [block for block in message.content if isinstance(block, _ToolUse)]
-    calls = [tool_call(use.id, use.name, json.dumps(use.input, ensure_ascii=False), where) for use in uses]
     return ClientMessage(
         role="assistant",
         content=flat([block for block in message.content if isinstance(block, _Text)]),
         reasoning=flat("".join([block.thinking for block in thinking])),
-        tool_calls=calls,
+        tool_calls=[tool_call(use.id, use.name, _encode(use.input)) for use in uses],
         ids=tuple([block.signature for block in thinking if block.signature] + [use.id for use in uses]),
     )
 
 
-def _read_messages(values: Sequence[Any]) -> list[ClientMessage]:
-    check_count(values, "messages")
-    messages: list[_Message] = typed(values, list[_Message], "messages", _TAKES)
+def _read_messages(messages: Sequence[_Message]) -> list[ClientMessage]:
+    check_count(messages, "messages")
     found: list[ClientMessage] = []
-    for index, message in enumerate(messages):
-        match message:
-            case _User():
-                found += _read_user(message)
-            case _Assistant():
-                found.append(_read_assistant(message, f"messages[{index}].content"))
-            case _System():
-                found.append(ClientMessage(role="system", content=flat(message.content)))
+    for message in messages:
+        if isinstance(message, _User):
+            found += _read_user(message)
+        elif isinstance(message, _Assistant):
+            found.append(_read_assistant(message))
+        else:
+            found.append(ClientMessage(role="system", content=flat(message.content)))
     return found
-
-
-_TAKES = {"role": "It is system, user or assistant.", "type": "This server reads only text, thinking and tool use."}
 
 
 # --- the dialect ---
@@ -151,7 +151,7 @@ class Messages:
     name: ClassVar[str] = "messages"
 
     def read(self, body: JSONObject) -> ModelRequest:
-        fields, without_effect = read_fields(body, _Fields, ACCEPTED, UNSUPPORTED)
+        fields, without_effect = read_fields(body, _Fields, ACCEPTED, UNSUPPORTED, _TAKES)
         if fields.output_config is not None:
             if fields.output_config.get("format") is not None:
                 raise unsupported("output_config.format", fields.output_config["format"])
@@ -167,7 +167,7 @@ class Messages:
         request = ModelRequest(
             messages=messages,
             model=fields.model,
-            tools=read_tools(fields, _Tool, without_effect),
+            tools=read_tools(fields.tools, fields.tool_choice, without_effect),
             max_tokens=fields.max_tokens,
             stop=fields.stop_sequences,
             sampling=fields.sampling(),

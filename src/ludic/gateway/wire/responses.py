@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from ludic.gateway.wire.canonical import (
     ACCEPTED,
+    TAKES,
     UNSUPPORTED,
     ClientMessage,
     Count,
@@ -29,30 +30,16 @@ from ludic.gateway.wire.canonical import (
     token_in,
     tool_call,
 )
-from ludic.inference.serving.request import TAKES, ErrorFacts, NonEmpty, check_count, read_fields, typed, unsupported
+from ludic.inference.serving.request import ErrorFacts, NonEmpty, check_count, read_fields, unsupported
 
-_ITEM_TAKES = TAKES | {
-    "type": "It is message, reasoning, function_call or function_call_output; this server reads only text."
+_TAKES = TAKES | {
+    "role": "It is system, developer, user or assistant.",
+    "type": "It is message, reasoning, function_call or function_call_output; this server reads only text.",
 }
 _TEXT = {"format": {"type": "text"}}
 
 
-class _Fields(Fields):
-    input: str | tuple[Any, ...] = ()
-    instructions: str | None = None
-    max_output_tokens: Count | None = None
-    previous_response_id: NonEmpty | None = None
-    stop: NonEmpty | tuple[NonEmpty, ...] = ()
-    """Not in OpenAI's API; vLLM has it."""
-    text: JSONObject | None = None
-    include: tuple[str, ...] | None = None
-
-
-class _Tool(Function, kw_only=True):
-    type: Literal["function"]
-
-
-# --- items ---
+# --- fields ---
 
 
 class _Part(Struct):
@@ -90,38 +77,62 @@ class _Output(Struct, tag="function_call_output"):
     output: str | list[_Part]
 
 
-_Item = _Message | _Reasoning | _Call | _Output
+_OfModel = _Message | _Reasoning | _Call
+_Item = _OfModel | _Output
 
 
-def _read_items(items: Sequence[Any]) -> list[ClientMessage]:
-    check_count(items, "input")
-    with_type = [{"type": "message", **item} if isinstance(item, dict) and "role" in item else item for item in items]
+class _Tool(Function, kw_only=True):
+    type: Literal["function"]
+
+
+class _Fields(Fields):
+    input: str | tuple[_Item, ...] = ()
+    tools: tuple[_Tool, ...] = ()
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    previous_response_id: NonEmpty | None = None
+    stop: NonEmpty | tuple[NonEmpty, ...] = ()
+    """Not in OpenAI's API; vLLM has it."""
+    text: JSONObject | None = None
+    include: tuple[str, ...] | None = None
+
+
+def _read_items(items: Sequence[_Item]) -> list[ClientMessage]:
     found: list[ClientMessage] = []
-    turn: list[_Message | _Reasoning | _Call] = []
+    turn: list[_OfModel] = []
     tokens: set[str] = set()
-    for item in typed(with_type, list[_Item], "input", _ITEM_TAKES):
-        is_of_model = isinstance(item, _Reasoning | _Call) or (isinstance(item, _Message) and item.role == "assistant")
-        new = {token for id in _ids(item) if (token := token_in(id)) is not None} if is_of_model else set()
-        if turn and (not is_of_model or (new and tokens and not new & tokens)):  # two replies may follow each other
-            found.append(_read_turn(turn))
-            turn, tokens = [], set()
-        if is_of_model:
+    for item in items:
+        if isinstance(item, _Output):
+            message = ClientMessage(role="tool", content=flat(item.output), tool_call_id=item.call_id)
+        elif isinstance(item, _Message) and item.role != "assistant":
+            message = ClientMessage(role="user" if item.role == "user" else "system", content=flat(item.content))
+        else:
+            new = {token for id in _ids(item) if (token := token_in(id)) is not None}
+            if new and tokens and not new & tokens:  # two replies follow each other
+                found.append(_read_turn(turn))
+                turn, tokens = [], set()
             turn.append(item)
             tokens |= new
-        elif isinstance(item, _Output):
-            found.append(ClientMessage(role="tool", content=flat(item.output), tool_call_id=item.call_id))
-        else:
-            role: Literal["system", "user"] = "user" if item.role == "user" else "system"
-            found.append(ClientMessage(role=role, content=flat(item.content)))
+            continue
+        if turn:
+            found.append(_read_turn(turn))
+            turn, tokens = [], set()
+        found.append(message)
     return [*found, _read_turn(turn)] if turn else found
 
 
-def _ids(item: _Item) -> list[str]:
-    names = ("id", "call_id", "encrypted_content")
-    return [id for name in names if (id := getattr(item, name, None))]
+def _with_type(item: Any) -> Any:
+    return {"type": "message", **item} if isinstance(item, dict) and "role" in item else item
 
 
-def _read_turn(items: Sequence[_Message | _Reasoning | _Call]) -> ClientMessage:
+def _ids(item: _OfModel) -> list[str]:
+    if isinstance(item, _Call):
+        return [item.id, item.call_id] if item.id else [item.call_id]
+    ids = [item.id, item.encrypted_content] if isinstance(item, _Reasoning) else [item.id]
+    return [id for id in ids if id]
+
+
+def _read_turn(items: Sequence[_OfModel]) -> ClientMessage:
     calls = [item for item in items if isinstance(item, _Call)]
     return ClientMessage(
         role="assistant",
@@ -141,7 +152,10 @@ class Responses:
     name: ClassVar[str] = "responses"
 
     def read(self, body: JSONObject) -> ModelRequest:
-        fields, without_effect = read_fields(body, _Fields, ACCEPTED, UNSUPPORTED)
+        items = body.get("input")
+        if isinstance(items, list):  # the type of a message may be missing
+            body = {**body, "input": [_with_type(item) for item in items]}
+        fields, without_effect = read_fields(body, _Fields, ACCEPTED, UNSUPPORTED, _TAKES)
         if fields.text is not None:
             if fields.text.get("format") not in (None, _TEXT["format"]):
                 raise unsupported("text.format", fields.text["format"])
@@ -153,13 +167,14 @@ class Responses:
         if isinstance(fields.input, str):
             messages = [ClientMessage(role="user", content=flat(fields.input))]
         else:
+            check_count(fields.input, "input")
             messages = _read_items(fields.input)
         if fields.instructions is not None:
             messages.insert(0, ClientMessage(role="system", content=flat(fields.instructions)))
         request = ModelRequest(
             messages=messages,
             model=fields.model,
-            tools=read_tools(fields, _Tool, without_effect),
+            tools=read_tools(fields.tools, fields.tool_choice, without_effect),
             max_tokens=fields.max_output_tokens,
             stop=(fields.stop,) if isinstance(fields.stop, str) else fields.stop,
             sampling=fields.sampling(),

@@ -6,6 +6,7 @@ by `SamplingParams`, for every engine.
 
 import difflib
 import json
+import re
 import reprlib
 from collections.abc import Mapping, Sequence, Set
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
@@ -122,8 +123,8 @@ ONLY_AS: Mapping[str, tuple[Any, ...]] = {
     "chat_template": (), "chat_template_kwargs": ({},), "add_generation_prompt": (True,), "continue_final_message": (False,),
 }  # fmt: skip
 """Unsupported fields, and their values without effect."""
-TAKES = {"role": "It is system, user, assistant or tool.", "type": "This server reads only text."}
-"""What a field takes, for errors: by its name."""
+TAKES: Mapping[str, str] = {"role": "It is system, user, assistant or tool.", "type": "This server reads only text."}
+"""What a field takes, for errors: by its name, or with the name of the body's field that it is in (`tools.type`)."""
 RequestBody = TypeVar("RequestBody", bound=Body)
 Fields = TypeVar("Fields", bound=Struct)
 
@@ -134,7 +135,11 @@ def read_body(data: bytes, kind: type[RequestBody]) -> RequestBody:
 
 
 def read_fields(
-    body: JSONObject, kind: type[Fields], without_effect: Set[str], only_as: Mapping[str, tuple[Any, ...]]
+    body: JSONObject,
+    kind: type[Fields],
+    without_effect: Set[str],
+    only_as: Mapping[str, tuple[Any, ...]],
+    takes: Mapping[str, str] = TAKES,
 ) -> tuple[Fields, list[str]]:
     """The typed fields, and the names of the others that the body gives a value: those are accepted and change nothing."""
     asked = {name: value for name, value in body.items() if value is not None}
@@ -149,7 +154,7 @@ def read_fields(
             raise ConfigError(f"Unknown field {name!r:.80}.{hint}")
         if asked[name] not in only_as[name]:
             raise unsupported(name, asked[name])
-    fields: Fields = typed({name: asked[name] for name in known if name in asked}, kind)
+    fields: Fields = typed({name: asked[name] for name in known if name in asked}, kind, takes=takes)
     return fields, others
 
 
@@ -163,9 +168,11 @@ def typed(value: Any, kind: Any, where: str = "", takes: Mapping[str, str] = TAK
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:  # half a surrogate pair is no UTF-8
         what, _, path = str(error).partition(" - at `$")
-        name = path.rstrip("`").rpartition(".")[2]
-        hint = f" {takes[name]}" if name in takes and what.startswith(("Invalid enum value", "Invalid value")) else ""
-        raise ConfigError(f"{where}{path.rstrip('`')}: {what:.200}.{hint}".lstrip(".")) from error
+        path = f"{where}{path.rstrip('`')}".lstrip(".")
+        top, name = re.split(r"[.\[]", path, maxsplit=1)[0], path.rpartition(".")[2]
+        is_choice = what.startswith(("Invalid enum value", "Invalid value"))
+        hint = takes.get(f"{top}.{name}", takes.get(name, "")) if is_choice else ""
+        raise ConfigError(f"{path}: {what:.200}. {hint}".rstrip()) from error
 
 
 # --- prompts, messages and tools ---

@@ -4,6 +4,7 @@ import asyncio
 import re
 import urllib.request
 from collections.abc import Iterator
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -101,6 +102,35 @@ def plain_logprobs(model: Any, response: ChatResponse, *, temperature: float, to
 
 
 # --- the same policy ---
+
+
+async def test_a_stream_hands_out_the_tokens_of_the_whole_completion(client):
+    request = a_request(some_prompt(20), seed=4, temperature=1.0, max_tokens=60, ignore_eos=True)
+    whole = await answer_of(client, request)
+    async with aclosing(client.stream_tokens(request)) as stream:
+        chunks = [chunk async for chunk in stream]
+    response = chunks[-1].response
+    assert response is not None and len(chunks) > 10
+    assert [i for chunk in chunks for i in chunk.token_ids] == response.completion_token_ids.tolist()
+    assert [p for chunk in chunks for p in chunk.logprobs] == pytest.approx(list(response.completion_logprobs))
+    assert (response.text, response.finish_reason, response.version_runs) == (
+        whole.text,
+        whole.finish_reason,
+        whole.version_runs,
+    )
+    assert response.completion_token_ids.tolist() == whole.completion_token_ids.tolist()
+
+
+async def test_a_stream_that_is_closed_early_leaves_the_batch(client, vllm_server):
+    async with aclosing(client.stream_tokens(a_request(some_prompt(5), **LONG))) as stream:
+        await anext(stream)
+        await until(lambda: metric(vllm_server.url, "vllm:num_requests_running") == 1)
+    await until(lambda: metric(vllm_server.url, "vllm:num_requests_running") == 0)
+
+
+async def test_a_stream_that_is_refused_says_why(client):
+    with pytest.raises(PromptTooLong):
+        await anext(client.stream_tokens(a_request(some_prompt(4000), temperature=1.0, max_tokens=5)))
 
 
 @pytest.mark.parametrize("length", [1, 7, 130])

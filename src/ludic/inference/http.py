@@ -10,7 +10,8 @@ import http.client
 import urllib.error
 import urllib.request
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -81,6 +82,7 @@ class Retries:
 # uvicorn, under vLLM, closes a connection after 5 s of idling; if it closes while a request is written, that costs a retry.
 _KEEP_IDLE_S = 4.0
 _CONNECT_S = 10.0
+_BUFFER = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,25 +135,56 @@ class HttpSessions:
         timeout_s: float | None = None,
     ) -> Answer:
         """Send one request; `Unreachable` or `ResponseTimeout` if there is no response."""
-        session = (await self.for_loop()).session
-        import aiohttp
-
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S)
-        sent = {
-            **({} if body is None else {"Content-Type": "application/json"}),
-            **self.login_headers(url),
-            **(headers or {}),
-        }
         try:
-            async with session.request(
-                method, url, data=body, headers=sent, params=params, timeout=timeout
-            ) as response:
+            async with self._request(method, url, body, headers, params, timeout_s) as response:
                 data = await response.read()
                 return Answer(status=response.status, data=data, retry_after=response.headers.get("Retry-After"))
         except TimeoutError as error:
             raise ResponseTimeout(
                 f"{url} cannot be reached: no response within {timeout_s or _CONNECT_S:g} s."
             ) from error
+
+    async def events(self, url: str, body: bytes) -> AsyncGenerator[bytes | Answer, None]:
+        """The data of the server-sent events that answer a POST, without the closing [DONE]; one `Answer` if it is refused."""
+        async with self._request("POST", url, body, None, None, None) as response:
+            if response.status != 200:
+                data = await response.read()
+                yield Answer(status=response.status, data=data, retry_after=response.headers.get("Retry-After"))
+                return
+            async for line in response.content:
+                data = line.strip().removeprefix(b"data:").strip()
+                if data == b"[DONE]":
+                    return
+                if line.startswith(b"data:"):
+                    yield data
+
+    @asynccontextmanager
+    async def _request(
+        self,
+        method: str,
+        url: str,
+        body: bytes | None,
+        headers: Mapping[str, str] | None,
+        params: Mapping[str, str] | None,
+        timeout_s: float | None,
+    ) -> "AsyncIterator[aiohttp.ClientResponse]":
+        session = (await self.for_loop()).session
+        import aiohttp
+
+        sent = {
+            **({} if body is None else {"Content-Type": "application/json"}),
+            **self.login_headers(url),
+            **(headers or {}),
+        }
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S)
+        try:
+            # Events may have long lines: every token's log-prob and text.
+            async with session.request(
+                method, url, data=body, headers=sent, params=params, timeout=timeout, read_bufsize=_BUFFER
+            ) as response:
+                yield response
+        except TimeoutError:
+            raise
         except (aiohttp.ClientError, OSError) as error:
             raise Unreachable(f"{url} cannot be reached: {error or type(error).__name__}.") from error
 

@@ -7,7 +7,9 @@ or another, unless the request itself is wrong. Loads without vLLM and torch.
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,6 +35,7 @@ from ludic.inference.vllm.wire import (
     NOT_VLLM,
     Aborted,
     Body,
+    CompletionStream,
     check_not_cut,
     completions_body,
     generate_body,
@@ -52,6 +55,7 @@ from ludic.types import (
     PolicyPublisher,
     ReturnSpec,
     SamplingParams,
+    TokenChunk,
     TokenCompletionRequest,
     shown_url,
 )
@@ -60,6 +64,18 @@ from ludic.types.urls import without_login
 _QUICK_S = 10.0
 """Timeout of calls that a healthy server answers at once."""
 _LONGEST_WAIT_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _OpenStream:
+    """A streamed completion whose first event has arrived."""
+
+    server: Server
+    url: str
+    version: int | None
+    max_tokens: int
+    events: AsyncGenerator[bytes | Answer, None]
+    first: bytes
 
 
 class VLLMChatClient:
@@ -134,17 +150,55 @@ class VLLMChatClient:
             self._pool.worked(server, request.prompt_token_ids, response.completion_token_ids)
             return response, info
 
+    async def stream_tokens(self, request: TokenCompletionRequest) -> AsyncGenerator[TokenChunk, None]:
+        """The same completion as it is sampled; the last chunk holds the whole. Closing the generator early disconnects.
+
+        What was handed out cannot be taken back, so a failure after the first chunk is raised and not retried.
+        """
+        if not len(request.prompt_token_ids):
+            raise ConfigError("The prompt is empty; a model needs at least one token to continue.")
+        async with AsyncExitStack() as stack:
+            stream = await self._retries.run(partial(self._open_stream, request, stack))
+            joined = CompletionStream(stream.url)
+            data: bytes | Answer | None = stream.first
+            while isinstance(data, bytes):
+                ids, logprobs = joined.add(data)
+                if ids:
+                    yield TokenChunk(token_ids=ids, logprobs=logprobs)
+                data = await anext(stream.events, None)
+            response = joined.response(request, stream.version)
+            check_not_cut(response, stream.max_tokens)
+            self._pool.worked(stream.server, request.prompt_token_ids, response.completion_token_ids)
+            yield TokenChunk(token_ids=[], logprobs=[], response=response)
+
+    async def _open_stream(self, request: TokenCompletionRequest, stack: AsyncExitStack) -> _OpenStream:
+        """Ask a server for a stream and wait for its first event; `stack` closes it."""
+        if self._watch is not None:
+            await self._watch.ready()
+        async with AsyncExitStack() as attempt:
+            server = attempt.enter_context(self._pool.lease(request.prompt_token_ids))
+            try:
+                path, body, version = await self._body_for(server, request)
+                url = server.url + path
+                data = msgspec.json.encode({**body, "stream": True, "stream_options": {"include_usage": True}})
+                events = await attempt.enter_async_context(aclosing(self._http.events(url, data)))
+                first = await anext(events, None)
+                if isinstance(first, Answer):
+                    raise _refusal_of(server, path, first, request, max_tokens_of(body))
+                if first is None:
+                    raise RetryableError(f"{url} ended a stream without an event.")
+            except RetryableError as busy:
+                self._pool.failed(server)
+                if self._pool.has_another(server):
+                    busy.wait_s = 0.0
+                raise
+            stack.push_async_exit(attempt.pop_all())
+            return _OpenStream(
+                server=server, url=url, version=version, max_tokens=max_tokens_of(body), events=events, first=first
+            )
+
     async def _complete_at(self, server: Server, request: TokenCompletionRequest) -> tuple[ChatResponse, Info]:
-        facts = await self._facts_of(server, request)
-        _check_fits(facts, request)
-        version = None
-        if facts.has_generate:
-            path, body = GENERATE, generate_body(request)
-        else:
-            path, body = COMPLETIONS, completions_body(request)
-            if facts.has_versions:
-                # Read before the request, so that it can only be too old: a sample may look staler than it is, never fresher.
-                version = await self._version_at(server.url)
+        path, body, version = await self._body_for(server, request)
         data = await self._ask_for_tokens(server, path, body, request)
         response = read_completion(server.url + path, data, request, version)
         check_not_cut(response, max_tokens_of(body))
@@ -153,6 +207,16 @@ class VLLMChatClient:
         if len(self.servers) > 1:
             info["server"] = server.url
         return response, info
+
+    async def _body_for(self, server: Server, request: TokenCompletionRequest) -> tuple[str, Body, int | None]:
+        """The endpoint and body for this server; its version, if the endpoint does not report one."""
+        facts = await self._facts_of(server, request)
+        _check_fits(facts, request)
+        if facts.has_generate:
+            return GENERATE, generate_body(request), None
+        # Read before the request, so that it can only be too old: a sample may look staler than it is, never fresher.
+        version = await self._version_at(server.url) if facts.has_versions else None
+        return COMPLETIONS, completions_body(request), version
 
     async def _ask_for_tokens(self, server: Server, path: str, body: Body, request: TokenCompletionRequest) -> bytes:
         answer = await self._ask("POST", server.url + path, body=msgspec.json.encode(body))

@@ -175,11 +175,54 @@ class Aborted(RetryableError):
 
 def read_completion(url: str, data: bytes, request: TokenCompletionRequest, version: int | None = None) -> ChatResponse:
     """Parse either endpoint's response. `version` (served when the request was sent) is for the endpoint that reports none."""
+    return _response_of(_decoded(url, data), request, version)
+
+
+class CompletionStream:
+    """Joins the events of a streamed completion, of either endpoint."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._joined = _Completion(choices=[_Choice(token_ids=[])])
+
+    def add(self, data: bytes) -> tuple[list[int], list[float]]:
+        """One event; returns its tokens and their log-probs."""
+        if b'"error"' in data[:200]:
+            shown = error_of(data.decode("utf-8", "replace"))["message"]
+            raise RetryableError(f"{self._url} failed in the middle of a stream: {shown}")
+        event = _decoded(self._url, data)
+        joined, ids, logprobs = self._joined, [], []
+        joined.usage = event.usage or joined.usage
+        for part in event.choices:
+            whole, ids = joined.choices[0], part.token_ids or []
+            assert whole.token_ids is not None, "it begins as a list"
+            whole.text += part.text
+            whole.token_ids += ids
+            whole.finish_reason = part.finish_reason or whole.finish_reason
+            whole.weight_versions = part.weight_versions or whole.weight_versions
+            if part.logprobs is not None:
+                logprobs = _chosen_logprobs(part.logprobs)
+                whole.logprobs = whole.logprobs or _Logprobs(token_logprobs=[])
+                assert whole.logprobs.token_logprobs is not None, "it begins as a list"
+                whole.logprobs.token_logprobs += logprobs
+        return ids, [NO_LOGPROB if value is None else value for value in logprobs]
+
+    def response(self, request: TokenCompletionRequest, version: int | None = None) -> ChatResponse:
+        """After the last event."""
+        if self._joined.choices[0].finish_reason is None:
+            raise RetryableError(f"{self._url} ended a stream before the completion was finished.")
+        return _response_of(self._joined, request, version)
+
+
+def _decoded(url: str, data: bytes) -> _Completion:
     try:
-        answer = _decoder.decode(data)
+        return _decoder.decode(data)
     except msgspec.DecodeError as error:
         shown = data[:200].decode("utf-8", "replace")
         raise ConfigError(f"{url} {NOT_VLLM}: {shown!r} ({error}).") from error
+
+
+def _response_of(answer: _Completion, request: TokenCompletionRequest, version: int | None) -> ChatResponse:
     if len(answer.choices) != 1:
         raise EndpointError(
             f"One completion was requested, but {len(answer.choices)} came. Check that the overrides do not set n."
@@ -242,14 +285,17 @@ def _check_prompt(answer: _Completion, choice: _Choice, request: TokenCompletion
 
 
 def _read_logprobs(logprobs: _Logprobs, num_tokens: int) -> LogprobArray:
-    given = logprobs.token_logprobs
-    chosen = given if given is not None else [entry.logprob for entry in logprobs.content or ()]
-    values = np.array(chosen, dtype=np.float32)  # None becomes NaN
+    values = np.array(_chosen_logprobs(logprobs), dtype=np.float32)  # None becomes NaN
     if len(values) != num_tokens:
         raise EndpointError(f"The server returned {len(values)} log-probs for {num_tokens} tokens.")
     if num_tokens and not values.min() > NO_LOGPROB:
         raise EndpointError("The server returned no log-prob for a sampled token. Check that its weights are finite.")
     return values
+
+
+def _chosen_logprobs(logprobs: _Logprobs) -> list[float | None]:
+    given = logprobs.token_logprobs
+    return given if given is not None else [entry.logprob for entry in logprobs.content or ()]
 
 
 def _forced(request: TokenCompletionRequest, ids: TokenArray, logprobs: LogprobArray) -> CandidateSets | None:

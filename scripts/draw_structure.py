@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[1]
 SOURCE, PAGE = ROOT / "src" / "ludic", ROOT / "docs" / "overview.md"
 BEGIN, END = "<!-- structure: made by scripts/draw_structure.py -->", "<!-- end of structure -->"
 FLOOR = {"types", "tasks", "registry", "catalog"}
+ABOVE = SOURCE / "gateway" / "training.py"
+"""Uses `run`, which imports its package; the package loads it when one of its names is used."""
 WIDTH = 34
 
 
@@ -28,7 +30,7 @@ def packages() -> dict[str, Path]:
 def imports_of(path: Path, names: set[str]) -> set[str]:
     """The packages that the files of a package import, at their top or inside functions."""
     found = set()
-    for file in [path] if path.is_file() else path.rglob("*.py"):
+    for file in [path] if path.is_file() else {*path.rglob("*.py")} - {ABOVE}:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module:
                 found |= {alias.name for alias in node.names} if node.module == "ludic" else set()

@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "interaction": BASE | {"agents", "envs", "parsers"},
     "batch_gen": BASE | {"interaction", "envs", "inference"},
     "gateway": BASE | {"interaction", "inference", "envs", "batch_gen", "parsers", "sandbox"},
-    "gateway.train": BASE | {"gateway", "run"},
+    "gateway.training": BASE | {"batch_gen", "eval", "gateway", "run"},
     "distributed": BASE | {"inference", "models"},
     "training": BASE | {"models", "distributed"},
     "eval": BASE | {"batch_gen"},
@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 """What may import everything: minimal (all but cli) and cli. A row for a part that is not built yet is checked as
 soon as it is there. `interaction` also sees `parsers`, since a step's parse result is one of its types."""
 HEAVY = {"torch", "transformers", "vllm"}
-MAY_BE_HEAVY = {"training", "distributed", "models", "inference.local", "gateway.train"}
+MAY_BE_HEAVY = {"training", "distributed", "models", "inference.local", "gateway.training"}
 
 
 def files_of(package: str) -> list[Path]:
@@ -63,7 +63,7 @@ def files_of(package: str) -> list[Path]:
     if package == "inference":  # the embedded engine is the one part of it that may load torch, and has its own row
         found = [file for file in found if "inference/local/" not in file.as_posix()]
     if package == "gateway":  # the one file above `run`; the package loads it when its names are used
-        found = [file for file in found if not file.as_posix().endswith("gateway/train.py")]
+        found = [file for file in found if not file.as_posix().endswith("gateway/training.py")]
     return found
 
 

@@ -55,6 +55,8 @@ class AgentCall:
     """For envs that ask about samples: the whole sample, the solution included."""
     socket: Path | None = None
     """The gateway's Unix socket, for sandboxed commands."""
+    close: Callable[[], None] = lambda: None
+    """Refuses further model calls and ends those that wait. A thread cannot be stopped; this ends what it waits for."""
 
     @property
     def task_text(self) -> str:
@@ -106,7 +108,7 @@ class AgentFunction(OutsideAgent):
 
     async def answer(self, call: AgentCall) -> str:
         work = partial(self._function, call.task, **{name: getattr(call, name) for name in self._takes})
-        answer = work() if self._is_async else await in_thread(work, f"The agent {self.name}")
+        answer = work() if self._is_async else await in_thread(work, f"The agent {self.name}", call.close)
         return answer_text(await answer if inspect.isawaitable(answer) else answer)
 
 
@@ -142,8 +144,9 @@ def is_agent_function(found: Any) -> bool:
     return not is_factory and all(parameter.name != "client" for parameter in parameters)
 
 
-async def in_thread(work: Callable[[], Any], what: str) -> Any:
-    """The result of blocking code. If this is cancelled, the code is interrupted when it next runs Python."""
+async def in_thread(work: Callable[[], Any], what: str, on_cancel: Callable[[], None] | None = None) -> Any:
+    """The result of blocking code. If this is cancelled, `on_cancel` ends what the code waits for, and it is interrupted when it
+    next runs Python."""
 
     def guarded() -> Any:
         try:
@@ -154,6 +157,10 @@ async def in_thread(work: Callable[[], Any], what: str) -> Any:
     thread = EnvThread()
     try:
         return await thread.run(guarded)
+    except asyncio.CancelledError:
+        if on_cancel is not None:
+            on_cancel()
+        raise
     finally:
         await thread.end()
 

@@ -130,7 +130,8 @@ class Gateway:
     def close_session(self, session: Session) -> None:
         """Refuse the session's later requests and forget its key."""
         session.close()
-        self._sessions.pop(session.api_key, None)
+        if self._sessions.pop(session.api_key, None) is None:
+            return  # it was closed before
         self._rewards.pop(session.id, None)
         num_forked, num_calls = session.counts["forked"], session.counts["calls"]
         if num_calls and num_forked / num_calls > self._max_fork_rate:

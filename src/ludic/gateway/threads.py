@@ -19,7 +19,7 @@ THREAD = "thread"
 def session_rollouts(
     session: Session,
     *,
-    reward: float | Mapping[str, float] = 0.0,
+    reward: float | Mapping[str, float] | None = 0.0,
     call_rewards: Mapping[str, float] | None = None,
     meta: Mapping[str, Any] | None = None,
     env_info: Info | None = None,
@@ -27,9 +27,11 @@ def session_rollouts(
 ) -> list[Rollout]:
     """One rollout per thread of each trained policy, the main thread of a policy before its others.
 
-    `reward` is a number or named components; `call_rewards` maps ids of replies to numbers. Empty if no call was answered.
+    `reward` is a number or named components; None is for a session that has not ended, whose rollouts have no end either.
+    `call_rewards` maps ids of replies to numbers. Empty if no call was answered.
     """
-    components = {"reward": float(reward)} if isinstance(reward, (int, float)) else dict(reward)
+    components = {"reward": float(reward)} if isinstance(reward, (int, float)) else dict(reward or {})
+    has_ended = reward is not None
     by_node = _rewards_by_node(session, call_rewards or {})
     facts = {
         **(meta or {}),
@@ -43,14 +45,15 @@ def session_rollouts(
         if number:  # another player: its rollouts are compared with each other
             own["agent_id"] = f"{facts.get('agent_id', 'agent')}:{name}"
         threads = _threads(session.forests[name]) if policy.is_trained else []
-        made = [Rollout(id=new_id(), meta=dict(own), stop=stop) for _ in threads]
+        made = [Rollout(id=new_id(), meta=dict(own), stop=stop if has_ended else None) for _ in threads]
         step_ids: dict[Node, str] = {}
         for rollout, thread in zip(made, threads, strict=True):
             _write_calls(rollout, thread, by_node, step_ids)
         for index, (rollout, thread) in enumerate(zip(made, threads, strict=True)):
             rollout.meta[THREAD] = index
             if index == 0:
-                _write_reward(rollout, components, env_info or {}, stop)
+                if has_ended:
+                    _write_reward(rollout, components, env_info or {}, stop)
                 rollout.meta["gateway"] = dict(session.counts)
             else:
                 parent = thread[0].parent

@@ -32,6 +32,7 @@ Arguments: TypeAlias = dict[str, Any]
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 Engine: TypeAlias = Literal["local", "vllm", "pipeline"]
 Push: TypeAlias = Literal["merged", "adapter"]
+AgentSandbox: TypeAlias = Literal["bubblewrap", "none"]
 Averaging: TypeAlias = Literal["token_mean", "sample_mean", "episode_mean", "sample_sum"]
 LoggerName: TypeAlias = Literal["rich", "print", "tensorboard", "wandb", "none"]
 
@@ -116,12 +117,24 @@ class AgentSettings:
     """How the model plays."""
 
     agent: str | None = None
-    """Registered agent (`ludic parts agent`), or file.py:Class. Default: what suits the env, else agent: one model call per turn;
+    """Registered agent (`ludic parts agent`), or file.py:Class; or file.py:function, an agent of any kind that is called with the
+    task and the address of a model server (docs/gateway.md). Default: what suits the env, else agent: one model call per turn;
     react where there are --tools."""
+    agent_command: str | None = None
+    """Instead of --agent: a command such as 'my-agent {task}', which gets the address of a model server in $OPENAI_BASE_URL and
+    prints its answer (docs/gateway.md)."""
+    agent_sandbox: AgentSandbox = "bubblewrap"
+    """Where --agent-command runs: in a sandbox without a network, or as a plain process with your rights."""
+    agent_bind: tuple[Path, ...] = ()
+    """Folder that a sandboxed command may read, beside the current one and this Python; may be repeated."""
+    agent_max_calls: int | None = None
+    """Model calls of one episode of an agent that is a function or a command. Default: no limit."""
+    agent_max_tokens: int | None = None
+    """Tokens that such an agent may sample in one episode. Default: no limit."""
     tools: tuple[str, ...] = ()
     """Tools of the agent (`ludic parts tool`), or file.py:function."""
     agent_set: Arguments = field(default_factory=dict)
-    """Argument of the agent."""
+    """Argument of the agent; of a function, further keywords."""
     context: str = "full_dialog"
     """What the model is shown of the past (`ludic parts context`, or file.py:Class)."""
     context_set: Arguments = field(default_factory=dict)
@@ -144,13 +157,18 @@ class AgentSettings:
 
     def __post_init__(self) -> None:
         at_least(1, max_tokens=self.max_tokens)
+        at_least(1, agent_max_calls=self.agent_max_calls, agent_max_tokens=self.agent_max_tokens)
+        if self.agent_command is not None and (self.agent is not None or self.agent_set):
+            raise ConfigError(
+                f"agent_command = {self.agent_command!r} is the whole agent; leave agent and agent_set out, or the command."
+            )
         if self.tools and "tools" in self.agent_set:
             raise ConfigError("Tools were given twice, as --tools and as --agent-set tools=…; give --tools alone.")
 
     @property
     def may_call_tools(self) -> bool:
         """Every agent but the plain ones, so its chat template has to read calls."""
-        return self.agent not in (None, "agent", "folding")
+        return self.agent_command is not None or self.agent not in (None, "agent", "folding")
 
 
 # --- sections of a training run --------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from ludic.batch_gen.pipeline.queue import ExperienceQueue
 from ludic.batch_gen.pipeline.source import PipelineBatchSource
 from ludic.distributed.publish.folder import FolderPublisher
 from ludic.eval import EvalReport, SnapshotEvaluator
+from ludic.gateway.protocol import close_gateways
 from ludic.inference import LocalTeacher, VLLMTeacher, tokenizer_fingerprint
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot
@@ -38,7 +39,7 @@ from ludic.run.parts import (
 )
 from ludic.run.resolve import ResolvedRun
 from ludic.training import RLAlgorithm
-from ludic.training.credit_assignment import HybridNormalizedReturn
+from ludic.training.credit_assignment import EpisodeCredit, HybridNormalizedReturn
 from ludic.training.learner.stop import run_sync
 from ludic.training.losses import CorrectedLoss, SequenceMask, TokenMask
 from ludic.types import BatchSource, ConfigError, Evaluator, FollowsDrift, PolicyPublisher, Rollout, TeacherScorer
@@ -81,6 +82,7 @@ class Generation(ABC):
             return make_evaluator(self._run, setup)
         snapshot = served.snapshot()
         self._closing.callback(snapshot.close)
+        self._closing.callback(close_gateways, snapshot)
         return SnapshotEvaluator(make_evaluator(self._run, replace(setup, client=snapshot)), snapshot)
 
     async def evaluate(self) -> EvalReport:
@@ -113,6 +115,7 @@ class Generation(ABC):
         run, agent = self._run, self._run.config.agent
         with_tools = agent.may_call_tools or bool(run.parts.tools)
         template = make_template(self._loaded.tokenizer, with_tools=with_tools)
+        self._closing.callback(close_gateways, served.client)  # before the client itself is closed
         return make_episode_setup(run.config.env, agent, run.env, served.client, template, served.model, run.parts)
 
 
@@ -299,12 +302,15 @@ class PipelineGeneration(Generation):
 def pipeline_algorithm(run: ResolvedRun) -> RLAlgorithm:
     """The run's algorithm, its loss corrected for samples of older versions."""
     algorithm = make_algorithm(run)
-    if isinstance(algorithm.credit_assigner, HybridNormalizedReturn):
+    rule = algorithm.credit_assigner
+    if isinstance(rule, EpisodeCredit):
+        rule = rule.inner
+    if isinstance(rule, HybridNormalizedReturn):
         raise ConfigError(
             f"algo = {run.config.algo.algo!r} scales weights by the whole batch, but actors assign credit group by group. "
             "Take cispo, which has the same loss, or another (`ludic parts algorithm`)."
         )
-    if isinstance(algorithm.credit_assigner, FollowsDrift):
+    if isinstance(rule, FollowsDrift):
         raise ConfigError(
             f"algo = {run.config.algo.algo!r} tracks how each prompt went, but every actor would track only its own, and "
             "none is told how far the policy moves. Take grpo, or train without a pipeline."

@@ -6,6 +6,7 @@ The first half (episodes) is free of training, and `ludic eval` uses it too; the
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,9 @@ from ludic.batch_gen import (
 )
 from ludic.batch_gen.requests.samples import read_samples
 from ludic.eval import EngineEvaluator, Grading
+from ludic.gateway.agents import AgentCommand, AgentFunction, OutsideAgent, is_agent_function
+from ludic.gateway.protocol import GatewayProtocol
+from ludic.gateway.session import SessionLimits
 from ludic.inference import ChatTemplate
 from ludic.interaction import InteractionProtocol, MultiAgentProtocol, SingleAgentProtocol
 from ludic.interaction.base import AnyEnv
@@ -39,6 +43,7 @@ from ludic.types import (
     ConfigError,
     EnvSpec,
     InferenceSpec,
+    MissingExtra,
     ProtocolSpec,
     ReturnSpec,
     Rollout,
@@ -174,12 +179,71 @@ def protocol_factory(
     make = parts.protocol
     if make is not None:
         return lambda client: make(client=client, model=model, chat_template=template)
+    outside = outside_agent(agent, parts)
+    if outside is not None:
+        return _gateway_protocol(outside, agent, agent_ids, template, model, parts)
+    if parts.reward is not None or parts.policies:
+        raise ConfigError("reward= and policies= are for an agent that is a function or a command (docs/gateway.md).")
     make_agent = agent_factory(agent, template, model, parts)
     if len(agent_ids) == 1:
         return lambda client: SingleAgentProtocol(make_agent(client), stop_on_parse_error=agent.unreadable == "stop")
     if agent.unreadable == "stop":
         raise ConfigError(f"unreadable=stop is for envs with one agent; this one has {', '.join(agent_ids)}.")
     return lambda client: MultiAgentProtocol({agent_id: make_agent(client) for agent_id in agent_ids})
+
+
+def uses_gateway(agent: AgentSettings, parts: Parts) -> bool:
+    """Whether the agent is a function or a command, which makes its model calls over HTTP."""
+    if parts.protocol is not None:
+        return False
+    return agent.agent_command is not None or is_agent_function(_named_agent(agent, parts))
+
+
+def _named_agent(agent: AgentSettings, parts: Parts) -> Any:
+    return parts.agent or (registry.agents.spec(agent.agent).load() if agent.agent is not None else None)
+
+
+def outside_agent(agent: AgentSettings, parts: Parts) -> OutsideAgent | None:
+    """The agent that makes its model calls over HTTP; None if it is one of ludic.agents."""
+    if not uses_gateway(agent, parts):
+        return None
+    if agent.tools or parts.tools:
+        raise ConfigError(
+            "--tools are for agents of ludic.agents; an agent that is a function or a command has its own."
+        )
+    if importlib.util.find_spec("aiohttp") is None:
+        raise MissingExtra("serve", "An agent that is a function or a command")
+    if agent.agent_command is not None:
+        return AgentCommand(agent.agent_command, sandbox=agent.agent_sandbox, binds=agent.agent_bind)
+    function = _named_agent(agent, parts)
+    return AgentFunction(partial(function, **agent.agent_set) if agent.agent_set else function)
+
+
+def _gateway_protocol(
+    outside: OutsideAgent,
+    agent: AgentSettings,
+    agent_ids: Sequence[str],
+    template: ChatTemplate,
+    model: str,
+    parts: Parts,
+) -> Callable[[ChatClient], InteractionProtocol]:
+    if len(agent_ids) != 1:
+        raise ConfigError(
+            f"The agent {outside.name} plays envs with one agent; this one has {', '.join(agent_ids)}. Take an agent of "
+            "ludic.agents."
+        )
+    parser = parts.parser or registry.parsers.make(agent.parser or "raw", **agent.parser_set)
+    return lambda client: GatewayProtocol(
+        outside,
+        client=client,
+        model=model,
+        chat_template=template,
+        reward=parts.reward,
+        policies=parts.policies,
+        limits=SessionLimits(max_calls=agent.agent_max_calls, max_tokens=agent.agent_max_tokens),
+        system_prompt=agent.system_prompt,
+        parser=parser,
+    )
 
 
 def agent_factory(
@@ -266,8 +330,9 @@ def fixed_requests(
 
 
 def make_algorithm(run: ResolvedRun) -> RLAlgorithm:
-    """The given or named algorithm, with the group size if it takes one, the reduction, and a given loss."""
-    from ludic.training import RLAlgorithm
+    """The given or named algorithm, with the group size if it takes one, the reduction, and a given loss. For agents behind the
+    gateway its credit is that of whole episodes."""
+    from ludic.training import RLAlgorithm, with_episode_credit
 
     config, given = run.config.algo, run.parts.algorithm
     if given is None:
@@ -281,6 +346,8 @@ def make_algorithm(run: ResolvedRun) -> RLAlgorithm:
         raise ConfigError(
             f"algo = {config.algo!r} gives a {type(given).__name__}; it must return an RLAlgorithm, as make_grpo() does."
         )
+    if uses_gateway(run.config.agent, run.parts):
+        given = with_episode_credit(given)  # a session with several threads counts once
     return given if run.parts.loss is None else replace(given, loss=run.parts.loss)
 
 

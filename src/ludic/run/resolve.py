@@ -31,6 +31,8 @@ from ludic.types import (
 
 if TYPE_CHECKING:
     from ludic.agents import Agent
+    from ludic.gateway.protocol import RewardFunction
+    from ludic.gateway.session import Policy
     from ludic.interaction import InteractionProtocol
     from ludic.models.loading import LoadedModel
     from ludic.parsers import Parser
@@ -129,6 +131,10 @@ class Parts:
     eval_samples: Sequence[Any] | None = None
     loggers: Sequence[TrainingLogger] = ()
     """Beside those of the settings."""
+    reward: "RewardFunction | None" = None
+    """For an agent that is a function or a command: instead of the env's reward. Not for engine = pipeline."""
+    policies: "Mapping[str, Policy]" = field(default_factory=dict)
+    """For such an agent: further models by the names that it asks for. Not for engine = pipeline."""
     protocol: "Callable[..., InteractionProtocol] | None" = None
     """Called with client, model and chat_template for every episode; replaces agent, context, parser and tools."""
     source: Callable[[BatchSource], BatchSource] | None = None
@@ -223,14 +229,16 @@ def _trainer_config(config: RunConfig, max_lag: int, max_steps: int) -> TrainerC
 def resolve_play(config: T, suggested: Suggested) -> T:
     """The config with the agent, parser, turns and tokens that the env suggests, where none were given."""
     given = values_of(config)
-    agent_set = suggested.agent_args if given["agent"] is None else {}
+    takes_suggested = given["agent"] is None and given["agent_command"] is None
+    agent_set = suggested.agent_args if takes_suggested else {}
     parser_set = suggested.parser_args if given["parser"] is None else {}
     max_tokens = given["max_tokens"] or suggested.max_tokens
     agent = "react" if given["tools"] and suggested.agent == "agent" else suggested.agent
+    agent = given["agent"] if not takes_suggested else agent
     return with_values(
         config,
         {
-            "agent": given["agent"] or agent,
+            "agent": agent,
             "agent_set": {**agent_set, **given["agent_set"]},
             "parser": given["parser"] or suggested.parser,
             "parser_set": {**parser_set, **given["parser_set"]},
@@ -249,6 +257,11 @@ def _check_engine(config: RunConfig, parts: Parts) -> None:
         raise ConfigError(
             "A teacher is not there for engine = 'pipeline'; use local or vllm, or wrap the learner's source yourself "
             "(TeacherAnnotatedBatchSource)."
+        )
+    if (parts.reward is not None or parts.policies) and config.is_pipeline:
+        raise ConfigError(
+            "reward= and policies= are objects of this process; with engine = 'pipeline' actors play the episodes. Give the "
+            "reward by an env of your own (file.py:Class), whose step grades the answer."
         )
     if parts.source is not None and config.is_pipeline:
         raise ConfigError("source= wraps rollouts that this process plays; with engine = 'pipeline' actors play them.")

@@ -280,6 +280,8 @@ def build(
     data: str | Path | Sequence[Any] | None = None,
     eval_data: str | Path | Sequence[Any] | None = None,
     logger: Any = None,
+    reward: Callable[..., Any] | None = None,
+    policies: Mapping[str, Any] | None = None,
     protocol: Callable[..., Any] | None = None,
     source: Callable[[BatchSource], BatchSource] | None = None,
     reducers: Mapping[str, Reducer] | None = None,
@@ -290,7 +292,8 @@ def build(
     env, agent, context, parser, tools, algo, model and logger take a name or an object: an env class, an agent class, a
     parser, callables as tools, an RLAlgorithm, a `LoadedModel` or a torch model with its `tokenizer`, TrainingLoggers. `loss`
     replaces the algorithm's, `protocol` the agent with all its parts; `source` wraps the source of fresh rollouts; `reducers`
-    are further metrics (`Parts` in resolve.py). data and eval_data take a file or a list of samples. Settings are checked
+    are further metrics (`Parts` in resolve.py). An agent may also be a function that makes its model calls over HTTP
+    (docs/gateway.md); `reward` and `policies` are for it. data and eval_data take a file or a list of samples. Settings are checked
     here; weights are loaded when the run trains or evaluates.
     """
     config = config or RunConfig()
@@ -312,6 +315,7 @@ def build(
     values["tools"] = (*config.agent.tools, *values["tools"])
     objects = {_PARTS.get(name, name): part for name, (_, part) in given.items() if part is not None}
     objects |= {"loss": loss, "protocol": protocol, "source": source, "reducers": reducers or {}}
+    objects |= {"reward": reward, "policies": policies or {}}
     config = with_pinned_checkpoints(with_given(config, values))
     return Run(resolve(config, factory, Parts(**objects)))
 

@@ -20,7 +20,8 @@ Kind = Literal["new", "continued", "healed", "forked", "foreign", "retried"]
 
 new: the first call of a conversation. continued: repeats a path and its reply word for word. healed: the same, but the client
 spelled something differently; the recorded tokens stand. forked: differs from a recorded path, or branches off one. foreign:
-contains assistant messages that no call of this session sampled; they are context. retried: asks again what was answered before.
+contains assistant messages that no call of this session sampled; they are context. retried: asks again what was answered before;
+when the client goes on with the later answer, the earlier one is superseded and not trained.
 """
 State = Literal["open", "delivered", "undelivered"]
 
@@ -40,8 +41,9 @@ class Node:
     children: list["Node"] = field(default_factory=list)
     state: State = "open"
     is_superseded: bool = False
-    """The client asked again and went on with the later answer."""
+    """The client asked again and went on with a later answer."""
     difference: "Difference | None" = None
+    """Of a fork whose history is not the recorded one."""
     replaces: "Node | None" = None
     """An earlier answer to the same request."""
     began_ns: int = field(default_factory=time.time_ns)
@@ -115,6 +117,10 @@ class Forest:
         self.nodes.append(node)
         self._by_token[node.token] = node
         self._siblings(node.parent).append(node)
+        earlier = None if node.parent is None else node.parent.replaces
+        while earlier is not None:
+            earlier.is_superseded = not earlier.children
+            earlier = earlier.replaces
         return node
 
     def find(self, id: str) -> Node | None:
@@ -123,11 +129,8 @@ class Forest:
         return None if token is None else self._by_token.get(token)
 
     def deliver(self, node: Node) -> None:
-        """The client has the reply. An earlier answer to the same request is superseded, unless the client went on with it."""
+        """The client has the reply."""
         node.state, node.ended_ns = "delivered", time.time_ns()
-        earlier = node.replaces
-        if earlier is not None and not earlier.children:
-            earlier.is_superseded = True
 
     def _siblings(self, parent: Node | None) -> list[Node]:
         return self.roots if parent is None else parent.children
@@ -220,8 +223,7 @@ class Forest:
         elif parent is None:
             node.kind = "new"
         elif siblings:
-            node.kind = "forked"
-            node.difference = Difference(start, _text_of(siblings[0].messages[0]), _text_of(new[0]))
+            node.kind = "forked"  # a branch: nothing of the history differs
         else:
             node.kind = "continued" if is_exact else "healed"
 

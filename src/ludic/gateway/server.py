@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import json
 import logging
+import resource
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -39,6 +40,8 @@ OnClosed = Callable[[Session, list[Rollout]], None]
 PING_S = 3.0
 """A stream in which nothing happens for this long gets a sign of life; clients and proxies give up on silent connections."""
 _SHUTDOWN_S = 0.5
+_MAX_CONNECTIONS = 1 << 16
+"""Every episode has at least one."""
 _KEY_HEADERS = ("x-api-key", "x-goog-api-key")
 _EVENTS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 _CHAT, _RESPONSES, _MESSAGES = Chat(), Responses(), Messages()
@@ -58,8 +61,8 @@ class Gateway:
         on_closed: OnClosed | None = None,
     ) -> None:
         """`policies`: by the names that requests give; `default` answers every other name. `control_token` turns the control
-        endpoints on; `on_closed` gets the rollouts of each session that they close. A session with a larger share of forks than
-        `max_fork_rate` logs a warning."""
+        endpoints on; `on_closed` gets the rollouts of each session that they close. A session in which a larger share of calls
+        than `max_fork_rate` comes with a changed history logs a warning."""
         if not policies or (default is not None and default not in policies):
             raise ConfigError(
                 f"The gateway's default policy is {default!r}; there are {', '.join(policies) or 'none'}."
@@ -68,7 +71,7 @@ class Gateway:
         self.url = ""
         self._default = default
         self._control_token = control_token
-        self._limits = limits or ServerLimits()
+        self._limits = limits or ServerLimits(max_connections=_MAX_CONNECTIONS)
         self._load = Load(self._limits)
         self._max_fork_rate = max_fork_rate
         self._on_closed = on_closed
@@ -84,6 +87,7 @@ class Gateway:
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, *, unix_socket: str | Path | None = None) -> None:
         """Listen on an address, and on a Unix socket if one is given. Port 0 takes a free one; `url` is set then."""
+        _allow_many_files()
         runner = web.AppRunner(self._app(), access_log=None, shutdown_timeout=_SHUTDOWN_S)
         await runner.setup()
         self._closing.push_async_callback(runner.cleanup)
@@ -133,11 +137,15 @@ class Gateway:
         if self._sessions.pop(session.api_key, None) is None:
             return  # it was closed before
         self._rewards.pop(session.id, None)
-        num_forked, num_calls = session.counts["forked"], session.counts["calls"]
-        if num_calls and num_forked / num_calls > self._max_fork_rate:
+        differing = [node.difference for node in session.nodes if node.difference is not None]
+        if len(differing) > self._max_fork_rate * len(session.nodes):
             self._num_warnings += 1
             if self._num_warnings & (self._num_warnings - 1) == 0:  # the 1st, 2nd, 4th, 8th …
-                _warn_of_forks(session, self._num_warnings)
+                logger.warning(
+                    "%d of %d calls of a session forked: the agent's history differs from what was recorded, so tokens are "
+                    "repeated (%d such sessions so far). First difference: %s.",
+                    len(differing), len(session.nodes), self._num_warnings, differing[0],
+                )  # fmt: skip
 
     # --- the application ---
 
@@ -305,6 +313,13 @@ class Gateway:
         return web.json_response({"id": session.id, "counts": session.counts, "rollouts": len(rollouts)})
 
 
+def _allow_many_files() -> None:
+    """Raise this process's limit of open files to what the system allows: each episode has connections, and 1,024 are too few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -320,15 +335,6 @@ def _call_card(node: Node) -> JSONObject:
         "difference": None if node.difference is None else str(node.difference),
         "text": node.text,
     }
-
-
-def _warn_of_forks(session: Session, num_sessions: int) -> None:
-    first = next((node.difference for node in session.nodes if node.difference is not None), None)
-    logger.warning(
-        "%d of %d calls of a session forked: the agent's history differs from what was recorded, so tokens are repeated (%d such "
-        "sessions so far). First difference: %s.",
-        session.counts["forked"], session.counts["calls"], num_sessions, first,
-    )  # fmt: skip
 
 
 # --- writing answers ---

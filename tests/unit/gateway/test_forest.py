@@ -153,6 +153,16 @@ async def test_asking_again_supersedes_the_answer_that_was_not_used():
     assert [step.action for step in rollout.agent_steps] == ["good", "end"]
 
 
+async def test_several_answers_to_one_question_are_all_trained_if_none_is_continued():
+    session = make_session(["one", "two", "three"])
+    for _ in range(3):
+        await ask(session, user("a"))
+    assert kinds(session) == ["new", "retried", "retried"]
+    rollouts = session_rollouts(session, reward=1.0)
+    assert [step.action for rollout in rollouts for step in rollout.agent_steps] == ["three", "one", "two"]
+    assert [rollout.total_reward for rollout in rollouts] == [1.0, 0.0, 0.0]
+
+
 async def test_asking_an_earlier_question_again_is_a_branch():
     session = make_session(["one", "two", "again"])
     first = await ask(session, user("a"))

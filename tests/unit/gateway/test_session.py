@@ -181,6 +181,7 @@ async def test_the_model_name_chooses_the_policy_and_only_trained_ones_are_in_ro
     rollouts = session_rollouts(session, reward=1.0, meta={"agent_id": "agent"})
     assert [(r.policy, r.agent_id, r.total_reward, r.delegate) for r in rollouts] == [
         ("solved", "agent", 1.0, None),
+        ("solved", "agent", 0.0, "thread"),
         ("criticised", "agent:critic", 1.0, None),
     ]
     strict = make_session([], policies=policies, default=None)

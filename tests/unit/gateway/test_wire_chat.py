@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from ludic.gateway.wire.canonical import ModelRequest
 from ludic.gateway.wire.chat import Chat
+from ludic.gateway.wire.messages import Messages
+from ludic.gateway.wire.responses import Responses
 from ludic.inference.serving.request import MAX_MESSAGES, MAX_TOOLS
 from ludic.types import ConfigError
 from tests.unit.gateway.dialects import (
@@ -206,6 +208,13 @@ def test_the_events_of_a_stream():
     texts = [delta["content"] for e in events[1:-2] if (delta := e["choices"][0]["delta"]).get("content")]
     assert len(texts) == 6 and "".join(texts) == FULL.content
     assert {event["id"] for event in events[:-1]} == {f"chatcmpl-{TOKEN}"}
+
+
+@pytest.mark.parametrize("dialect", [Chat(), Responses(), Messages()])
+def test_no_text_ends_a_line_of_a_stream_early(dialect):
+    reply = make_reply(content="a\x85b\u2028c\u2029d\x0be\x1cf\r\n\ndata: g\r")
+    data = streamed(dialect, reply, pieces_of(reply)).decode()
+    assert all(line.startswith(("data: ", "event: ", ": ping")) for line in data.splitlines() if line)
 
 
 def test_a_stream_without_usage():

@@ -83,6 +83,33 @@ def test_thinking_text_and_calls_are_one_message():
     ]
 
 
+def test_thinking_without_a_signature():
+    blocks = [{"type": "thinking", "thinking": "I add.", "signature": None}, text("2")]
+    message = read(messages=[HI, {"role": "assistant", "content": blocks}, HI]).messages[1]
+    assert (message.reasoning, message.content, message.ids) == ("I add.", "2", ())
+
+
+def test_the_fields_of_a_coding_agent():
+    """As Claude Code 2.1 sends them: a system message in the middle, once as blocks and later as a text."""
+    tools = [{**FUNCTION, "name": f"Tool{i}", "eager_input_streaming": True} for i in range(12)]
+    always = {
+        "stream": True, "max_tokens": 32000, "tools": tools, "thinking": {"type": "adaptive"}, "metadata": {"user_id": "u"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}, "output_config": {"effort": "medium"},
+    }  # fmt: skip
+    first = read(messages=[HI, {"role": "system", "content": [{**text("Note."), **MARK}]}], **always)
+    second = read(
+        messages=[
+            HI,
+            {"role": "system", "content": "Note."},
+            {"role": "assistant", "content": [USE]},
+            {"role": "user", "content": [RESULT]},
+        ],
+        **always,
+    )
+    assert first.messages == second.messages[:2] and first.tools == second.tools and len(first.tools) == 12
+    assert first.without_effect == ("context_management", "metadata", "thinking", "output_config")
+
+
 def test_results_become_tool_messages_and_the_text_a_user_message():
     blocks = [RESULT, {**RESULT, "tool_use_id": "toolu_2", "content": [text("3")], "is_error": True}, text("And?")]
     found = read(messages=[HI, {"role": "assistant", "content": [USE]}, {"role": "user", "content": blocks}]).messages[

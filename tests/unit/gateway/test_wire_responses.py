@@ -111,7 +111,7 @@ def test_whole_reasoning_wins_over_its_summary():
 
 def test_developer_is_system_and_parts_are_joined():
     parts = [{"type": "input_text", "text": "Be "}, {"type": "input_text", "text": "brief."}]
-    message = read(input=[{"type": "message", "role": "developer", "content": parts}, HI]).messages[0]
+    message = read(input=[{"type": None, "role": "developer", "content": parts}, HI]).messages[0]
     assert (message.role, message.content) == ("system", "Be brief.")
 
 

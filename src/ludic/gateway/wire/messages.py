@@ -58,7 +58,7 @@ class _Text(Struct, tag="text"):
 
 class _Thinking(Struct, tag="thinking"):
     thinking: str
-    signature: str = ""
+    signature: str | None = None
 
 
 class _ToolUse(Struct, tag="tool_use"):

@@ -59,7 +59,7 @@ class _Message(Struct, tag="message"):
 
 
 class _Reasoning(Struct, tag="reasoning"):
-    summary: list[_ReasoningPart] = []
+    summary: list[_ReasoningPart] | None = None
     content: list[_ReasoningPart] | None = None
     id: str | None = None
     encrypted_content: str | None = None
@@ -122,7 +122,8 @@ def _read_items(items: Sequence[_Item]) -> list[ClientMessage]:
 
 
 def _with_type(item: Any) -> Any:
-    return {"type": "message", **item} if isinstance(item, dict) and "role" in item else item
+    has_none = isinstance(item, dict) and "role" in item and item.get("type") is None
+    return {**item, "type": "message"} if has_none else item
 
 
 def _ids(item: _OfModel) -> list[str]:

@@ -8,13 +8,14 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import json
 import logging
 import resource
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from ludic.gateway.forest import Node
 from ludic.gateway.session import Call, Policy, Session, SessionLimits
@@ -241,8 +242,16 @@ class Gateway:
             is_retry = key is not None or http.headers.get("X-Stainless-Retry-Count", "0") != "0"
             key = key or hashlib.sha256(http.path.encode() + data).hexdigest()
         call = session.begin(request, key=key, is_retry=is_retry)
-        async with _waiting(session, call):
-            return await (_stream if request.stream else _whole)(http, dialect, session, call, request)
+        call.num_waiting += 1
+        is_answered = False
+        try:
+            answer = await (_stream if request.stream else _whole)(http, dialect, session, call, request)
+            is_answered = True
+            return answer
+        finally:
+            call.num_waiting -= 1
+            if not is_answered:
+                session.lost(call)
 
     # --- control ---
 
@@ -340,25 +349,11 @@ def _call_card(node: Node) -> JSONObject:
 # --- writing answers ---
 
 
-@contextlib.asynccontextmanager
-async def _waiting(session: Session, call: Call) -> AsyncIterator[None]:
-    """Counts this connection among those that wait for the call."""
-    call.num_waiting += 1
-    is_answered = False
-    try:
-        yield
-        is_answered = True
-    finally:
-        call.num_waiting -= 1
-        if not is_answered:
-            session.lost(call)
-
-
 async def _whole(
     http: web.Request, dialect: Dialect, session: Session, call: Call, request: ModelRequest
 ) -> web.StreamResponse:
     reply = await call.reply()
-    response = web.Response(body=json.dumps(dialect.whole(reply, request)).encode(), content_type="application/json")
+    response = web.Response(body=msgspec.json.encode(dialect.whole(reply, request)), content_type="application/json")
     session.delivering(call)
     try:
         await response.prepare(http)

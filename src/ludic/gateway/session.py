@@ -85,7 +85,7 @@ class Call:
         self.num_waiting = 0
         """Connections that wait for the answer."""
         self._pieces: list[tuple[PieceKind, str]] = []
-        self._more = asyncio.Event()
+        self._more: asyncio.Event | None = None
 
     def add(self, pieces: list[tuple[PieceKind, str]]) -> None:
         self._pieces += pieces
@@ -96,8 +96,9 @@ class Call:
         task.add_done_callback(lambda _: self._wake())
 
     def _wake(self) -> None:
-        self._more.set()
-        self._more = asyncio.Event()
+        if self._more is not None:
+            self._more.set()
+            self._more = None
 
     async def pieces(self, ping_s: float) -> AsyncIterator[tuple[PieceKind, str] | None]:
         """The pieces as they come, from the first on; None whenever there was none for `ping_s` seconds."""
@@ -110,7 +111,7 @@ class Call:
                 if num_seen == len(self._pieces):
                     return
                 continue
-            more = self._more
+            self._more = more = self._more or asyncio.Event()
             try:
                 await asyncio.wait_for(more.wait(), ping_s)
             except TimeoutError:
@@ -293,12 +294,15 @@ class Session:
         return ReplyHead(token=token, model=name, created=int(time.time()), num_prompt_tokens=num_prompt_tokens)
 
     def _sampling(self, request: ModelRequest) -> SamplingParams:
-        own = self.inference.sampling
-        sampling = own if self.pin_sampling else replace(own, **request.sampling)
-        stops = (own.stop,) if isinstance(own.stop, str) else tuple(own.stop or ())
+        own, left = self.inference.sampling, self.limits.max_tokens
         max_tokens = own.max_tokens if request.max_tokens is None else min(own.max_tokens, max(request.max_tokens, 1))
-        if self.limits.max_tokens is not None:
-            max_tokens = max(min(max_tokens, self.limits.max_tokens - self.num_tokens), 1)
+        if left is not None:
+            max_tokens = max(min(max_tokens, left - self.num_tokens), 1)
+        changes = {} if self.pin_sampling else request.sampling
+        if not changes and not request.stop and max_tokens == own.max_tokens:
+            return own
+        sampling = replace(own, **changes)
+        stops = (own.stop,) if isinstance(own.stop, str) else tuple(own.stop or ())
         return replace(
             sampling,
             max_tokens=max_tokens,
@@ -321,16 +325,17 @@ class Session:
 
     async def _sample(self, call: Call, node: Node, policy: Policy, request: TokenCompletionRequest) -> Reply:
         try:
-            async with asyncio.timeout(self.timeout_s):
-                response, splitter = await self._response(call, node, policy, request)
+            answering = self._response(call, node, policy, request)
+            response, splitter = await (
+                answering if self.timeout_s is None else asyncio.wait_for(answering, self.timeout_s)
+            )
             reply = take_answer(
                 node, request, response, policy.chat_template, model=call.head.model, num_calls=self._num_tool_calls
             )
         except TimeoutError as error:
             self._drop(node, "failed")
-            raise RequestRefused(
-                504, "model_timeout", f"The model did not answer within timeout_s={self.timeout_s or 0:g}."
-            ) from error
+            limit = "in time" if self.timeout_s is None else f"within timeout_s={self.timeout_s:g}"
+            raise RequestRefused(504, "model_timeout", f"The model did not answer {limit}. {error}".strip()) from error
         except BaseException as error:
             self._drop(node, "undelivered" if isinstance(error, asyncio.CancelledError) else "failed")
             if isinstance(error, ConfigError | PolicyGone) and self.error is None:

@@ -287,6 +287,8 @@ def parse_object(body: bytes) -> JSONObject:
         raise ConfigError(f"The body is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"The body must be a JSON object, not {type(value).__name__}.")
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return value
     # The code that reads it recurses into each level, and Python's stack is small.
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):

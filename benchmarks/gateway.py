@@ -55,7 +55,7 @@ class InstantModel:
         raise RuntimeError("no weights")
 
 
-# --- the server, in a process of its own ---
+# --- the server, in another process ---
 
 
 async def serve(pipe: Connection, kind: str, num_sessions: int, with_profile: bool) -> None:

@@ -93,6 +93,11 @@ def stitch_rollout(
 # --- which calls belong together ---
 
 
+def call_segments(rollout: Rollout, *, per_turn: bool = False) -> list[list[Step]]:
+    """The model calls of each item that `stitch_rollout` makes of a rollout."""
+    return [[call.step for call in segment] for segment in _segments(_calls(rollout), per_turn=per_turn)]
+
+
 def _calls(rollout: Rollout) -> list[_Call]:
     turn_of = {step.id: turn for turn in rollout.turns() for step in turn.steps}
     sampling = rollout.sampling_steps

@@ -20,6 +20,7 @@ COMMANDS = {
     "export": ("ludic.cli.listing:export", "Write a trained model in the format of Hugging Face."),
     "launch": ("ludic.cli.pipeline.command:launch", "Train with actors and a learner in separate processes."),
     "actor": ("ludic.cli.pipeline.command:actor", "Play for the learner of a pipeline."),
+    "view": ("ludic.cli.view:view", "Look at runs in a browser: metrics, groups, rollouts, tokens."),
     "plan": ("ludic.cli.plan:plan", "Say what fits on how many GPUs."),
     "envs": ("ludic.cli.listing:envs", "List the environments."),
     "parts": ("ludic.cli.listing:parts", "List the registered parts of one kind."),

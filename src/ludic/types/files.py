@@ -155,12 +155,16 @@ class Line:
         return text[self.offset : self.offset + self.length]
 
 
-def read_lines(path: str | Path) -> Iterator[tuple[Line, bytes]]:
-    """Every complete line, also of a file that is being written; an interrupted write at the end is left out."""
+def read_lines(path: str | Path, *, start: int = 0) -> Iterator[tuple[Line, bytes]]:
+    """Every complete line, also of a file that is being written; an interrupted write at the end is left out.
+
+    `start`: where to begin, the offset of a line; in a compressed file, of a member.
+    """
     path = Path(path)
     with path.open("rb") as file:
+        file.seek(start)
         for member, text in _texts(file, is_compressed(path)):
-            offset = 0
+            offset = start if member is None else 0
             for line in text:
                 if line.endswith(b"\n") or _is_json(line):
                     yield Line(path, offset, len(line), member), line

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from ludic.batch_gen.episodes import Episode
 from ludic.batch_gen.stitching import stitch_rollout
-from ludic.types import ConfigError, CreditAssigner, Rollout, SampleFilter, SAWBatch, SAWItem
+from ludic.types import ConfigError, CreditAssigner, Rollout, SampleFilter, SAWBatch, SAWItem, by_session
 
 
 class HasCreditAssigner(Protocol):
@@ -99,22 +99,23 @@ def _asked_for_logprobs(episode: Episode) -> bool:
 def _meta(
     episodes: Sequence[Episode], settled: KeptEpisodes, items: Sequence[SAWItem], kept: Sequence[SAWItem]
 ) -> dict[str, Any]:
+    sessions = by_session(settled.rollouts)  # a thread counts for its session
     counts = {
         "target_rollouts": len(episodes),
         "num_samples_before_filter": len(items),
         "num_samples": len(kept),
         "num_samples_filtered": len(items) - len(kept),
-        "num_rollouts": len(settled.rollouts),
+        "num_rollouts": len(sessions),
         "num_rollouts_without_samples": len({r.id for r in settled.rollouts} - {i.origin.rollout_id for i in items}),
         "num_failed": settled.num_failed,
         "num_retried": settled.num_retried,
         "num_groups_dropped": settled.num_groups_dropped,
     }
     averages = {
-        "avg_total_reward": _mean([rollout.total_reward for rollout in settled.rollouts]),
+        "avg_total_reward": _mean([sum(rollout.total_reward for rollout in session) for session in sessions]),
         "avg_completion_length": _mean([item.num_action_tokens for item in kept]),
         "avg_prompt_length": _mean([len(item.input_ids) - item.num_action_tokens for item in kept]),
-        "avg_turns": _mean([_num_turns(rollout) for rollout in settled.rollouts]),
+        "avg_turns": _mean([sum(map(_num_turns, session)) for session in sessions]),
     }
     metrics = {name: float(value) for name, value in {**counts, **averages}.items()}
     return {**counts, **averages, "rollout_metrics": metrics}

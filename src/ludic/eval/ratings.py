@@ -198,7 +198,7 @@ def matches_of(rollouts: Iterable[Rollout], seats: tuple[str, str]) -> list[Matc
     failed = set()
     earned: dict[str, dict[str, float]] = {}
     names: dict[str, list[str]] = {}
-    for rollout in rollouts:
+    for rollout in (rollout for rollout in rollouts if not rollout.is_thread):
         if "policies" not in rollout.meta:
             raise ConfigError(
                 f"Rollout {rollout.id} does not name its policies. Take requests from round_robin or assign_roles."

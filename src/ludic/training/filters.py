@@ -7,7 +7,7 @@ drop, and dropped by those that keep. Every named filter is a predicate and a fa
 A preprocess hook takes a batch, as an algorithm gets it, and returns a new one.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias, overload
 
@@ -23,6 +23,7 @@ from ludic.types import (
     SAWItem,
     Step,
     is_parse_failure,
+    samples_by_session,
 )
 
 PreprocessFn: TypeAlias = Callable[[SAWBatch], SAWBatch]
@@ -179,23 +180,17 @@ def _largest_weight(item: SAWItem) -> float:
 def filter_zero_variance_groups(batch: SAWBatch, *, eps: float = 1e-6) -> SAWBatch:
     """The batch without groups whose rollouts all have the same weights: comparing them teaches nothing.
 
-    Weights are compared rollout by rollout, however many items (segments, turns) each has. Items without a group, and groups
-    with one rollout, pass. The share of dropped items is in meta["zvp_filter_frac"].
+    Weights are compared rollout by rollout, however many items (segments, turns, threads of its session) each has. Items
+    without a group, and groups with one rollout, pass. The share of dropped items is in meta["zvp_filter_frac"].
     """
     _check_eps("filter_zero_variance_groups", eps)
-    groups: dict[GroupKey, dict[str | int, list[SAWItem]]] = {}
-    for item in batch.items:
-        if (key := item.origin.group) is not None:
-            groups.setdefault(key, {}).setdefault(_rollout_of(item), []).append(item)
-    flat = {key for key, rollouts in groups.items() if _are_alike(rollouts.values(), eps)}
+    groups: dict[GroupKey, list[list[SAWItem]]] = {}
+    for session in samples_by_session(batch.items):
+        if (key := session[0].origin.group) is not None:
+            groups.setdefault(key, []).append(session)
+    flat = {key for key, rollouts in groups.items() if _are_alike(rollouts, eps)}
     kept = [item for item in batch.items if item.origin.group not in flat]
     return _reduced(batch, kept, "zvp_filter_frac")
-
-
-def _rollout_of(item: SAWItem) -> str | int:
-    """An item that names no rollout counts as one by itself."""
-    rollout_id = item.origin.rollout_id
-    return id(item) if rollout_id is None else rollout_id
 
 
 def _are_alike(rollouts: Iterable[list[SAWItem]], eps: float) -> bool:
@@ -233,8 +228,10 @@ def _check_eps(function: str, eps: float) -> None:
 
 
 def keep_rewarded(batch: SAWBatch, *, min_reward: float = 1.0) -> SAWBatch:
-    """The samples of rollouts that earned `min_reward` in total; their share is in meta["accepted_frac"]."""
-    kept = [item for item in batch.items if _total_reward(item) >= min_reward]
+    """The samples of rollouts that earned `min_reward` in total, threads of their sessions included; their share is in
+    meta["accepted_frac"]."""
+    accepted = {id(i) for own in samples_by_session(batch.items) if _total_reward(own) >= min_reward for i in own}
+    kept = [item for item in batch.items if id(item) in accepted]
     share = len(kept) / len(batch.items) if batch.items else 0.0
     return SAWBatch(items=kept, meta={**batch.meta, "accepted_frac": share})
 
@@ -256,23 +253,26 @@ def keep_few_per_group(batch: SAWBatch, *, max_rollouts: int) -> SAWBatch:
     """
     if max_rollouts < 1:
         raise ConfigError(f"max_rollouts={max_rollouts}; keep at least 1, or leave samples out by min_reward.")
-    rewards: dict[GroupKey | None, dict[str | int, float]] = {}
-    for item in batch.items:
-        rewards.setdefault(item.origin.group, {})[_rollout_of(item)] = _total_reward(item)
+    groups: dict[GroupKey | None, list[list[SAWItem]]] = {}
+    for session in samples_by_session(batch.items):
+        groups.setdefault(session[0].origin.group, []).append(session)
     chosen = {
-        rollout
-        for group, earned in rewards.items()
-        for place, rollout in enumerate(sorted(earned, key=lambda rollout: -earned[rollout]))
+        id(item)
+        for group, sessions in groups.items()
+        for place, session in enumerate(sorted(sessions, key=lambda session: -_total_reward(session)))
         if group is None or place < max_rollouts
+        for item in session
     }
-    return SAWBatch(items=[item for item in batch.items if _rollout_of(item) in chosen], meta=dict(batch.meta))
+    return SAWBatch(items=[item for item in batch.items if id(item) in chosen], meta=dict(batch.meta))
 
 
-def _total_reward(item: SAWItem) -> float:
-    reward = item.origin.total_reward
-    if reward is None:
+def _total_reward(session: Sequence[SAWItem]) -> float:
+    """What the rollouts that the samples are of earned together."""
+    rewards = {item.origin.rollout_id: item.origin.total_reward for item in session}
+    known = [reward for reward in rewards.values() if reward is not None]
+    if len(known) < len(rewards):
         raise ConfigError(
             "A sample has no reward of its rollout (origin.total_reward), so it cannot be accepted or rejected. Items that Ludic "
             "makes from rollouts have it; give your own SampleOrigin(total_reward=…), or use make_sft for demonstrations."
         )
-    return reward
+    return sum(known)

@@ -62,7 +62,7 @@ from ludic.types.metrics import (
     result_rates,
 )
 from ludic.types.requests import CtxSpec, EnvSpec, ProtocolSpec, RolloutRequest, derive_seed, prompt_key
-from ludic.types.rollout import GroupKey, Rollout, load_rollouts, save_rollouts
+from ludic.types.rollout import GroupKey, Rollout, by_session, load_rollouts, save_rollouts
 from ludic.types.samples import (
     ActorTokenLogps,
     HasActorLogps,
@@ -72,6 +72,7 @@ from ludic.types.samples import (
     SAWBatch,
     SAWItem,
     has_actor_logps,
+    samples_by_session,
 )
 from ludic.types.sampling import (
     BackendExtensions,
@@ -127,11 +128,11 @@ __all__ = [
     "float_array", "ChatResponse", "SamplingParams", "SamplingConfig", "ReturnSpec", "ToolRequest", "TokenCompletionRequest",
     "InferenceSpec", "BackendExtensions", "VLLMExtensions", "untrainable_settings", "require_trainable_reply",
     "Observation", "Info", "StepOutcome", "Snapshot", "StopReason", "ActionTarget", "new_id",
-    "AgentStep", "EnvironmentStep", "Step", "Turn", "Rollout", "GroupKey", "Failure", "is_parse_failure",
+    "AgentStep", "EnvironmentStep", "Step", "Turn", "Rollout", "by_session", "GroupKey", "Failure", "is_parse_failure",
     "was_rejected_as_cut_off", "save_rollouts", "load_rollouts",
     "EnvSpec", "ProtocolSpec", "CtxSpec", "RolloutRequest", "prompt_key",
     "SAWItem", "SAWBatch", "SampleAttachments", "SampleOrigin", "ActorTokenLogps", "HasActorLogps", "has_actor_logps",
-    "RolloutStepKey",
+    "RolloutStepKey", "samples_by_session",
     "ChatClient", "VersionedClient", "BatchSource", "CreditAssigner", "PolicyPublisher", "Evaluator", "TrainingLogger",
     "TeacherScorer", "SampleFilter", "SampleCheck", "TokenizeFn", "StateFromStepFn", "StepSelector",
     "Reducer", "ReducerKind", "NormalizeBy", "default_reducers", "apply_reducers_to_records", "percent_keys",

@@ -7,7 +7,7 @@ conversation.
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +40,17 @@ class GroupKey(NamedTuple):
     agent_id: str | None
     delegate: str | None
     """Set for a sub-agent, whose agent id may be that of its parent."""
+
+
+def with_threads(parts: Iterable[tuple[Hashable, Hashable, bool]]) -> list[Hashable]:
+    """What each rollout (or sample) is judged as: (its own id, its agent's part in an episode, whether it is a thread) → the id
+    of its episode's main rollout if it is a thread, else its own. Threads without a main rollout are one together."""
+    listed = list(parts)
+    mains: dict[Hashable, Hashable] = {}
+    for own, part, is_thread in listed:
+        if not is_thread:
+            mains.setdefault(part, own)
+    return [mains.get(part, part) if is_thread else own for own, part, is_thread in listed]
 
 
 def request_meta_in(meta: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -138,9 +149,11 @@ class Rollout:
 
     @property
     def group(self) -> GroupKey | None:
-        """The group that it is compared with; None if its request belongs to none."""
+        """The group that it is compared with; None if its request belongs to none. A thread is in that of its episode."""
         group_id = self.group_id
-        return None if group_id is None else GroupKey(group_id, self.agent_id, self.delegate)
+        return (
+            None if group_id is None else GroupKey(group_id, self.agent_id, None if self.is_thread else self.delegate)
+        )
 
     @property
     def objective(self) -> str | None:
@@ -238,6 +251,19 @@ class Rollout:
     @classmethod
     def from_json(cls, line: str | bytes) -> "Rollout":
         return cls.from_dict(json.loads(line))
+
+
+def by_session(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+    """The rollouts that are judged as one: each with the threads of its session behind it, in the order of the first of each."""
+    parts = []
+    for rollout in rollouts:
+        has_threads = rollout.episode_run is not None and (rollout.is_thread or not rollout.is_sub_task)
+        part = (rollout.episode_run, rollout.policy, rollout.agent_id) if has_threads else rollout.id
+        parts.append((rollout.id, part, rollout.is_thread))
+    sessions: dict[Hashable, list[Rollout]] = {}
+    for key, rollout in zip(with_threads(parts), rollouts, strict=True):
+        sessions.setdefault(key, []).append(rollout)
+    return [sorted(session, key=lambda rollout: rollout.is_thread) for session in sessions.values()]
 
 
 def save_rollouts(rollouts: Iterable[Rollout], path: str | Path) -> None:

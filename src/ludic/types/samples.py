@@ -4,14 +4,14 @@ One item is a token sequence, a mask of the tokens that the policy chose, the we
 origin (`SampleOrigin`). Arrays are numpy; this file knows neither tensors nor environments.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from ludic.types.rollout import GroupKey, Rollout
+from ludic.types.rollout import THREAD, GroupKey, Rollout, with_threads
 from ludic.types.steps import StopReason
 from ludic.types.tokens import (
     CandidateSets,
@@ -177,8 +177,10 @@ class SampleOrigin:
 
     @property
     def group(self) -> GroupKey | None:
-        """The group that its rollout is compared with; None if there is none."""
-        return None if self.group_id is None else GroupKey(self.group_id, self.agent_id, self.delegate)
+        """The group that its rollout is compared with; None if there is none. A thread is in that of its episode."""
+        if self.group_id is None:
+            return None
+        return GroupKey(self.group_id, self.agent_id, None if self.delegate == THREAD else self.delegate)
 
     @property
     def episode_truncated(self) -> bool:
@@ -284,6 +286,21 @@ def _check_lengths(item: SAWItem) -> None:
         outside = attached.candidates.first_outside(item.input_ids[item.action_mask])
         if outside is not None:
             raise ValueError(f"Action token {outside} is not among its candidates.")
+
+
+def samples_by_session(items: Sequence[SAWItem]) -> list[list[SAWItem]]:
+    """The samples of each rollout, with those of its session's threads; a sample that names no rollout is alone."""
+    parts: list[tuple[Hashable, Hashable, bool]] = []
+    for index, item in enumerate(items):
+        origin = item.origin
+        own: Hashable = index if origin.rollout_id is None else origin.rollout_id
+        has_threads = origin.episode is not None and origin.delegate in (None, THREAD)
+        part = (origin.episode, origin.policy, origin.agent_id) if has_threads else own
+        parts.append((own, part, origin.delegate == THREAD))
+    sessions: dict[Hashable, list[SAWItem]] = {}
+    for key, item in zip(with_threads(parts), items, strict=True):
+        sessions.setdefault(key, []).append(item)
+    return list(sessions.values())
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from ludic.types import ConfigError, Rollout, RolloutRequest, derive_seed, prompt_key
+from ludic.types import ConfigError, Rollout, RolloutRequest, by_session, derive_seed, prompt_key
 
 
 class Curriculum(Protocol):
@@ -71,7 +71,8 @@ class TaskCurriculum(ABC):
         return [self._tasks[index] for index in self.choose(rng)]
 
     def observe(self, rollouts: Sequence[Rollout]) -> None:
-        for rollout in rollouts:
+        for session in by_session(rollouts):
+            rollout = session[0]
             index = rollout.request_meta.get("task_index")
             if index is None:
                 raise ConfigError(
@@ -80,7 +81,7 @@ class TaskCurriculum(ABC):
                 )
             self.num_seen[index] += 1
             share = max(1 / self.num_seen[index], self._forget)
-            success = float(rollout.total_reward >= self._success_at)
+            success = float(sum(part.total_reward for part in session) >= self._success_at)
             self.success_rates[index] += share * (success - self.success_rates[index])
 
     def state_dict(self) -> dict[str, Any]:

@@ -230,14 +230,23 @@ def _index(paths: Sequence[str | Path]) -> list[list[Line]]:
     """The lines of the rollouts, grouped."""
     groups: dict[str, list[Line]] = {}
     num_failed = 0
+    main: tuple[Any, str | None] = None, None
+    """The agent's part in its episode and the group of the last rollout that was no thread; threads follow it in a file."""
     for path in map(Path, paths):
         if not path.exists():
             raise ConfigError(f"There is no file {path} to read rollouts from.")
         for line, head in index_lines(path):
-            if head.failure is not None:
+            own = f"rollout {head.id}" if head.group_id is None else f"group {head.group_id}"
+            rollout = Rollout(id=head.id, meta=head.meta)
+            part = rollout.episode_run, rollout.policy, rollout.agent_id
+            is_failed = head.failure is not None
+            if not rollout.is_sub_task:
+                main = part, None if is_failed else own
+            elif rollout.is_thread and part == main[0] and not is_failed:
+                is_failed, own = main[1] is None, main[1] or own
+            if is_failed:
                 num_failed += 1
                 continue
-            own = f"rollout {head.id}" if head.group_id is None else f"group {head.group_id}"
             groups.setdefault(own, []).append(line)
     if not groups:
         raise ConfigError(

@@ -25,6 +25,7 @@ from ludic.types import (
     SampleFilter,
     SAWBatch,
     Stateful,
+    by_session,
     rounding_of,
 )
 
@@ -192,12 +193,12 @@ def _exactly_one(**spellings: T | None) -> T:
 
 
 def _rewards_differ(episodes: Sequence[Episode], eps: float) -> bool:
-    """True if some agent's rewards differ within the group, or the group has only one episode."""
+    """True if some agent's rewards differ within the group, or the group has only one episode. Threads add to their session's."""
     if len(episodes) == 1:
         return True
     rewards: dict[GroupKey | None, list[float]] = {}
-    for rollout in (rollout for episode in episodes for rollout in episode.rollouts if rollout.failure is None):
-        rewards.setdefault(rollout.group, []).append(rollout.total_reward)
+    for session in by_session([r for episode in episodes for r in episode.rollouts if r.failure is None]):
+        rewards.setdefault(session[0].group, []).append(sum(rollout.total_reward for rollout in session))
     return any(max(own) - min(own) > max(eps, rounding_of(own)) for own in rewards.values())
 
 

@@ -146,7 +146,9 @@ def _progress(label: str, num_episodes: int, grading: Grading) -> Iterator[Any]:
 
     def on_rollouts(rollouts: list[Rollout]) -> None:
         nonlocal total, num_scores, num_failed
-        outcomes = [outcome_of(rollout, success_reward=grading.success_reward) for rollout in rollouts]
+        outcomes = [
+            outcome_of(rollout, success_reward=grading.success_reward) for rollout in rollouts if not rollout.is_thread
+        ]
         is_graded = grading.success_reward is not None
         total += sum(float(bool(o.correct)) if is_graded else o.reward for o in outcomes)
         num_scores += len(outcomes)

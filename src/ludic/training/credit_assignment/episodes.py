@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from ludic.training.credit_assignment.combine import RuleOfRules
 from ludic.training.credit_assignment.grouping import Weights, finished
-from ludic.types import CreditAssigner, FollowsDrift, Rollout, RolloutStepKey, Step, Turn
+from ludic.types import CreditAssigner, FollowsDrift, Rollout, RolloutStepKey, Step, Turn, by_session
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +33,14 @@ class EpisodeCredit(RuleOfRules):
         return getattr(self.inner, "group_size", None)
 
     def compute(self, rollouts: Sequence[Rollout]) -> Weights:
-        without_reward = {_episode(r) for r in rollouts if r.failure is not None and not r.is_sub_task}
-        episodes: dict[tuple[str | None, ...], list[Rollout]] = {}
-        for rollout in finished(rollouts):
-            episodes.setdefault(_episode(rollout), []).append(rollout)
-        merged = [_merge(threads) for key, threads in episodes.items() if key not in without_reward]
+        finished(rollouts)  # refuses ids that occur twice
+        sessions = by_session(rollouts)
+        judged, unknown = (
+            [finished(session) for session in sessions if _is_reward_known(session) is known] for known in (True, False)
+        )
+        merged = [_merge(threads) for threads in judged if threads]
         given = self.inner.compute([whole for whole, _ in merged])
-        weights: Weights = {
-            (rollout.id, step.index): 0.0
-            for key in without_reward & episodes.keys()
-            for rollout in episodes[key]
-            for step in rollout.steps
-        }
+        weights: Weights = {(r.id, step.index): 0.0 for threads in unknown for r in threads for step in r.steps}
         for whole, places in merged:
             pairs = zip(whole.steps, places, strict=True)
             weights |= {place: given[key] for step, place in pairs if (key := (whole.id, step.index)) in given}
@@ -62,10 +58,9 @@ class _EpisodeCreditWithDrift(EpisodeCredit):
         self.inner.notify_drift(kl)
 
 
-def _episode(rollout: Rollout) -> tuple[str | None, ...]:
-    """Equal for the rollouts that are one: the threads of one agent and policy in one run of an episode."""
-    is_own = rollout.episode_run is None or (rollout.is_sub_task and not rollout.is_thread)
-    return (rollout.id,) if is_own else (rollout.episode_run, rollout.policy, rollout.agent_id)
+def _is_reward_known(session: Sequence[Rollout]) -> bool:
+    main = session[0]
+    return main.is_thread or main.failure is None
 
 
 def _merge(threads: Sequence[Rollout]) -> tuple[Rollout, list[RolloutStepKey]]:

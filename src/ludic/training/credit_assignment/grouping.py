@@ -96,10 +96,12 @@ class GroupRule:
         for key, members in groups.items():
             if self.group_size not in (None, len(members)) and not self.allow_partial:
                 role = f"agent {key.agent_id!r}" + (f" (delegate {key.delegate!r})" if key.delegate else "")
+                has_threads = any(member.is_thread for member in members)
+                hint = " Some are threads of one session: wrap the rule in EpisodeCredit." if has_threads else ""
                 raise ValueError(
                     f"Group {key.group_id!r} of {role} has {len(members)} finished rollouts, but group_size={self.group_size}. "
                     "Use the same group_size in GRPORequestStrategy and let the engine drop incomplete groups, or pass "
-                    "allow_partial=True."
+                    f"allow_partial=True.{hint}"
                 )
         return list(groups.values())
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ludic.training.credit_assignment import gae
 from ludic.types import ConfigError, FloatArray, SAWItem, spread_of
+from ludic.types.rollout import THREAD
 
 Floats = npt.NDArray[np.float64]
 
@@ -99,6 +100,11 @@ class TurnGAE(_GAE):
 
 def _chains(items: Sequence[SAWItem]) -> list[list[int]]:
     """Indices of the samples of each rollout, in the order of its segments."""
+    if any(item.origin.delegate == THREAD for item in items):
+        raise ConfigError(
+            "The batch has several threads of one agent's session, and only the main one ends with the reward: a critic would "
+            "take the others for failures. Use an algorithm without a critic (make_grpo, make_rloo), which EpisodeCredit credits."
+        )
     found: dict[str | int, list[int]] = {}
     for index, item in enumerate(items):
         rollout_id = item.origin.rollout_id

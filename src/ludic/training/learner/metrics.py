@@ -11,7 +11,15 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from ludic.types import ConfigError, Reducer, SAWItem, apply_reducers_to_records, default_reducers, result_rates
+from ludic.types import (
+    ConfigError,
+    Reducer,
+    SAWItem,
+    apply_reducers_to_records,
+    default_reducers,
+    result_rates,
+    samples_by_session,
+)
 
 PREFIXES = ("train/", "eval/", "perf/")
 Scalar: TypeAlias = float | torch.Tensor
@@ -140,12 +148,12 @@ def batch_stats(
 ) -> dict[str, float]:
     """Counts, lengths and rewards of the items that are trained on, and the numbers that their source gave in `meta`.
 
-    Statistics of rollouts count each rollout once, however many items it became. An average in `meta` wins over that of the
-    items: a source knows all that it generated, the items are what its filters left.
+    Statistics of rollouts count each rollout once, however many items or threads of a session it became. An average in `meta`
+    wins over that of the items: a source knows all that it generated, the items are what its filters left.
     """
-    rollouts = _by_rollout(items)
+    rollouts = samples_by_session(items)
     origins = [item.origin for item in items]
-    rewards = [float(own[0].origin.total_reward) for own in rollouts if own[0].origin.total_reward is not None]
+    rewards = [reward for own in rollouts if (reward := _total_reward(own)) is not None]
     stats = {
         "num_samples": float(len(items)),
         "num_rollouts": float(len(rollouts)),
@@ -176,13 +184,10 @@ def batch_stats(
     return {**known, **stats}
 
 
-def _by_rollout(items: Sequence[SAWItem]) -> list[list[SAWItem]]:
-    """The items of each rollout; an item of no rollout (a line of a data set) counts as one by itself."""
-    found: dict[str | int, list[SAWItem]] = {}
-    for index, item in enumerate(items):
-        rollout_id = item.origin.rollout_id
-        found.setdefault(index if rollout_id is None else rollout_id, []).append(item)
-    return list(found.values())
+def _total_reward(items: Sequence[SAWItem]) -> float | None:
+    """Of a rollout and its threads; None if it is not known."""
+    rewards = {item.origin.rollout_id: item.origin.total_reward for item in items}
+    return None if None in rewards.values() else float(sum(filter(None, rewards.values())))
 
 
 def _is_truncated(item: SAWItem) -> bool:

@@ -14,7 +14,7 @@ help:
 	@echo "make test       set up, then run every check and test that this machine can run"
 	@echo "make test-fast  the unit, contract and golden tests that are quick (a minute)"
 	@echo "make vllm       set up .venv-vllm, the environment of the vLLM server"
-	@echo "make system     install redis-server, bubblewrap and cargo, where missing and you are root on Debian"
+	@echo "make system     install redis-server, bubblewrap, cargo and chromium, where missing and you are root on Debian"
 	@echo "make lint       ruff and mypy"
 	@echo "make lock       write the hash-locked requirement files again (pip install uv); LOCKED=1 installs from them"
 	@echo "make bench      the orchestration benchmark"
@@ -58,7 +58,7 @@ $(VENV)/.ready: pyproject.toml environments/*/pyproject.toml constraints.txt req
 $(VENV)/.ready-all: pyproject.toml environments/*/pyproject.toml constraints.txt requirements/no_deps.in requirements/pip.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	-$(BIN)/$(NEW_PIP)
-	$(BIN)/$(INSTALL) -c constraints.txt torch -e '.[$(TRAIN_EXTRAS),search,datasets,tinker,others,agents]' $(ENVIRONMENTS)
+	$(BIN)/$(INSTALL) -c constraints.txt torch -e '.[$(TRAIN_EXTRAS),search,datasets,tinker,others,agents,browser]' $(ENVIRONMENTS)
 	$(BIN)/$(INSTALL) --no-deps -r requirements/no_deps.in
 	touch $(VENV)/.ready $@
 endif
@@ -78,10 +78,10 @@ vllm: $(VENV_VLLM)/.ready
 try-vllm:
 	@$(MAKE) vllm || { echo "vLLM could not be installed: its tests are skipped." >&2; test -z "$$CI"; }
 
-# A real Redis server for the pipeline, the sandbox for code, a compiler for Rustorio. Where they cannot be installed, the tests
-# that need them are skipped and say so.
+# A real Redis server for the pipeline, the sandbox for code, a compiler for Rustorio, a browser for the viewer's page. Where they
+# cannot be installed, the tests that need them are skipped and say so.
 system:
-	@sh scripts/install_system.sh redis-server=redis-server bwrap=bubblewrap cargo=cargo
+	@sh scripts/install_system.sh redis-server=redis-server bwrap=bubblewrap cargo=cargo chromium=chromium
 
 train: $(VENV)/.ready
 	$(BIN)/python examples/tic_tac_toe/first_run.py

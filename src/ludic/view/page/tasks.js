@@ -1,0 +1,81 @@
+// Tasks: all of them, and one over all updates.
+
+import { el, empty, fill, json, link, num, reward, segmented, signed, textOf } from "./dom.js";
+import { get, remember, runHash, runUrl } from "./data.js";
+import { LineChart } from "./chart.js";
+import { VirtualTable } from "./table.js";
+import { cell } from "./step.js";
+
+const SORTS = [["task", "Name"], ["reward_mean", "Hardest"], ["-gain", "Most gained"], ["gain", "Most lost"]];
+
+export async function tasksView({ run, params }) {
+  const holder = el("div.table-holder"), controls = el("div.controls"), total = el("p.muted", { role: "status" });
+  let table = null, sort = params.sort || "task";
+  const draw = () => {
+    fill(controls, segmented("Order", SORTS, sort, (value) => { sort = value; remember({ sort }); draw(); }));
+    table = new VirtualTable({
+      label: "Tasks", href: (t) => runHash(run, `/task/${encodeURIComponent(t.task)}`), emptyText: "No rollout names its task.", onTotal: (n) => { total.textContent = `${num(n)} tasks`; },
+      fetchPage: async (offset, limit) => { const a = await get(runUrl(run, "/tasks"), { sort, offset, limit }); return { total: a.total, rows: a.tasks }; },
+      columns: [
+        { title: "Task", width: "minmax(120px, 1fr)", className: "mono", cell: (t) => String(t.task) },
+        { title: "First", width: "84px", className: "n", cell: (t) => reward(t.reward_first) },
+        { title: "Last", width: "84px", className: "n", cell: (t) => reward(t.reward_last) },
+        { title: "Change", width: "96px", className: "n", cell: (t) => change(t.reward_last - t.reward_first) },
+        { title: "Mean", width: "72px", className: "n", cell: (t) => num(t.reward_mean) },
+        { title: "Rollouts", width: "84px", className: "n", cell: (t) => num(t.num_rollouts) },
+        { title: "Updates", width: "84px", className: "n", cell: (t) => num(t.steps.length) },
+        { title: "Beginning", width: "minmax(160px, 3fr)", className: "preview", cell: (t) => t.preview || "" },
+      ],
+    });
+    fill(holder, table.node);
+  };
+  draw();
+  return { node: el("section.fills", {}, el("div.title", {}, el("div", {}, el("h1", {}, "Tasks"), total), controls), holder), up: runHash(run, "/metrics"), move: (d) => table.move(d), open: () => table.open(), refresh: () => table.reload() };
+}
+
+function change(x) {
+  const mark = x > 1e-9 ? "▲" : x < -1e-9 ? "▼" : "=";
+  return el(`span.change.${x > 1e-9 ? "positive" : x < -1e-9 ? "negative" : "zero"}`, {}, `${mark} ${signed(x)}`);
+}
+
+export async function taskView({ run, item }) {
+  const url = runUrl(run, `/tasks/${encodeURIComponent(item)}`);
+  const node = el("section"), attempts = el("div.columns"), prompt = el("div.text");
+  const chart = new LineChart({ title: "mean reward of this task", onStep: (step) => { location.hash = runHash(run, `/step/${step}?task=${encodeURIComponent(item)}`); } });
+  const rows = el("div.task-steps");
+  let known = [];
+  const draw = async () => {
+    const { by_step: steps } = await get(url);
+    if (!steps.length) { fill(node, empty("No rollout of this task", item)); return; }
+    const mean = (rewards) => rewards.reduce((a, b) => a + b, 0) / rewards.length;
+    chart.set([{ name: item, steps: steps.map((s) => s.step), values: steps.map((s) => mean(s.rewards)) }]);
+    fill(rows, steps.map((s) => el("div.task-step", {}, link(runHash(run, `/step/${s.step}?task=${encodeURIComponent(item)}`), { class: "n" }, `step ${num(s.step)}`), el("span.cells", {}, s.rewards.map((r, i) => link(runHash(run, `/rollout/${encodeURIComponent(s.rollouts[i])}`), { "data-nav": true, "aria-label": `step ${s.step}, reward ${num(r)}` }, cell(r)))), el("span.muted", {}, `mean ${num(mean(s.rewards))}`))));
+    const [first, last] = [steps[0], steps.at(-1)];
+    const at = (s, choose) => s.rollouts[s.rewards.indexOf(choose(...s.rewards))];
+    const wanted = [[first.rollouts[0], "First attempt"], [at(last, Math.min), "Latest update, worst"], [at(last, Math.max), "Latest update, best"]].filter(([id], i, all) => all.findIndex(([other]) => other === id) === i);
+    if (known.join() !== wanted.map(([id]) => id).join()) {
+      known = wanted.map(([id]) => id);
+      const shown = await Promise.all(wanted.map(([id, title]) => attempt(run, id, title)));
+      fill(attempts, shown.map((a) => a.node));
+      fill(prompt, shown[0].prompt);
+    }
+  };
+  await draw();
+  const all = known.length ? [el("div.title", {}, el("div", {}, el("h1", {}, item), el("p.muted", {}, "One task over all updates. A square is a rollout: click it."))), el("div.task-top", {}, chart.node, rows), el("h2", {}, "The task"), el("div.message.user", {}, prompt), el("h2", {}, "Then and now"), attempts] : [...node.childNodes];
+  fill(node, all);
+  return { node, up: runHash(run, "/tasks"), refresh: draw, shown: () => chart.draw() };
+}
+
+async function attempt(run, id, title) {
+  const head = (r) => link(runHash(run, `/rollout/${encodeURIComponent(id)}`), { class: "column-head", "data-nav": true }, el("strong", {}, title), r ? reward(r.reward) : null);
+  try {
+    const r = await get(runUrl(run, `/rollouts/${encodeURIComponent(id)}`));
+    const steps = r.turns.flatMap((t) => t.steps), info = steps.findLast((s) => s.kind === "env")?.info;
+    const asked = steps.find((s) => s.kind === "call")?.messages_new?.findLast((m) => m.role === "user")?.content;
+    const texts = steps.filter((s) => s.kind === "call").map((s) => s.action || "");
+    const node = el("article.column", {}, head(r), el("div.muted.small", {}, `step ${num(r.step)} · ${num(r.tokens)} tokens · ${r.stop || "–"}`), el("div.text", {}, texts.map((text, i) => [i ? el("hr") : null, text])), info && Object.keys(info).length ? json(info) : null);
+    return { node, prompt: textOf(asked) };
+  } catch (error) {
+    return { node: el("article.column", {}, head(null), el("p.muted", {}, error.message)), prompt: "" };
+  }
+}

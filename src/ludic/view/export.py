@@ -20,7 +20,7 @@ _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w-]+)\.js";\n', flags=re.
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class) (\w+))", flags=re.MULTILINE)
 
 Answer = Callable[[str], Mapping[str, Any]]
-"""From a path of the JSON API ("/api/runs/x/rollouts/r1") to what the server would answer; LookupError if there is none."""
+"""From a path of the JSON API ("/api/runs/x/rollouts/r1") to what the server would answer; it raises if there is none."""
 
 
 def export_page(answer: Answer, run: str, rollouts: Iterable[str], *, title: str | None = None) -> str:
@@ -47,7 +47,9 @@ def answers_for(answer: Answer, run: str, rollouts: Iterable[str]) -> dict[str, 
         "api/runs": {**listed, "root": "", "runs": [found for found in listed["runs"] if found["id"] == run]},
         base: ask("") | {"num_rollouts": len(chosen)},
         f"{base}/metrics": ask("/metrics"),
-        f"{base}/steps": {"steps": [row for row in ask("/steps")["steps"] if row["step"] in {c["step"] for c in cards}]},
+        f"{base}/steps": {
+            "steps": [row for row in ask("/steps")["steps"] if row["step"] in {c["step"] for c in cards}]
+        },
         f"{base}/health": ask("/health"),
         f"{base}/rollouts": {"rollouts": cards},
         f"{base}/groups": {"groups": []},
@@ -60,7 +62,9 @@ def answers_for(answer: Answer, run: str, rollouts: Iterable[str]) -> dict[str, 
     return answers
 
 
-def _add_groups(answers: dict[str, Any], base: str, ask: Callable[[str], dict[str, Any]], cards: list[dict[str, Any]]) -> None:
+def _add_groups(
+    answers: dict[str, Any], base: str, ask: Callable[[str], dict[str, Any]], cards: list[dict[str, Any]]
+) -> None:
     """A group is exported with its tree if all its rollouts are."""
     by_group: dict[str, list[dict[str, Any]]] = {}
     for card in cards:
@@ -104,7 +108,9 @@ def _add_time(answers: dict[str, Any], base: str, cards: list[dict[str, Any]]) -
 def page_of(answers: Mapping[str, Any], *, title: str) -> str:
     """The page with these answers inside."""
     script, style = bundled(PAGE / "main.js"), (PAGE / "style.css").read_text()
-    policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+    )
     data = json.dumps(answers, allow_nan=False).replace("<", "\\u003c")
     page = (PAGE / "index.html").read_text()
     head = (
@@ -114,6 +120,7 @@ def page_of(answers: Mapping[str, Any], *, title: str) -> str:
     tail = f'<script type="application/json" id="answers">{data}</script>\n<script type="module">{script}</script>\n'
     parts = {
         "<title>ludic view</title>\n": head,
+        '<link rel="icon" href="data:,">\n': "",
         '<link rel="stylesheet" href="style.css">\n': "",
         '<script type="module" src="main.js"></script>\n': "",
         "</body>": f"{tail}</body>",

@@ -46,6 +46,7 @@ const column = (name) => (t, i) => (present(t[name], i) ? t[name][i] : null);
 /** What tokens can be coloured by: how to read the value, and what it means. */
 export const COLORINGS = {
   advantage: { label: "Advantage", kind: "diverging", value: column("advantage"), about: "The weight of the token in the loss: blue makes it more likely, orange less." },
+  gradient: { label: "Push", kind: "diverging", value: column("gradient"), about: "What the update did to the token's log-prob: the advantage after clipping, masks and corrections." },
   logprob: { label: "Log-prob", kind: "sequential", value: (t, i) => (present(t.logprob, i) ? -t.logprob[i] : null), show: (v) => num(-v), cap: 6, about: "How surprising the token was to the sampler: −log p." },
   entropy: { label: "Entropy", kind: "sequential", value: column("entropy"), about: "How undecided the policy was before this token, in nats." },
   ratio: { label: "Ratio", kind: "diverging", value: (t, i) => (present(t.ratio, i) ? Math.log(t.ratio[i]) : null), show: (v) => num(Math.exp(v)), floor: 0.02, about: "Policy ÷ sampler at the update, on a log scale; 1 has no colour." },

@@ -78,7 +78,7 @@ class Group {
 
   read(n) {
     if (!n) fill(this.reader, el("span.muted", {}, "Point at a branch, or reach it with Tab, to read its text. A branch is as thick as the number of rollouts that share it."));
-    else fill(this.reader, el("div.muted", {}, `${n.is_action ? "Sampled" : "Context"} · tokens ${num(n.start)} to ${num(n.start + n.length)} · shared by ${n.rollouts.map((i) => `#${i + 1}`).join(" ")}`), el("div.text", {}, n.text));
+    else fill(this.reader, el("div.muted", {}, `${n.is_action ? "Sampled" : "Context"} · tokens ${num(n.start)} to ${num(n.start + n.length)} · shared by ${n.rollouts.map((i) => `#${i + 1}`).join(" ")}`), el("div.text", {}, n.text, n.is_cut ? " …" : ""));
   }
 
   // --- columns ---
@@ -88,7 +88,7 @@ class Group {
     const parts = path.map((n, k) => {
       const isShared = n.rollouts.length > 1, isBranch = k > 0 && n.rollouts.length < path[k - 1].rollouts.length;
       if (n.rollouts.length === total && total > 1) return el("details.shared", {}, el("summary", {}, `${count(n.length, "token")} shared by all`), el("div.text", {}, n.text));
-      return [isBranch ? el("span.leaves", { title: `differs from ${count(path[k - 1].rollouts.length - n.rollouts.length, "sibling")} from token ${n.start} on` }, "◆") : null, el(`span.part${n.is_action ? "" : ".context"}${isShared ? ".common" : ""}`, {}, n.text)];
+      return [isBranch ? el("span.leaves", { title: `differs from ${count(path[k - 1].rollouts.length - n.rollouts.length, "sibling")} from token ${n.start} on` }, "◆") : null, el(`span.part${n.is_action ? "" : ".context"}${isShared ? ".common" : ""}`, {}, n.text, n.is_cut ? " …" : "")];
     });
     return el("article.column", {},
       link(runHash(this.run, `/rollout/${encodeURIComponent(card.id)}`), { class: "column-head", "data-nav": true }, el("strong", {}, `#${i + 1}`), reward(card.reward), el("span.muted", { title: "reward − mean of the group" }, `${card.reward - mean >= 0 ? "+" : "−"}${num(Math.abs(card.reward - mean))} to the mean`), flags(card)),

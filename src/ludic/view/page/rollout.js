@@ -7,7 +7,7 @@ import { prepared } from "./chart.js";
 import { cell, flags } from "./step.js";
 
 export async function rolloutView({ run, item, params }) {
-  const rollout = await get(runUrl(run, `/rollouts/${encodeURIComponent(item)}`));
+  const rollout = await get(runUrl(run, `/rollouts/${encodeURIComponent(item)}`), { context: 1 });
   const view = new RolloutView(run, rollout, params);
   return {
     node: view.node, up: rollout.group ? runHash(run, `/group/${encodeURIComponent(rollout.group)}`) : runHash(run, `/step/${rollout.step}`),
@@ -18,8 +18,10 @@ export async function rolloutView({ run, item, params }) {
 
 class RolloutView {
   constructor(run, rollout, params) {
-    Object.assign(this, { run, rollout, params: { view: "messages", color: "advantage", ...params }, siblings: [] });
-    if (!COLORINGS[this.params.color]) this.params.color = "advantage";
+    Object.assign(this, { run, rollout, siblings: [] });
+    const usual = rollout.has_trainer === false ? "logprob" : "advantage";
+    this.params = { view: "messages", color: usual, ...params };
+    if (!COLORINGS[this.params.color]) this.params.color = usual;
     this.calls = rollout.turns.flatMap((t) => t.steps).filter((s) => s.kind === "call" && s.tokens);
     this.body = el("div.turns");
     this.switches = el("div.panel");
@@ -75,6 +77,7 @@ class RolloutView {
       ["id", el("span.mono", {}, r.id)], r.env ? ["env", r.env] : null, r.agent ? ["agent", r.agent] : null, r.thread ? ["thread", String(r.thread)] : null,
       r.versions ? ["versions", [...new Set(r.versions)].join(" to ")] : null, ["lag", num(r.lag)], r.started_ns && r.ended_ns ? ["took", seconds((r.ended_ns - r.started_ns) / 1e9)] : null,
       r.failure ? ["failure", typeof r.failure === "string" ? r.failure : JSON.stringify(r.failure)] : null]),
+    r.failure_details?.traceback ? el("details", {}, el("summary", {}, "traceback"), el("pre.json", { tabindex: "0" }, r.failure_details.traceback)) : null,
     el("details", {}, el("summary", {}, "meta"), json(r.meta)));
   }
 
@@ -132,18 +135,23 @@ class RolloutView {
     const first = turn.steps.find((s) => s.kind === "call");
     return el("article.turn", { tabindex: "-1", data: { turn: turn.number } },
       el("header", {}, el("h2", {}, `Turn ${turn.number + 1}`), el("span.pair", {}, "reward ", reward(turn.reward)), turn.credit === null || turn.credit === undefined ? null : el("span.pair", {}, "credit ", el(`span.reward.${turn.credit > 0 ? "positive" : turn.credit < 0 ? "negative" : "zero"}`, {}, signed(turn.credit))),
-        first ? el("span.muted.small", {}, [`${num(first.prompt_tokens)} prompt tokens`, first.tokens ? `${num(first.tokens.id.length)} sampled` : null, first.finish_reason].filter(Boolean).join(" · ")) : null),
+        first ? el("span.muted.small", {}, [`${num(first.prompt_tokens)} prompt tokens`, first.tokens ? `${num(first.tokens.id.length)} sampled` : null, first.finish_reason].filter(Boolean).join(" · ")) : null,
+        first?.rewrites_history ? el("span.flag", { title: "The prompt of this call does not continue the one before it" }, "new context") : null),
       turn.steps.map((s) => (s.kind === "call" ? this.call(s) : this.env(s))));
   }
 
   call(step) {
     const isTokens = this.params.view === "tokens" && step.tokens;
-    const isFirst = step === this.calls[0];
-    const context = isTokens && isFirst && this.rollout.prompt?.text?.length ? el("details.context-tokens", { open: this.rollout.prompt.text.length < 400 }, el("summary", {}, `${num(this.rollout.prompt.text.length)} prompt tokens`), el("div.tokens.plain", {}, this.rollout.prompt.text.map((t) => el("span.tok", {}, shown(t)))))
-      : (step.messages_new || []).map((m) => message(m));
+    const texts = step.context?.text ?? (step === this.calls[0] ? this.rollout.prompt?.text : null);
+    const context = isTokens && texts ? this.contextTokens(texts) : (step.messages_new || []).map((m) => message(m));
     const reply = isTokens ? el("div.message.assistant", {}, el("div.role", {}, "assistant · exact tokens"), this.strip(step), this.tokens(step))
       : el("div.message.assistant", {}, el("div.role", {}, "assistant"), el("div.text", {}, step.action || ""));
     return [context, reply, this.tools(step), step.reward || hasKeys(step.reward_components) ? this.outcome(step) : null];
+  }
+
+  contextTokens(texts) {
+    if (!texts.length) return null;
+    return el("details.context-tokens", { open: texts.length < 400 }, el("summary", {}, `${count(texts.length, "token")} of context`), el("div.tokens.plain", {}, texts.map((t) => el("span.tok", {}, shown(t)))));
   }
 
   tools(step) {
@@ -222,7 +230,7 @@ class RolloutView {
     const p = at(t?.logprob), trainer = at(t?.trainer_logprob);
     fill(this.inspector, el("h3", {}, "Token"), el("div.token-text", {}, t ? JSON.stringify(t.text?.[i] ?? "").slice(1, -1) || " " : "point at a token"), facts([
       ["place", t ? `${num(i + 1)} of ${num(t.id.length)} in call ${Number(node.dataset.call) + 1}` : "–"], ["id", t ? String(t.id[i]) : "–"],
-      ["advantage", signed(at(t?.advantage))], ["probability", p === null || p === undefined ? "–" : `${num(100 * Math.exp(p))} %`], ["log-prob, sampler", num(p, 4)], ["log-prob, trainer", num(trainer, 4)],
+      ["advantage", signed(at(t?.advantage))], ["push", signed(at(t?.gradient))], ["probability", p === null || p === undefined ? "–" : `${num(100 * Math.exp(p))} %`], ["log-prob, sampler", num(p, 4)], ["log-prob, trainer", num(trainer, 4)],
       ["mismatch", p === null || trainer === null || p === undefined || trainer === undefined ? "–" : signed(trainer - p)], ["ratio", num(at(t?.ratio), 4)], ["entropy", num(at(t?.entropy))],
       ["version", num(at(t?.version))], ["trained", t ? (at(t.mask) === null || at(t.mask) === undefined ? "–" : at(t.mask) ? "yes" : "no") : "–"], ["clipped", t && at(t.clipped) !== null && at(t.clipped) !== undefined ? (at(t.clipped) ? "yes" : "no") : "–"]]));
   }

@@ -65,7 +65,7 @@ class Step {
 
   drawHead() {
     const step = this.step, facts = this.steps.find((s) => s.step === step);
-    this.heading.textContent = step === null ? (this.steps.length ? "All steps" : "No step yet") : `Step ${step}`;
+    this.heading.textContent = step === null ? (this.steps.length ? "All steps" : "No step yet") : step === 0 ? "Rollouts without a step" : `Step ${step}`;
     this.sums.textContent = facts
       ? `${num(facts.num_groups)} groups · ${num(facts.num_rollouts)} rollouts · mean reward ${num(facts.reward_mean)} · ${num(facts.num_zero_spread)} groups without spread · ${num(facts.num_truncated)} truncated · ${num(facts.num_failed)} failed · lag up to ${num(facts.lag_max)}`
       : `${num(this.steps.reduce((n, s) => n + s.num_rollouts, 0))} rollouts in ${num(this.steps.length)} steps`;
@@ -138,7 +138,8 @@ class Step {
       { title: "Stop", width: "130px", cell: (r) => [el("span", {}, r.stop || "–"), flags(r)] },
       { title: "Lag", width: "48px", className: "n", cell: (r) => num(r.lag) },
       { title: "Time", width: "76px", className: "n", sort: "time", cell: (r) => (r.started_ns && r.ended_ns ? seconds((r.ended_ns - r.started_ns) / 1e9) : "–") },
-      { title: "Beginning", width: "minmax(160px, 3fr)", className: "preview", cell: (r) => r.preview || "" },
+      { title: "Prompt", width: "minmax(120px, 1.6fr)", className: "preview", cell: (r) => r.task_preview || "" },
+      { title: "End of the reply", width: "minmax(120px, 1.6fr)", cell: (r) => r.preview || "" },
     ];
   }
 
@@ -149,7 +150,7 @@ class Step {
       { title: "Rewards", width: "minmax(200px, 1fr)", sort: "reward", cell: (g) => el("span.cells", {}, g.rewards.map((r) => cell(r))) },
       { title: "Mean", width: "72px", className: "n", cell: (g) => num(g.rewards.reduce((a, b) => a + b, 0) / g.rewards.length) },
       { title: "Task", width: "minmax(90px, 0.5fr)", className: "mono", cell: (g) => String(g.task ?? "–") },
-      { title: "Beginning", width: "minmax(160px, 2fr)", className: "preview", cell: (g) => g.preview || "" },
+      { title: "Prompt", width: "minmax(160px, 2fr)", className: "preview", cell: (g) => g.preview || "" },
     ];
   }
 }

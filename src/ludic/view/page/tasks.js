@@ -24,7 +24,7 @@ export async function tasksView({ run, params }) {
         { title: "Mean", width: "72px", className: "n", cell: (t) => num(t.reward_mean) },
         { title: "Rollouts", width: "84px", className: "n", cell: (t) => num(t.num_rollouts) },
         { title: "Updates", width: "84px", className: "n", cell: (t) => num(t.steps.length) },
-        { title: "Beginning", width: "minmax(160px, 3fr)", className: "preview", cell: (t) => t.preview || "" },
+        { title: "Prompt", width: "minmax(160px, 3fr)", className: "preview", cell: (t) => t.preview || "" },
       ],
     });
     fill(holder, table.node);

@@ -15,7 +15,7 @@ export async function timeView({ run, params }) {
 
 class Timeline {
   constructor(run, params) {
-    Object.assign(this, { run, params: { ...params }, at: null, bars: [] });
+    Object.assign(this, { run, params: { ...params }, at: null, bars: [], updates: [] });
     this.canvas = el("canvas.timeline", { tabindex: "0", role: "img", onpointermove: (e) => this.point(this.find(e.offsetX, e.offsetY)), onpointerleave: () => this.point(null), onclick: () => this.open() });
     this.reader = el("div.timeline-reader", { role: "status" });
     this.controls = el("div.controls");
@@ -33,6 +33,7 @@ class Timeline {
     const answers = await Promise.all(wanted.map((step) => get(runUrl(this.run, "/time"), { step })));
     this.answer = answers.at(-1) || { episodes: [] };
     const episodes = answers.flatMap((a) => a.episodes).filter((e) => e.started_ns && e.ended_ns && wanted.includes(e.step)).sort((a, b) => a.started_ns - b.started_ns);
+    this.updates = [...new Map(answers.flatMap((a) => a.steps || []).map((s) => [s.step, s])).values()].filter((s) => s.time);
     this.place([...new Map(episodes.map((e) => [e.id, e])).values()]);
     const slider = el("input", { type: "range", min: 0, max: Math.max(0, steps.length - 1), value: Math.max(0, steps.indexOf(last)), "aria-label": "Last step", onchange: () => this.set({ step: steps[Number(slider.value)] }) });
     fill(this.controls, el("span.muted", {}, "up to step ", String(last)), slider, segmented("Steps", [["1", "1 step"], ["5", "5 steps"], ["20", "20 steps"]], String(span), (value) => this.set({ span: value })), segmented("Colour", [["version", "Version"], ["reward", "Reward"]], this.params.color || "version", (color) => this.set({ color })));
@@ -79,8 +80,16 @@ class Timeline {
       g.textAlign = s === 0 ? "left" : at > width - 30 ? "right" : "center";
       g.fillText(seconds(s), at, height - 6);
     }
+    g.setLineDash([4, 4]);
+    g.strokeStyle = css("--muted");
+    for (const update of this.updates) {
+      const at = Math.round(x(update.time * 1e9)) + 0.5;
+      if (at < 0 || at > width) continue;
+      g.beginPath(); g.moveTo(at, 0); g.lineTo(at, height - AXIS); g.stroke();
+    }
+    g.setLineDash([]);
     for (const bar of this.bars) {
-      const reach = Math.max(1.5, x(bar.ended_ns) - x(bar.started_ns) - 0.5), [first, last] = bar.versions || [0, 0];
+      const reach = Math.max(3, x(bar.ended_ns) - x(bar.started_ns) - 0.5), [first, last] = bar.versions || [0, 0];
       g.fillStyle = this.params.color === "reward" ? (bar.reward ? diverging(Math.sign(bar.reward)).background : css("--quiet")) : kindColor(last ?? 0);
       g.globalAlpha = bar === this.at ? 1 : 0.78;
       g.fillRect(x(bar.started_ns), bar.lane * size, reach, Math.max(1, size - 1));
@@ -101,7 +110,7 @@ class Timeline {
 
   point(bar) {
     this.at = bar;
-    fill(this.reader, bar ? [reward(bar.reward), ` step ${num(bar.step)} · ${seconds((bar.ended_ns - bar.started_ns) / 1e9)} · ${num(bar.tokens)} tokens · weights ${[...new Set(bar.versions || [])].map((v) => `v${v}`).join(" to ") || "–"} · started at ${seconds((bar.started_ns - this.low) / 1e9)}`] : el("span.muted", {}, "A bar is an episode, from its first to its last step. The colour is the version of the weights; a differently coloured beginning means that they changed on the way. Click a bar to open it."));
+    fill(this.reader, bar ? [reward(bar.reward), ` step ${num(bar.step)} · ${seconds((bar.ended_ns - bar.started_ns) / 1e9)} · ${num(bar.tokens)} tokens · weights ${[...new Set(bar.versions || [])].map((v) => `v${v}`).join(" to ") || "–"} · started at ${seconds((bar.started_ns - this.low) / 1e9)}`] : el("span.muted", {}, "A bar is an episode, from its first to its last step. The colour is the version of the weights; a differently coloured beginning means that they changed on the way. A dashed line is the end of an update. Click a bar to open it."));
     this.draw();
   }
 

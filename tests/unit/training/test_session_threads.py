@@ -8,13 +8,16 @@ from ludic.batch_gen.episodes import Episode, EpisodePlan, FailureLimit
 from ludic.batch_gen.requests.curriculum import UniformCurriculum
 from ludic.eval import outcomes_of
 from ludic.eval.ratings import matches_of
+from ludic.gateway.threads import session_rollouts
 from ludic.interaction import InteractionProtocol
 from ludic.training.credit_assignment import EpisodeCredit, EpisodicReturn, GroupNormalizedReturn
 from ludic.training.critic.gae import TokenGAE
 from ludic.training.filters import filter_zero_variance_groups, keep_few_per_group, keep_rewarded
+from ludic.training.learner.gradients import batch_facts
 from ludic.training.learner.metrics import batch_stats
 from ludic.types import ConfigError, Rollout, SAWBatch, by_session, save_rollouts
 from tests.unit.batch_gen.parts import SeededEnv, request
+from tests.unit.gateway.sessions import ask, assistant, make_session, user
 from tests.unit.training.hand_made import rollout, session
 
 GRPO = EpisodeCredit(GroupNormalizedReturn(2))
@@ -170,6 +173,29 @@ def test_a_critic_refuses_threads():
     items = built(*two_sessions()).items
     with pytest.raises(ConfigError, match="EpisodeCredit"):
         TokenGAE().credit(items, [[0.0]] * len(items))
+
+
+# --- as the gateway writes them ---
+
+
+async def test_threads_of_a_real_session_get_its_advantage_and_weigh_as_one_episode():
+    episodes = []
+    for number, reward in enumerate([1.0, 0.0]):
+        played = make_session(["plan", "look", "answer"])
+        reply = await ask(played, user("task"))
+        if number == 0:
+            await ask(played, user("another task"))  # a sub-agent
+        await ask(played, user("task"), assistant(reply), user("go on"))
+        meta = {"agent_id": "agent", "request_meta": {"group_id": "g"}, "engine": {"episode_run": f"run {number}"}}
+        episodes.append(session_rollouts(played, reward=reward, meta=meta))
+    assert [len(threads) for threads in episodes] == [2, 1]
+    batch = built(*episodes)
+    assert sorted((item.origin.episode, item.weight) for item in batch.items) == [
+        ("run 0", 0.5), ("run 0", 0.5), ("run 1", -0.5),
+    ]  # fmt: skip
+    facts = batch_facts(batch.items)
+    assert facts.num_episodes == 2 and facts.num_items == 3
+    assert facts.episode_tokens == {"run 0": len(b"planlookanswer") + 3, "run 1": len(b"planlook") + 2}
 
 
 # --- from a file --------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ COMMANDS = {
     "eval": ("ludic.cli.eval.run:evaluate", "Measure how well a model plays an environment."),
     "play": ("ludic.cli.play:play", "Play an environment yourself, or watch it being played."),
     "serve": ("ludic.cli.serve:serve", "Serve a model over HTTP, in the way of OpenAI's API."),
+    "gateway": ("ludic.cli.gateway:gateway", "Serve a model to agents and record their sessions."),
     "export": ("ludic.cli.listing:export", "Write a trained model in the format of Hugging Face."),
     "launch": ("ludic.cli.pipeline.command:launch", "Train with actors and a learner in separate processes."),
     "actor": ("ludic.cli.pipeline.command:actor", "Play for the learner of a pipeline."),

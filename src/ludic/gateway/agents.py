@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -97,22 +97,27 @@ KEYWORDS = ("base_url", "api_key", "model", "session_id", "system_prompt", "env_
 
 
 class AgentFunction(OutsideAgent):
-    """`async def agent(task, *, base_url, api_key, model)`. A function that is not async runs in a thread."""
+    """`async def agent(task, *, base_url, api_key, model)`. A function that is not async runs in a thread.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    `arguments` are further keywords of every call.
+    """
+
+    def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any] | None = None) -> None:
         self.name = getattr(function, "__qualname__", None) or type(function).__qualname__
         self._function = function
-        self._takes = _taken_keywords(function, self.name)
+        self._arguments = dict(arguments or {})
+        self._takes = _taken_keywords(function, self.name, self._arguments)
         called = function.func if isinstance(function, partial) else function
         self._is_async = any(map(inspect.iscoroutinefunction, (called, getattr(called, "__call__", None))))  # noqa: B004
 
     async def answer(self, call: AgentCall) -> str:
-        work = partial(self._function, call.task, **{name: getattr(call, name) for name in self._takes})
+        given = {name: getattr(call, name) for name in self._takes}
+        work = partial(self._function, call.task, **{**given, **self._arguments})
         answer = work() if self._is_async else await in_thread(work, f"The agent {self.name}", call.close)
         return answer_text(await answer if inspect.isawaitable(answer) else answer)
 
 
-def _taken_keywords(function: Callable[..., Any], name: str) -> tuple[str, ...]:
+def _taken_keywords(function: Callable[..., Any], name: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
@@ -122,7 +127,7 @@ def _taken_keywords(function: Callable[..., Any], name: str) -> tuple[str, ...]:
     by_name = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     taken = tuple(keyword for keyword in KEYWORDS if takes_all or keyword in by_name)
     try:
-        signature.bind(None, **dict.fromkeys(taken))
+        signature.bind(None, **{**dict.fromkeys(taken), **arguments})
     except TypeError as error:
         raise ConfigError(
             f"The agent {name}{signature} cannot be called: {error}. Its first argument is the task; the others are by name, "
@@ -140,8 +145,8 @@ def is_agent_function(found: Any) -> bool:
         parameters = inspect.signature(found).parameters.values()
     except (TypeError, ValueError):
         return False
-    is_factory = all(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    return not is_factory and all(parameter.name != "client" for parameter in parameters)
+    takes_parts = bool(parameters) and all(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return not takes_parts and all(parameter.name != "client" for parameter in parameters)
 
 
 async def in_thread(work: Callable[[], Any], what: str, on_cancel: Callable[[], None] | None = None) -> Any:

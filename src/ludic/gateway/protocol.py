@@ -8,7 +8,6 @@ All episodes of one policy share one server per event loop. The first episode st
 import asyncio
 import contextlib
 import inspect
-import math
 import numbers
 import os
 import tempfile
@@ -246,7 +245,7 @@ def read_rewards(given: Any) -> tuple[Rewards, dict[str, float]]:
 
 def _number(given: Any, where: str) -> float:
     number = given.item() if isinstance(given, np.generic) else given
-    if not isinstance(number, numbers.Real) or not math.isfinite(number) or abs(number) > MAX_REWARD:
+    if not isinstance(number, numbers.Real) or not abs(float(number)) <= MAX_REWARD:  # false for NaN
         raise TypeError(
             f"The reward function returned {given!r:.200}{where}; a reward is a finite number, at most {MAX_REWARD:g} in size, "
             "or a dict of numbers by name or by the id of a model call."

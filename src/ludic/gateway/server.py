@@ -57,13 +57,15 @@ class Gateway:
         *,
         default: str | None = None,
         control_token: str | None = None,
+        inference: InferenceSpec | None = None,
         limits: ServerLimits | None = None,
         max_fork_rate: float = 0.1,
         on_closed: OnClosed | None = None,
     ) -> None:
         """`policies`: by the names that requests give; `default` answers every other name. `control_token` turns the control
-        endpoints on; `on_closed` gets the rollouts of each session that they close. A session in which a larger share of calls
-        than `max_fork_rate` comes with a changed history logs a warning."""
+        endpoints on; `inference` is for sessions that are opened without one; `on_closed` gets the rollouts of each session that
+        the control endpoints close. A session in which a larger share of calls than `max_fork_rate` comes with a changed history
+        logs a warning."""
         if not policies or (default is not None and default not in policies):
             raise ConfigError(
                 f"The gateway's default policy is {default!r}; there are {', '.join(policies) or 'none'}."
@@ -72,6 +74,7 @@ class Gateway:
         self.url = ""
         self._default = default
         self._control_token = control_token
+        self._inference = inference or InferenceSpec()
         self._limits = limits or ServerLimits(max_connections=_MAX_CONNECTIONS)
         self._load = Load(self._limits)
         self._max_fork_rate = max_fork_rate
@@ -121,7 +124,7 @@ class Gateway:
         session = Session(
             policies=self.policies,
             default=self._default,
-            inference=inference or InferenceSpec(),
+            inference=inference or self._inference,
             sampling_seed=sampling_seed,
             limits=limits or SessionLimits(),
             timeout_s=timeout_s,
@@ -131,6 +134,11 @@ class Gateway:
         )
         self._sessions[session.api_key] = session
         return session
+
+    @property
+    def num_sessions(self) -> int:
+        """That are open."""
+        return len(self._sessions)
 
     def close_session(self, session: Session) -> None:
         """Refuse the session's later requests and forget its key."""

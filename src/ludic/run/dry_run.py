@@ -18,7 +18,7 @@ from ludic.run.model import (
     forked_checkpoint,
     make_template,
 )
-from ludic.run.parts import eval_samples, first_env, make_algorithm, train_samples
+from ludic.run.parts import eval_samples, first_env, make_algorithm, outside_agent, train_samples
 from ludic.run.resolve import ResolvedRun
 from ludic.types import ConfigError
 
@@ -30,6 +30,7 @@ def plan_lines(run: ResolvedRun, start: ResumePoint) -> list[str]:
     samples, steps, total = train_samples(run), run.steps, run.config.rollouts.rollouts_per_update
     eval_samples(run)
     first_env(run)
+    outside_agent(run.config.agent, run.parts)
     check_teacher(run, make_algorithm(run))
     tasks = "each group with its own seed"
     if samples is not None:

@@ -35,6 +35,7 @@ from ludic.run.parts import (
     make_episode_setup,
     make_evaluator,
     make_source,
+    outside_agent,
     play,
 )
 from ludic.run.resolve import ResolvedRun
@@ -65,6 +66,7 @@ class Generation(ABC):
     @staticmethod
     def check(run: ResolvedRun) -> None:
         """ConfigError for what cannot work, before weights are loaded."""
+        outside_agent(run.config.agent, run.parts)
         check_teacher(run, make_algorithm(run))
 
     def begin(self, *, resume: bool, first_step: int) -> None:

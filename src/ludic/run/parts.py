@@ -215,8 +215,7 @@ def outside_agent(agent: AgentSettings, parts: Parts) -> OutsideAgent | None:
         raise MissingExtra("serve", "An agent that is a function or a command")
     if agent.agent_command is not None:
         return AgentCommand(agent.agent_command, sandbox=agent.agent_sandbox, binds=agent.agent_bind)
-    function = _named_agent(agent, parts)
-    return AgentFunction(partial(function, **agent.agent_set) if agent.agent_set else function)
+    return AgentFunction(_named_agent(agent, parts), agent.agent_set)
 
 
 def _gateway_protocol(

@@ -33,7 +33,7 @@ from ludic.training.loggers import read_metrics
 from ludic.training.losses import CorrectedLoss
 from ludic.types import ActorTokenLogps, SampleAttachments, SampleOrigin, SAWItem
 from tests.redis_fixtures import RedisServer, end_redis, shared_redis, start_redis  # noqa: F401 - a fixture
-from tests.unit.cli.train_parts import SMALL, command_in
+from tests.unit.cli.train_parts import AGENT, SMALL, command_in
 
 
 @pytest.fixture
@@ -191,6 +191,17 @@ def test_actors_feed_a_learner_that_evaluates_and_accounts_for_every_sample(ludi
     played = episodes(config.folder)
     seeds = [(row["meta"]["env_seed"], row["meta"]["sampling_seed"]) for row in played]
     assert len(seeds) >= 48 and len(set(seeds)) == len(seeds), "two actors played the same episode"
+
+
+def test_an_actor_plays_with_an_agent_behind_the_gateway(ludic, shared_redis, tmp_path):  # noqa: F811
+    (tmp_path / "my_agent.py").write_text(AGENT)
+    arguments = ["letter.py:Letter", *SMALL, "--steps", "2", "--agent", "my_agent.py:solve"]
+    config, command = pipeline_config(shared_redis, "outside", arguments)
+    with actors_beside(config, 0):
+        ended = ludic(*command("--eval-every", "2", "--eval-episodes", "4"))
+    assert ended.code == 0, ended.err
+    played = episodes(config.folder)
+    assert len(played) >= 16 and all(row["meta"]["gateway"]["calls"] == 1 for row in played)
 
 
 def test_a_new_run_of_the_same_name_begins_with_an_empty_queue(ludic, shared_redis, tmp_path):  # noqa: F811

@@ -112,6 +112,34 @@ class CannotBeMade(Letter):
 
 NUMBER = 7
 '''
+AGENT = """
+import httpx
+
+
+async def solve(task, *, base_url, api_key, model):
+    body = {"model": model, "messages": [{"role": "user", "content": task}]}
+    async with httpx.AsyncClient(trust_env=False) as client:
+        answer = await client.post(
+            f"{base_url}/chat/completions", json=body, headers={"Authorization": f"Bearer {api_key}"}, timeout=60
+        )
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+async def loud(task, *, base_url, api_key, model, suffix):
+    return await solve(task, base_url=base_url, api_key=api_key, model=model) + suffix
+
+
+def takes_nothing():
+    pass
+
+
+async def fails(task):
+    raise RuntimeError("no internet")
+
+
+LIMIT = 3
+"""
+"""Agents that make their model calls over HTTP, for my_agent.py."""
 SMALL = ["--model", "tiny", "--max-tokens", "1", "--group-size", "4", "--rollouts-per-update", "8", "--logger", "none"]
 RUN = ["letter.py:Letter", *SMALL, "--steps", "2", "--lr", "1e-2", "--name", "first"]
 

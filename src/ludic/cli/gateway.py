@@ -1,0 +1,167 @@
+"""`ludic gateway`: a model behind the gateway's three APIs, with sessions for agents in other processes and languages. See
+docs/gateway.md."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ludic.cli.args import need_extras, parse
+from ludic.inference.vllm.command import check_port
+from ludic.inference.vllm.control import (
+    CONTROL_HEADER,
+    CONTROL_VARIABLE,
+    TOKEN_FILE,
+    make_control_token,
+    read_control_token,
+)
+from ludic.run.config import Dtype, ModelSettings, at_least
+from ludic.types import ConfigError, InferenceSpec, ReturnSpec, Rollout, SamplingParams
+from ludic.types.rollout import save_rollouts
+from ludic.types.urls import PUT_LOGIN, refuse_login
+
+if TYPE_CHECKING:
+    from ludic.gateway import Policy, Session
+
+_TOKEN_FOLDER = Path("runs/gateway")
+
+
+@dataclass(frozen=True)
+class GatewayArgs:
+    """Serve a model as OpenAI's and Anthropic's APIs do, and record every session of an agent as rollouts."""
+
+    model: str
+    """A folder, a run or checkpoint, a hub id, a .gguf file, smollm2-135m or tiny. With --server: its tokenizer."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Every session has its own key, and sessions are opened with the control token."""
+    port: int = 8001
+    """Port; 0 takes a free one."""
+    control_token_file: Path | None = None
+    """File of mode 600 with the control token. Default: $LUDIC_CONTROL_TOKEN, else runs/gateway/control_token, which is made."""
+    save: Path | None = None
+    """Append the rollouts of closed sessions to this file, one JSON object per line; *.gz is compressed."""
+    temperature: float = 1.0
+    """Of sampling, whatever an agent asks for: what is recorded can be trained on."""
+    max_tokens: int = 1024
+    """Tokens of one reply at most."""
+    server: str | None = None
+    """URL of a vLLM server (`ludic serve --engine vllm`) that samples. Default: the engine in this process."""
+    max_sequences: int | None = None
+    """Requests computed at the same time."""
+    max_model_len: int | None = None
+    """Tokens of prompt and reply together."""
+    dtype: Dtype = "auto"
+    """Number format of the weights; auto is what this hardware is fast at."""
+    device: str | None = None
+    """cpu, cuda, cuda:1; the GPU if there is one."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port {self.port}; a port is a number from 0 to 65535.")
+        at_least(1, max_tokens=self.max_tokens, max_sequences=self.max_sequences, max_model_len=self.max_model_len)
+        at_least(0, temperature=self.temperature)
+        if self.server is not None:
+            refuse_login("server", self.server, PUT_LOGIN)
+
+    @property
+    def inference(self) -> InferenceSpec:
+        sampling = SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens)
+        return InferenceSpec(sampling=sampling, return_=ReturnSpec.for_rl())
+
+
+def gateway(args: list[str]) -> int:
+    given = parse(GatewayArgs, args, prog="ludic gateway")
+    need_extras("serve", "ludic gateway")
+    check_port(given.host, given.port)  # before a large model is loaded
+    token, shown = _control_token(given.control_token_file)
+    if given.save is not None:
+        save_rollouts([], given.save)  # a path that cannot be written is named now
+    with _policy(given) as policy:
+        num_open = asyncio.run(_serve_until_stopped(given, policy, token, shown))
+    open_ = "1 session was" if num_open == 1 else f"{num_open} sessions were"
+    lost = f" {open_} open; their rollouts are not saved." if num_open else ""
+    print(f"Stopped.{lost}")
+    return 0
+
+
+def _control_token(file: Path | None) -> tuple[str, str]:
+    """The token, and how a shell writes it."""
+    if file is not None:
+        return read_control_token(file), f"$(cat {file / TOKEN_FILE if file.is_dir() else file})"
+    if token := os.environ.get(CONTROL_VARIABLE):
+        return token, f"${CONTROL_VARIABLE}"
+    return make_control_token(_TOKEN_FOLDER), f"$(cat {_TOKEN_FOLDER / TOKEN_FILE})"
+
+
+@contextlib.contextmanager
+def _policy(given: GatewayArgs) -> Iterator["Policy"]:
+    from ludic.gateway import Policy
+    from ludic.run.model import load_policy, load_tokenizer, make_template
+
+    settings = ModelSettings(model=given.model, dtype=given.dtype, device=given.device)
+    if given.server is not None:
+        from ludic.inference.vllm.client import VLLMChatClient
+        from ludic.training.learner.stop import run_sync
+
+        template = make_template(load_tokenizer(settings), with_tools=True)
+        client = VLLMChatClient(servers=[given.server])
+        try:
+            served = run_sync(client.control_get(client.servers[0], "/v1/models"))["data"][0]["id"]
+            yield Policy(client=client, chat_template=template, model=served)
+        finally:
+            run_sync(client.close())
+        return
+    from ludic.inference.local import LocalEngine
+
+    loaded = load_policy(settings)
+    engine = LocalEngine(
+        loaded.model, loaded.tokenizer, max_sequences=given.max_sequences, max_model_len=given.max_model_len
+    )
+    try:
+        yield Policy(client=engine, chat_template=make_template(loaded.tokenizer, with_tools=True), model=loaded.name)
+    finally:
+        engine.close()
+
+
+async def _serve_until_stopped(given: GatewayArgs, policy: "Policy", token: str, shown: str) -> int:
+    """Returns how many sessions were open at the end."""
+    from ludic.gateway import Gateway
+
+    def save(session: "Session", rollouts: list[Rollout]) -> None:
+        if given.save is not None:
+            save_rollouts(rollouts, given.save)
+
+    server = Gateway(
+        {policy.model: policy},
+        default=policy.model,
+        control_token=token,
+        inference=given.inference,
+        on_closed=save,
+    )
+    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C raises KeyboardInterrupt instead
+            loop.add_signal_handler(number, stopped.set)
+    await server.start(given.host, given.port)
+    try:
+        print(_how_to_use(server.url, policy.model, shown, given.save), flush=True)
+        await stopped.wait()
+        return server.num_sessions
+    finally:
+        await server.close()
+
+
+def _how_to_use(url: str, model: str, token: str, save: Path | None) -> str:
+    control = f'-H "{CONTROL_HEADER}: {token}"'
+    saved = f", saves its rollouts to {save}" if save is not None else ""
+    return (
+        f"Gateway of {model} at {url} (Ctrl-C stops)\n"
+        f"  open a session:  curl -X POST {url}/sessions {control}\n"
+        "                   answers with id, base_url and api_key, for any client of OpenAI's or Anthropic's API\n"
+        f"  its reward:      curl -X POST {url}/sessions/ID/reward {control} -d '{{\"value\": 1.0}}'\n"
+        f"  its end:         curl -X POST {url}/sessions/ID/close {control}{saved and f'   ({saved[2:]})'}"
+    )

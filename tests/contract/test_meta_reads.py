@@ -21,6 +21,7 @@ ALLOWED = {
     ("types/rollout.py", "agent_id"): HOME,
     ("types/rollout.py", "delegate"): HOME,
     ("types/rollout.py", "parent_step_id"): HOME,
+    ("types/rollout.py", "gateway"): HOME,
     ("types/rollout.py", "model"): HOME,
     ("types/rollout.py", "env_name"): HOME,
     ("types/rollout.py", "engine"): HOME,

@@ -1,5 +1,6 @@
 """Builds a batch from finished episodes: drops failed groups, assigns credit, stitches, filters, counts."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -8,6 +9,9 @@ from typing import Any, Protocol
 from ludic.batch_gen.episodes import Episode
 from ludic.batch_gen.stitching import stitch_rollout
 from ludic.types import ConfigError, CreditAssigner, Rollout, SampleFilter, SAWBatch, SAWItem, by_session
+
+GATEWAY_KINDS = ("healed", "rerendered", "forked", "foreign", "retried", "undelivered", "failed", "limited")
+"""Calls of an agent's session that are not plainly continued; each has a metric."""
 
 
 class HasCreditAssigner(Protocol):
@@ -117,8 +121,18 @@ def _meta(
         "avg_prompt_length": _mean([len(item.input_ids) - item.num_action_tokens for item in kept]),
         "avg_turns": _mean([sum(map(_num_turns, session)) for session in sessions]),
     }
+    averages |= _call_rates(settled.rollouts)
     metrics = {name: float(value) for name, value in {**counts, **averages}.items()}
     return {**counts, **averages, "rollout_metrics": metrics}
+
+
+def _call_rates(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Of gateway sessions: calls per session, and the share of the calls of each kind. Empty without such sessions."""
+    sessions = [rollout.call_counts for rollout in rollouts if rollout.call_counts]
+    totals = sum(map(Counter, sessions), Counter[str]())
+    num_calls = totals.pop("calls", 0)
+    rates = {f"gateway/{kind}_rate": totals[kind] / num_calls for kind in GATEWAY_KINDS if num_calls}
+    return {"gateway/calls": num_calls / len(sessions), **rates} if sessions else {}
 
 
 def _num_turns(rollout: Rollout) -> int:

@@ -11,9 +11,7 @@ from typing import Any
 from ludic.gateway.forest import Forest, Node
 from ludic.gateway.session import Session
 from ludic.types import AgentStep, ConfigError, EnvironmentStep, Info, Rollout, StopReason, new_id
-
-THREAD = "thread"
-"""`Rollout.delegate` of every thread but the main one, and the name of its number in the meta."""
+from ludic.types.rollout import THREAD
 
 
 def session_rollouts(

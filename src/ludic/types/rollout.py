@@ -115,6 +115,12 @@ class Rollout:
         return self.is_sub_task and self.delegate == THREAD
 
     @property
+    def call_counts(self) -> Mapping[str, int]:
+        """How the model calls of a gateway session continued each other (`ludic.gateway.session`); empty for others."""
+        given = self.meta.get("gateway")
+        return given if isinstance(given, Mapping) else {}
+
+    @property
     def policy(self) -> str | None:
         """The model name in its agent's requests."""
         return self.meta.get("model")

@@ -72,6 +72,18 @@ def test_averages_of_a_batch_are_over_sessions():
     wanted = {"avg_total_reward": 0.5, "avg_turns": 3.0, "num_rollouts": 2, "num_samples": 6, "num_failed": 0}
     assert {name: batch.meta[name] for name in wanted} == wanted
     assert {item.weight for item in batch.items} == {0.5, -0.5}
+    assert not any(name.startswith("gateway/") for name in batch.meta)
+
+
+def test_kinds_of_calls_are_shares_of_all_calls_of_a_batch():
+    first, second = two_sessions()
+    first[0].meta["gateway"] = {"calls": 6, "new": 1, "continued": 3, "healed": 1, "forked": 1}
+    second[0].meta["gateway"] = {"calls": 2, "new": 1, "healed": 1, "undelivered": 1}
+    batch = built(first, second)
+    stats = {name: value for name, value in batch_stats(batch.items, batch.meta).items() if name.startswith("gateway/")}
+    expected = {"calls": 4.0, "healed_rate": 0.25, "forked_rate": 0.125, "undelivered_rate": 0.125}
+    none = dict.fromkeys(("rerendered_rate", "foreign_rate", "retried_rate", "failed_rate", "limited_rate"), 0.0)
+    assert stats == {f"gateway/{name}": value for name, value in (expected | none).items()}
 
 
 def test_the_trainers_statistics_are_over_sessions():

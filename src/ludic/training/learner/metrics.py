@@ -1,7 +1,7 @@
 """Statistics of a training step: those of losses, those of a batch, and how they are named.
 
 A loss reports each stat as (sum, count), never as a mean: sums and counts add up to the same number however a batch was
-split. Names get one of three prefixes: train/, eval/, perf/.
+split. Names get one of the prefixes train/, eval/, perf/, gateway/.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ from ludic.types import (
     samples_by_session,
 )
 
-PREFIXES = ("train/", "eval/", "perf/")
+PREFIXES = ("train/", "eval/", "perf/", "gateway/")
 Scalar: TypeAlias = float | torch.Tensor
 """A number, or a tensor with one element; it is fetched from its device only when it is read."""
 

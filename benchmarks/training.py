@@ -3,6 +3,7 @@
 - packed against padded, on a skewed length distribution (tokens per second, and how much of the padded batch is padding);
 - log-probs in chunks against full logits (peak memory, and equality of gradients);
 - a step with and without the check for finite weights;
+- a step with and without the record of its tokens (`--save-tokens`);
 - on a GPU: trained tokens per second of two model shapes: own modules, compiled layers, the fused pass;
 - a whole GRPO step, phase by phase (grpo_step.py has the flags); on a CPU only if asked for.
 
@@ -14,7 +15,9 @@ import argparse
 import resource
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,7 @@ from ludic.models.head import Head, chosen_logps
 from ludic.models.weights import FiniteCheck
 from ludic.training.learner.gradients import accumulate_gradients
 from ludic.training.learner.policy import TrainedPolicy
+from ludic.training.learner.token_recorder import TokenRecorder
 from ludic.training.losses import TokenClippedSurrogateLoss
 from ludic.types import ActorTokenLogps, SampleAttachments, SAWItem
 
@@ -123,6 +127,53 @@ def finite_check() -> None:
     )
 
 
+def token_record() -> None:
+    """`TokenRecorder` on and off, alternating; the file is written by its thread during the next step."""
+    cases = [("small", tiny, [256] * 16)]
+    cases += [("Qwen2.5-1.5B", qwen, [1024] * 16)] if ON_GPU else []
+    for name, build, lengths in cases:
+        model = make(build, "cuda" if ON_GPU else "cpu", torch.bfloat16 if ON_GPU else torch.float32).train()
+        items = samples(lengths, model.config.vocab_size)
+        with tempfile.TemporaryDirectory() as folder:
+            recorder = TokenRecorder(folder)
+            times: dict[bool, list[float]] = {False: [], True: []}
+            for step in range(1, 2 * RECORD_REPEATS + 3):
+                is_on = step % 2 == 0
+                seconds = _recorded_step(model, items, recorder if is_on else None, step)
+                if step > 2:
+                    times[is_on].append(seconds)
+            recorder.close()
+            size = max(path.stat().st_size for path in Path(folder).iterdir())
+        off, on = (float(np.median(times[which])) for which in (False, True))
+        best = min(times[True]) / min(times[False])
+        num_tokens = sum(item.num_action_tokens for item in items)
+        print(
+            f"record of {num_tokens:,} action tokens, {name} shape, {RECORD_REPEATS} steps each, alternating:\n"
+            f"  without  {off * 1e3:9.1f} ms\n"
+            f"  with it  {on * 1e3:9.1f} ms   {on / off:.3f}x (medians), {best:.3f}x (fastest); {size / num_tokens:.1f} "
+            f"bytes per token; {recorder.num_dropped} dropped"
+        )
+
+
+RECORD_REPEATS = 15
+
+
+def _recorded_step(model: Any, items: list[SAWItem], recorder: TokenRecorder | None, step: int) -> float:
+    policy = TrainedPolicy(model)
+    sync()
+    started = time.perf_counter()
+    record = None if recorder is None else recorder.start(step)
+    sums = accumulate_gradients(
+        policy, TokenClippedSurrogateLoss(), items, micro_token_budget=16_384, watch_entropy=True, record=record
+    )
+    sums.means()
+    if recorder is not None and record is not None:
+        recorder.write(step, record)
+    model.zero_grad(set_to_none=True)
+    sync()
+    return time.perf_counter() - started
+
+
 # --- memory ---
 
 
@@ -197,7 +248,7 @@ def trained_tokens_per_second() -> None:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--only", choices=["packing", "memory", "finite", "speed", "grpo"], default=None)
+    arguments.add_argument("--only", choices=["packing", "memory", "finite", "record", "speed", "grpo"], default=None)
     arguments.add_argument("--head", choices=["full", "chunks"], default=None, help=argparse.SUPPRESS)
     options = arguments.parse_args()
     if options.head:
@@ -211,6 +262,8 @@ def main() -> None:
         packed_against_padded()
     if options.only in (None, "finite"):
         finite_check()
+    if options.only in (None, "record"):
+        token_record()
     if ON_GPU and options.only in (None, "speed"):
         trained_tokens_per_second()
     if options.only == "grpo" or (ON_GPU and options.only is None):

@@ -234,6 +234,9 @@ class RolloutSettings:
     """For vllm and LoRA: send all weights with the adapter merged into them, or the adapter alone."""
     save_rollouts: bool = True
     """Write every episode to the run folder."""
+    save_tokens: str = "all"
+    """Write to the run folder what the trainer computes of every token (advantage, log-prob, entropy), for `ludic view`: all,
+    every=N (each N-th update), or off."""
     max_failed_share: float = 0.5
     """The run stops when a larger share of an update's episodes raised an error, each tried twice; 1 never stops it."""
 
@@ -246,8 +249,20 @@ class RolloutSettings:
             raise ConfigError(f"server_hung_after = {self.server_hung_after}; give seconds, such as 60.")
         for url in self.server:
             refuse_login("server", url, PUT_LOGIN)
+        self.tokens_every  # noqa: B018 - raises
         at_least(1, rollouts_per_update=self.rollouts_per_update, concurrency=self.concurrency)
         at_least(0, max_lag=self.max_lag)
+
+    @property
+    def tokens_every(self) -> int:
+        """`save_tokens` as a number of updates; 0 is off."""
+        known = {"all": 1, "off": 0}
+        name, _, number = self.save_tokens.partition("=")
+        if self.save_tokens in known:
+            return known[self.save_tokens]
+        if name == "every" and number.isascii() and number.isdigit() and int(number) >= 1:
+            return int(number)
+        raise ConfigError(f"save_tokens = {self.save_tokens!r}; there are all, off, and every=N, such as every=10.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,12 +416,12 @@ class RunConfig:
 
 
 MAY_CHANGE_ON_RESUME = frozenset(
-    {"steps", "logger", "name", "runs", "checkpoint_every", "checkpoint_keep", "best_metric", "best_mode", "save_rollouts",
-     "max_failed_share", "concurrency", "threads", "device", "micro_token_budget", "share_prefixes", "gradient_checkpointing",
-     "compile",     "eval_every", "eval_at_start", "eval_in_background", "eval_episodes", "eval_pass_k", "eval_data",
-     "eval_temperature", "eval_concurrency", "eval_timeout_s", "redis", "episode_timeout", "env_timeout",
-     "actors", "max_waiting", "acknowledge", "max_restarts", "server", "control_token", "server_memory",
-     "server_hung_after"}
+    {"steps", "logger", "name", "runs", "checkpoint_every", "checkpoint_keep", "best_metric", "best_mode",
+     "save_rollouts", "save_tokens", "max_failed_share", "concurrency", "threads", "device", "micro_token_budget",
+     "share_prefixes", "gradient_checkpointing", "compile", "eval_every", "eval_at_start", "eval_in_background",
+     "eval_episodes", "eval_pass_k", "eval_data", "eval_temperature", "eval_concurrency", "eval_timeout_s", "redis",
+     "episode_timeout", "env_timeout", "actors", "max_waiting", "acknowledge", "max_restarts", "server",
+     "control_token", "server_memory", "server_hung_after"}
 )  # fmt: skip
 """Settings with which a run stays the same run."""
 

@@ -1,6 +1,7 @@
 """The folder of a run: whether it may be used, how far the run got, and what it holds.
 
 runs/<name>/  config.toml  metrics.jsonl  rollouts/from_step_000000.jsonl.gz  checkpoints/step_000020/  wandb_id  server/
+              trained/step_000012.rank0.npz
               of a pipeline also: rollouts/actor-0-….jsonl.gz  weights/weights_20.safetensors  redis/  logs/learner.log
 """
 
@@ -23,7 +24,7 @@ from ludic.types import ConfigError
 if TYPE_CHECKING:
     from ludic.training.checkpoint.manager import CheckpointManager
 
-CONFIG, METRICS, ROLLOUTS = "config.toml", "metrics.jsonl", "rollouts"
+CONFIG, METRICS, ROLLOUTS, TRAINED = "config.toml", "metrics.jsonl", "rollouts", "trained"
 WANDB_ID, SERVER = "wandb_id", "server"
 WEIGHTS, REDIS, LOGS = "weights", "redis", "logs"
 logger = logging.getLogger(__name__)

@@ -23,6 +23,7 @@ from ludic.run.config import RunConfig
 from ludic.run.dry_run import plan_lines
 from ludic.run.folder import (
     CONFIG,
+    TRAINED,
     ResumePoint,
     how_to_resume,
     latest_checkpoint,
@@ -41,6 +42,7 @@ from ludic.training import TeeLogger, Trainer
 from ludic.training.checkpoint.manager import CheckpointError
 from ludic.training.critic.critic import CriticKind
 from ludic.training.learner.stop import StopSignal, run_sync
+from ludic.training.learner.token_recorder import TokenRecorder
 from ludic.types import BatchSource, ConfigError, LudicError, PolicyGone, Reducer, Rollout, default_reducers
 
 T = TypeVar("T")
@@ -134,7 +136,13 @@ class Run:
                 evaluator=generation.evaluator() if run.config.is_evaluated else None,
                 teacher=generation.teacher,
                 tokenizer=self._loaded.tokenizer,
+                token_recorder=self._token_recorder(),
             )
+
+    def _token_recorder(self) -> TokenRecorder:
+        """Also if nothing is to be recorded: it removes what an interrupted start has left."""
+        recorder = TokenRecorder(self.folder / TRAINED, every=self.config.rollouts.tokens_every)
+        return self._closing.enter_context(contextlib.closing(recorder))
 
     def train(self, steps: int | None = None) -> TrainResult:
         """Make `steps` more updates; without it, what is left of the settings' `steps`. Saves at the end and on Ctrl-C."""

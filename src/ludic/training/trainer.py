@@ -26,6 +26,7 @@ from ludic.training.learner.interface import Learner
 from ludic.training.learner.metrics import prefixed
 from ludic.training.learner.publish import ParamFilter
 from ludic.training.learner.stop import StopRequested, StopSignal, run_sync
+from ludic.training.learner.token_recorder import TokenRecorder
 from ludic.training.learner.torch_learner import TorchLearner
 from ludic.training.loggers import Resumable
 from ludic.training.sample_check import TrainableSamples
@@ -304,10 +305,12 @@ class Trainer(TrainingLoop):
         teacher: LoadedModel | None = None,
         tokenizer: Any = None,
         ranks: Ranks | None = None,
+        token_recorder: TokenRecorder | None = None,
     ) -> None:
         """With several `ranks` the model is sharded (shard_model); `batch_source` may be None on all ranks but the first, which
         then feeds all. Publisher, logger and evaluator are only used on the first. `teacher`: for losses that compare whole
-        distributions (`make_opd(kl="reverse")`). `critic`: for a critic that is a second model (`make_ppo(critic="separate")`)."""
+        distributions (`make_opd(kl="reverse")`). `critic`: for a critic that is a second model (`make_ppo(critic="separate")`).
+        `token_recorder`: writes what the loss was given of every token, for `ludic view`; the caller closes it."""
         cfg = cfg if cfg is not None else TrainerConfig()
         self.model, self.cfg = model, cfg
         self.learner = learner = TorchLearner(
@@ -325,6 +328,7 @@ class Trainer(TrainingLoop):
             critic=critic,
             teacher=teacher,
             tokenizer=tokenizer,
+            token_recorder=token_recorder,
         )
         self.policy, self.critic = learner.policy, learner.critic
         self.optimizer = self.initialize_optimizer()

@@ -20,14 +20,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ludic.run.folder import CONFIG, METRICS, ROLLOUTS
+from ludic.run.folder import CONFIG, METRICS, ROLLOUTS, TRAINED
 from ludic.types import ConfigError, Rollout, StopReason
 from ludic.types.files import Line, is_compressed, read_lines
 
 logger = logging.getLogger(__name__)
 
-TRAINED = "trained"
-"""Folder of the trainer's records in a run folder (`ludic.training.learner.token_recorder`)."""
 PREVIEW_CHARS = 160
 MAX_DEPTH = 3
 """Folders below the root in which runs are looked for."""

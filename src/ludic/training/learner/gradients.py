@@ -27,6 +27,7 @@ from ludic.training.learner.packing import (
     split_packed,
 )
 from ludic.training.learner.policy import TrainedPolicy
+from ludic.training.learner.token_recorder import StepRecord
 from ludic.training.losses import ActionTokens, BatchFacts, Loss, mismatch_stats
 from ludic.training.losses.tokens import MAX_LOG_RATIO, Stats, sum_and_count
 from ludic.types import SAWItem, spread_of
@@ -82,10 +83,12 @@ def accumulate_gradients(
     watch_entropy: bool = False,
     facts: BatchFacts | None = None,
     ranks: Ranks | None = None,
+    record: StepRecord | None = None,
 ) -> MetricSums:
     """Add the batch's gradient to the parameters'; returns the metrics of the loss and of the sampler's mismatch.
 
-    If `items` are one rank's share, `facts` are those of the whole batch, and gradients are summed over ranks.
+    If `items` are one rank's share, `facts` are those of the whole batch, and gradients are summed over ranks. `record` gets what
+    the loss was given of every token.
     """
     facts = batch_facts(items) if facts is None else facts
     sums = MetricSums()
@@ -97,8 +100,12 @@ def accumulate_gradients(
         if members[0] is PADDING_ITEM:
             _zero_loss(tokens).backward()
             continue
+        if record is not None:
+            record.watch(tokens)
         value, stats = loss(tokens)
         value.backward()
+        if record is not None:
+            record.add(batch.items, tokens)
         sums.add({"loss": (value.detach(), tokens.num_items / facts.num_items), **stats, **mismatch_stats(tokens)})
         sums.add({"perf/prefix_sharing": (float(sum(batch.lengths)), float(batch.num_computed))})
         if tokens.entropy is not None:

@@ -32,6 +32,7 @@ from ludic.training.learner.metrics import merge
 from ludic.training.learner.optimizer import make_adamw
 from ludic.training.learner.policy import TrainedPolicy, check_shared_prefixes
 from ludic.training.learner.publish import ParamFilter, WeightUpdates
+from ludic.training.learner.token_recorder import TokenRecorder
 from ludic.training.losses import ForeignLoss
 from ludic.training.losses.corrections import effective_sample_size
 from ludic.types import ConfigError, FollowsDrift, PolicyPublisher, SAWItem
@@ -64,6 +65,7 @@ class TorchLearner(Learner):
         critic: Any = None,
         teacher: LoadedModel | None = None,
         tokenizer: Any = None,
+        token_recorder: TokenRecorder | None = None,
     ) -> None:
         """`has_source`: this rank fetches batches. `recompute`: gradient checkpointing. The rest is as in `Trainer`."""
         ranks = ranks if ranks is not None else Ranks()
@@ -103,6 +105,8 @@ class TorchLearner(Learner):
         self.reference = make_reference(reference, algo, self.policy, cfg)
         self.teacher = make_teacher(teacher, algo, self.policy, cfg, tokenizer=tokenizer, is_spread=self.is_spread)
         self.critic = make_critic(critic, algo, self.policy, cfg, is_spread=self.is_spread, recomputes=recompute)
+        # Ranks that compute the same samples (tensor parallel) would write the same record.
+        self._recorder = token_recorder if ranks.rank < self.plan.num_shares else None
         self._frozen = {"reference": reference, "teacher": None if teacher is None else teacher.model}
         torch.manual_seed(cfg.seed + ranks.rank % self.plan.num_shares)
         check_model(model)
@@ -185,6 +189,7 @@ class TorchLearner(Learner):
         if self.critic is not None:  # weights from what it expects of these samples now
             items, facts = with_advantages(self.critic, self.algo, self.policy, batch, self.cfg, self.ranks)
         probe = self._drift_probe(items)
+        record = None if self._recorder is None else self._recorder.start(step + 1)
         sums = accumulate_gradients(
             self.policy,
             self.algo.loss,
@@ -197,6 +202,7 @@ class TorchLearner(Learner):
             watch_entropy=self.cfg.watch_entropy,
             facts=facts,
             ranks=self.ranks,
+            record=record,
         )
         if self.critic is not None:
             sums.add(value_moments(items))
@@ -213,6 +219,8 @@ class TorchLearner(Learner):
             sums.add(probe.measure())
         gathered = self.ranks.gather(sums.totals())
         means = self.ranks.broadcast(None if gathered is None else merge(gathered).means())
+        if self._recorder is not None and record is not None:  # here the device has finished, so the copy takes no time
+            self._recorder.write(step + 1, record, rank=self.ranks.rank)
         stats = explained_variance(effective_sample_size(means))
         if stats.pop(_SUSPECTS):
             self._check_updated(step + 1, after)
@@ -268,6 +276,8 @@ class TorchLearner(Learner):
         frozen = [(f"{what}.{name}", p) for what, model in others for name, p in model.named_parameters()]
         check = FiniteCheck([*self.model.named_parameters(), *self._named_trained(), *frozen])
         require_finite(check, self.ranks, "The weights to begin with are not finite", "Load other weights.")
+        if self._recorder is not None and self.is_first:
+            self._recorder.begin(step)
         self.updates.begin(step, is_resumed=is_resumed)
 
     def check_servers(self, step: int) -> None:

@@ -28,6 +28,8 @@ NAMES = {
     "ludic.agents": "Agent ToolAgent ReActAgent ReToolAgent FoldingAgent FoldingReActAgent AgentActStep AgentActResult ToolScope",
     "ludic.inference": "ChatClient ChatTemplate HFChatTemplate HermesToolParser ToolParser ToolParseResult "
     "TemplateResult SamplingParams ReturnSpec ToolRequest TokenCompletionRequest InferenceSpec VLLMExtensions",
+    "ludic.gateway": "train evaluate Gateway GatewayProtocol AgentFunction AgentCommand Policy Session SessionLimits "
+    "session_rollouts",
     "ludic.interaction": "InteractionProtocol SingleAgentProtocol SingleAgentSyncProtocol MultiAgentProtocol "
     "DelegatingProtocol TraceCollector ExternalToolHandler merge_step_info split_parser_reward RESERVED_INFO_KEYS",
     "ludic.batch_gen": "RolloutEngine RolloutBatchSource AsyncRolloutBatchSource OfflineBatchSource RequestStrategy "

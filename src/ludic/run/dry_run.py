@@ -30,17 +30,23 @@ def plan_lines(run: ResolvedRun, start: ResumePoint) -> list[str]:
     samples, steps, total = train_samples(run), run.steps, run.config.rollouts.rollouts_per_update
     eval_samples(run)
     first_env(run)
-    outside_agent(run.config.agent, run.parts)
+    outside = outside_agent(run.config.agent, run.parts)
     check_teacher(run, make_algorithm(run))
     tasks = "each group with its own seed"
     if samples is not None:
         tasks = f"{steps * run.num_groups / len(samples):.2f} passes over {len(samples):,} samples"
     per_update = min(run.max_steps * run.sampling.max_tokens, run.trainer.max_seq_len) * total
+    tokens = (
+        f"At most {run.max_steps} turns of {run.sampling.max_tokens} tokens: {per_update:,} sampled tokens an update, "
+        f"{per_update * steps:,} in all."
+    )
+    if outside is not None:
+        calls = run.config.agent.agent_max_calls or "any number of"
+        tokens = f"The agent {outside.name} makes {calls} model calls an episode, of {run.sampling.max_tokens} tokens at most."
     return [
         *_model_lines(run),
         f"{steps} updates × {total} rollouts ({run.num_groups} groups of {run.group_size}): {steps * total:,} episodes, {tasks}.",
-        f"At most {run.max_steps} turns of {run.sampling.max_tokens} tokens: {per_update:,} sampled tokens an update, "
-        f"{per_update * steps:,} in all.",
+        tokens,
         f"Updates {start.first_step + 1} to {steps}; everything is written to {run.folder}.",
     ]
 

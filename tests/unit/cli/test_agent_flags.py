@@ -163,3 +163,10 @@ def test_the_gateway_command_records_sessions(tmp_path):
 def test_mistakes_of_the_gateway_command(ludic):
     assert "a port is a number" in ludic("gateway", "--model", "tiny", "--port", "70000").err
     assert "No control token at" in ludic("gateway", "--model", "tiny", "--control-token-file", "none").err
+
+
+def test_the_plan_says_what_the_agent_may_do(ludic):
+    ended = ludic(
+        "train", "letter.py:Letter", *SMALL, "--dry-run", "--agent", "my_agent.py:solve", "--agent-max-calls", "3"
+    )
+    assert ended.code == 0 and "The agent solve makes 3 model calls an episode" in ended.out, ended.err

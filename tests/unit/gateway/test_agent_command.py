@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -91,18 +92,31 @@ def here(tmp_path_factory, monkeypatch):
     return folder
 
 
+@pytest.fixture
+async def make():
+    """Makes agents, and closes them."""
+    made: list[AgentCommand] = []
+
+    def make_one(*arguments: Any, **settings: Any) -> AgentCommand:
+        made.append(AgentCommand(*arguments, **settings))
+        return made[-1]
+
+    yield make_one
+    for agent in made:
+        await agent.close()
+
+
 @pytest.mark.parametrize("sandbox", SANDBOXES)
-async def test_a_command_calls_the_model_and_answers_on_stdout(server, here, sandbox):
-    agent = AgentCommand("python ask.py {task}", sandbox=sandbox)
+async def test_a_command_calls_the_model_and_answers_on_stdout(make, server, here, sandbox):
+    agent = make("python ask.py {task}", sandbox=sandbox)
     assert await agent.answer(server.call()) == "Bearer key-1 small 2 + 2?"
-    await agent.close()
 
 
 @pytest.mark.parametrize("sandbox", SANDBOXES)
-async def test_placeholders_and_variables(server, here, sandbox):
+async def test_placeholders_and_variables(make, server, here, sandbox):
     (here / "show.py").write_text("import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))")
     task = "say '{model}' \"$HOME\"\n; rm -rf *"
-    agent = AgentCommand("python show.py {task} --url={base_url} {api_key}:{model} {other}", sandbox=sandbox)
+    agent = make("python show.py {task} --url={base_url} {api_key}:{model} {other}", sandbox=sandbox)
     argv, env = json.loads(await agent.answer(server.call(task)))
     url = server.base_url if sandbox == "none" else "http://127.0.0.1:8000/v1"
     assert argv == [task, f"--url={url}", "key-1:small", "{other}"]
@@ -113,28 +127,28 @@ async def test_placeholders_and_variables(server, here, sandbox):
 
 
 @pytest.mark.parametrize("sandbox", SANDBOXES)
-async def test_a_task_that_is_no_text_is_given_as_json(server, here, sandbox):
-    agent = AgentCommand("printenv LUDIC_TASK", sandbox=sandbox)
+async def test_a_task_that_is_no_text_is_given_as_json(make, server, here, sandbox):
+    agent = make("printenv LUDIC_TASK", sandbox=sandbox)
     assert json.loads(await agent.answer(server.call({"question": "2 + 2?"}))) == {"question": "2 + 2?"}
 
 
 @pytest.mark.parametrize("sandbox", SANDBOXES)
-async def test_a_non_zero_exit_code_fails_with_the_end_of_stderr(server, here, sandbox):
-    agent = AgentCommand("sh -c 'echo answer; echo first >&2; echo the reason >&2; exit 3'", sandbox=sandbox)
+async def test_a_non_zero_exit_code_fails_with_the_end_of_stderr(make, server, here, sandbox):
+    agent = make("sh -c 'echo answer; echo first >&2; echo the reason >&2; exit 3'", sandbox=sandbox)
     with pytest.raises(RuntimeError, match=r"ended with exit code 3(.|\n)*stderr:\nfirst\nthe reason\Z"):
         await agent.answer(server.call())
 
 
 @pytest.mark.parametrize("sandbox", SANDBOXES)
-async def test_a_killed_command_fails(server, here, sandbox):
+async def test_a_killed_command_fails(make, server, here, sandbox):
     with pytest.raises(RuntimeError, match=r"ended by (SIGKILL|signal 9)"):
-        await AgentCommand("sh -c 'kill -9 $$'", sandbox=sandbox).answer(server.call())
+        await make("sh -c 'kill -9 $$'", sandbox=sandbox).answer(server.call())
 
 
 @pytest.mark.parametrize("sandbox", SANDBOXES)
-async def test_cancelling_kills_the_command_its_children_and_their_model_calls(server, here, sandbox):
+async def test_cancelling_kills_the_command_its_children_and_their_model_calls(make, server, here, sandbox):
     server.is_slow = True
-    agent = AgentCommand("sh -c 'python ask.py hello & python ask.py again; wait'", sandbox=sandbox)
+    agent = make("sh -c 'python ask.py hello & python ask.py again; wait'", sandbox=sandbox)
     running = asyncio.create_task(agent.answer(server.call()))
     await server.begun.wait()
     running.cancel()
@@ -145,8 +159,8 @@ async def test_cancelling_kills_the_command_its_children_and_their_model_calls(s
             await asyncio.sleep(0.01)
 
 
-async def test_children_that_outlive_a_plain_command_are_killed(server, here):
-    agent = AgentCommand("sh -c 'sleep 1000 & echo $!'", sandbox="none")
+async def test_children_that_outlive_a_plain_command_are_killed(make, server, here):
+    agent = make("sh -c 'sleep 1000 & echo $!'", sandbox="none")
     child = int(await agent.answer(server.call()))
     async with asyncio.timeout(10):
         while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
@@ -154,7 +168,7 @@ async def test_children_that_outlive_a_plain_command_are_killed(server, here):
 
 
 @pytest.mark.skipif(not is_bubblewrap_available(), reason="bubblewrap cannot be used here")
-async def test_a_sandboxed_command_reaches_the_gateway_only(server, here, tmp_path_factory):
+async def test_a_sandboxed_command_reaches_the_gateway_only(make, server, here, tmp_path_factory):
     hidden = tmp_path_factory.mktemp("hidden")
     listener = socket.create_server(("127.0.0.1", 0))
     (here / "probe.py").write_text(
@@ -168,7 +182,7 @@ async def test_a_sandboxed_command_reaches_the_gateway_only(server, here, tmp_pa
         "print(json.dumps([reach(8000), reach(int(sys.argv[1])), write('new'), write(os.environ['HOME'] + '/new'),\n"
         "    os.path.exists(sys.argv[2])]))\n"
     )
-    agent = AgentCommand(f"python probe.py {listener.getsockname()[1]} {hidden}")
+    agent = make(f"python probe.py {listener.getsockname()[1]} {hidden}")
     with listener:
         found = json.loads(await agent.answer(server.call()))
     assert found == ["reached", "ConnectionRefusedError", "OSError", "written", False]
@@ -176,27 +190,25 @@ async def test_a_sandboxed_command_reaches_the_gateway_only(server, here, tmp_pa
 
 
 @pytest.mark.skipif(not is_bubblewrap_available(), reason="bubblewrap cannot be used here")
-async def test_a_folder_is_shown_by_binding_it(server, here, tmp_path_factory):
+async def test_a_folder_is_shown_by_binding_it(make, server, here, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     other.chmod(0o755)
     (other / "agent").write_text("#!/bin/sh\necho from the other folder\n")
     (other / "agent").chmod(0o755)
     with pytest.raises(ConfigError, match=f"does not show {other}/agent.*--agent-bind {other}"):
-        AgentCommand(f"{other}/agent {{task}}")
-    assert (
-        await AgentCommand(f"{other}/agent {{task}}", binds=[other]).answer(server.call()) == "from the other folder\n"
-    )
+        make(f"{other}/agent {{task}}")
+    assert await make(f"{other}/agent {{task}}", binds=[other]).answer(server.call()) == "from the other folder\n"
 
 
-async def test_too_much_output_fails(server, here):
-    agent = AgentCommand([sys.executable, "-c", "print('x' * (9 << 20))"], sandbox="none")
+async def test_too_much_output_fails(make, server, here):
+    agent = make([sys.executable, "-c", "print('x' * (9 << 20))"], sandbox="none")
     with pytest.raises(RuntimeError, match="more than 8 MB"):
         await agent.answer(server.call())
 
 
-async def test_a_plain_command_has_the_environment_of_the_run(server, here, monkeypatch):
+async def test_a_plain_command_has_the_environment_of_the_run(make, server, here, monkeypatch):
     monkeypatch.setenv("MY_SETTING", "on")
-    assert await AgentCommand("printenv MY_SETTING", sandbox="none").answer(server.call()) == "on\n"
+    assert await make("printenv MY_SETTING", sandbox="none").answer(server.call()) == "on\n"
 
 
 def test_mistakes_in_a_command_are_named():
@@ -214,10 +226,10 @@ def test_mistakes_in_a_command_are_named():
 
 
 @pytest.mark.parametrize("sandbox", SANDBOXES)
-async def test_a_command_that_is_killed_from_outside_ends_its_episode(server, here, sandbox):
+async def test_a_command_that_is_killed_from_outside_ends_its_episode(make, server, here, sandbox):
     server.is_slow = True
     mark = f"--{here}-{sandbox}"
-    agent = AgentCommand(f"python ask.py {{task}} {mark}", sandbox=sandbox)
+    agent = make(f"python ask.py {{task}} {mark}", sandbox=sandbox)
     running = asyncio.create_task(agent.answer(server.call("kill me")))
     await server.begun.wait()
     os.kill(_process_with(mark, "ask.py"), signal.SIGKILL)

@@ -1,6 +1,6 @@
 // The shell of the page: routes in the hash (every view has a permalink), the bar on top, keys, theme, live updates.
 
-import { el, fill, failed, link, loading, debounced } from "./dom.js";
+import { el, fill, failed, link, loading } from "./dom.js";
 import { listen, runHash, stored } from "./data.js";
 import { compareView, metricsView, runsView } from "./runs.js";
 import { stepView } from "./step.js";
@@ -65,13 +65,28 @@ async function show() {
 
 // --- live ---
 
-const refresh = debounced(200, (event) => view?.refresh?.(event));
+/** At most one refresh at a time, and rarer where it takes long: a server that indexes a large run has better things to do. */
+const refresh = { isBusy: false, isWanted: false };
+
+async function refreshView() {
+  refresh.isWanted = true;
+  if (refresh.isBusy) return;
+  refresh.isBusy = true;
+  while (refresh.isWanted) {
+    refresh.isWanted = false;
+    const start = performance.now();
+    await Promise.resolve(view?.refresh?.()).catch(() => {}); // the next event tries again
+    const took = performance.now() - start;
+    await new Promise((done) => setTimeout(done, Math.max(150, 3 * took)));
+  }
+  refresh.isBusy = false;
+}
 
 function follow(run) {
   if (heard.run === run) return;
   heard.stop();
   live.className = "live";
-  heard = { run, stop: run === null ? () => {} : listen(run, refresh, (isUp) => {
+  heard = { run, stop: run === null ? () => {} : listen(run, refreshView, (isUp) => {
     live.className = `live ${isUp ? "up" : "down"}`;
     live.title = isUp ? "live: new data appear by themselves" : "the connection is lost; trying again";
   }) };

@@ -13,13 +13,13 @@ export async function stepView({ run, item, params }) {
   await view.load();
   return {
     node: view.node, up: runHash(run, "/metrics"), move: (d) => view.table.move(d), open: () => view.table.open(), refresh: () => view.refresh(), shown: () => view.table.draw(),
-    leave: () => { view.isLeft = true; }, keys: { "[": () => view.go(-1), "]": () => view.go(1) },
+    keys: { "[": () => view.go(-1), "]": () => view.go(1) },
   };
 }
 
 class Step {
   constructor(run, item, params) {
-    Object.assign(this, { run, item, params: { show: "rollouts", ...params } });
+    Object.assign(this, { run, item, params: { show: "rollouts", ...params }, steps: [] });
     this.total = el("span.muted", { role: "status" });
     this.holder = el("div.table-holder");
     this.bars = el("div.histogram-box");
@@ -31,21 +31,12 @@ class Step {
   }
 
   async load() {
-    this.steps = (await get(runUrl(this.run, "/steps"))).steps;
+    const asked = get(runUrl(this.run, "/steps"));
+    if (this.item === "last" || this.item === null) this.steps = (await asked).steps; // else the table need not wait for it
+    else asked.then(({ steps }) => { this.steps = steps; this.drawHead(); }, () => {});
     this.drawHead();
     this.drawFilters();
     this.drawTable();
-    this.followIndexing();
-  }
-
-  /** A large run is read in the background when it is first opened. */
-  async followIndexing() {
-    const { is_complete: isComplete } = await get(runUrl(this.run));
-    if (isComplete !== false || this.isLeft) return;
-    await new Promise((done) => setTimeout(done, 1000));
-    if (this.isLeft) return;
-    await this.refresh();
-    this.followIndexing();
   }
 
   get step() {
@@ -65,10 +56,10 @@ class Step {
 
   drawHead() {
     const step = this.step, facts = this.steps.find((s) => s.step === step);
-    this.heading.textContent = step === null ? (this.steps.length ? "All steps" : "No step yet") : step === 0 ? "Rollouts without a step" : `Step ${step}`;
+    this.heading.textContent = step === null ? (this.item === "all" ? "All steps" : "No step yet") : step === 0 ? "Rollouts without a step" : `Step ${step}`;
     this.sums.textContent = facts
       ? `${num(facts.num_groups)} groups · ${num(facts.num_rollouts)} rollouts · mean reward ${num(facts.reward_mean)} · ${num(facts.num_zero_spread)} groups without spread · ${num(facts.num_truncated)} truncated · ${num(facts.num_failed)} failed · lag up to ${num(facts.lag_max)}`
-      : `${num(this.steps.reduce((n, s) => n + s.num_rollouts, 0))} rollouts in ${num(this.steps.length)} steps`;
+      : this.steps.length ? `${num(this.steps.reduce((n, s) => n + s.num_rollouts, 0))} rollouts in ${num(this.steps.length)} steps` : "\u00a0";
     const at = this.steps.findIndex((s) => s.step === step);
     const slider = el("input", { type: "range", min: 0, max: Math.max(0, this.steps.length - 1), "aria-label": "Step", value: Math.max(0, at), onchange: () => { location.hash = this.hash(this.steps[Number(slider.value)].step); } });
     fill(this.picker, el("button.icon", { type: "button", title: "Previous step ([)", "aria-label": "Previous step", onclick: () => this.go(-1) }, "‹"), slider,
@@ -125,7 +116,7 @@ class Step {
     this.steps = (await get(runUrl(this.run, "/steps"))).steps;
     this.drawHead();
     if (this.step !== before) this.drawTable();
-    else this.table.reload();
+    else await this.table.reload();
   }
 
   rolloutColumns() {

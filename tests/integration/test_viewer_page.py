@@ -52,7 +52,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 class Served:
-    """The viewer's server for a folder, in a thread of its own."""
+    """The viewer's server for a folder, in its own thread."""
 
     def __init__(self, root: Path) -> None:
         self.runs = Runs(root)
@@ -109,7 +109,7 @@ class Tab:
         )
 
     def close(self) -> None:
-        """Nothing was said on the console, and nothing was asked of anybody else."""
+        """Nothing was said on the console, and no other host was asked."""
         self.context.close()
         assert self.problems == []
         assert [url for url in self.requests if not url.startswith((self.address, "data:,"))] == []

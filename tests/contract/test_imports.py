@@ -50,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tinker",
         "training",
     },
-    "view": BASE | {"batch_gen", "inference", "models", "run"},
+    "view": BASE | {"batch_gen", "inference", "models", "run", "training"},
 }
 """What may import everything: minimal (all but cli) and cli. A row for a part that is not built yet is checked as
 soon as it is there. `interaction` also sees `parsers`, since a step's parse result is one of its types."""

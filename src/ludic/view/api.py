@@ -18,7 +18,7 @@ from ludic.batch_gen.stitching import call_segments
 from ludic.types import LudicError, Rollout, Step, spread_of
 from ludic.types.rollout import plain_fields
 from ludic.view.health import advisories
-from ludic.view.index import Card, RunIndex, Runs
+from ludic.view.index import Card, RunIndex, Runs, compared_groups, is_zero_spread
 from ludic.view.tokens import TokenTexts, call_tokens, record_of, texts_of, trainer_columns
 
 JSONObject: TypeAlias = dict[str, Any]
@@ -140,20 +140,6 @@ def _step_row(step: int, cards: list[Card]) -> JSONObject:
         "tokens_mean": _mean([card.tokens for card in cards]),
         "lag_max": max((card.lag for card in cards if card.lag is not None), default=None),
     }
-
-
-def compared_groups(cards: Iterable[Card]) -> dict[tuple[str, str | None, str | None], list[Card]]:
-    """Rollouts that are compared with each other, by their key."""
-    groups: dict[tuple[str, str | None, str | None], list[Card]] = defaultdict(list)
-    for card in cards:
-        if card.compared is not None:
-            groups[card.compared].append(card)
-    return groups
-
-
-def is_zero_spread(members: Sequence[Card]) -> bool:
-    """Whether a group of several earned the same reward throughout, so that nothing is learned from it."""
-    return len(members) > 1 and spread_of([card.reward for card in members]) == 0
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -12,7 +12,8 @@ import threading
 import time
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import msgspec
 import numpy as np
 
 from ludic.run.folder import CONFIG, METRICS, ROLLOUTS, TRAINED
-from ludic.types import ConfigError, Rollout, StopReason
+from ludic.types import ConfigError, Rollout, StopReason, spread_of
 from ludic.types.files import Line, is_compressed, read_lines
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ _CACHE_VERSION = 1
 _CACHE_FROM = 2_000
 """Rollouts that are indexed again at every start instead of being cached: a fraction of a second."""
 _IDENTITY_BYTES = 256
+_TRUNCATIONS = {reason.value for reason in StopReason if reason.is_truncation}
 _TASK_KEYS = ("task_id", "sample_index", "task_index")
 """What requests call their task, in the order in which it is looked for."""
 
@@ -162,7 +164,7 @@ def make_card(text: bytes, line: Line) -> Card:
         tokens=sum(trace.num_tokens for trace in traces),
         stop=head.stop,
         failure=None if failure is None else f"{failure.get('error')}: {failure.get('message')}"[:500],
-        truncated=is_cut or _is_truncation(head.stop),
+        truncated=is_cut or head.stop in _TRUNCATIONS,
         parse_errors=sum(bool(s.info.parse_error) and s.action_target == "env" for s in calls if s.kind == "agent"),
         oldest=min(versions, default=None),
         newest=max(versions, default=None),
@@ -178,10 +180,6 @@ def make_card(text: bytes, line: Line) -> Card:
 
 def _text(name: Any) -> str | None:
     return None if name is None else str(name)
-
-
-def _is_truncation(stop: str | None) -> bool:
-    return any(reason.is_truncation for reason in StopReason if reason.value == stop)
 
 
 def _task(facts: Rollout, prompt: bytes) -> str:
@@ -203,6 +201,20 @@ def _last_message(messages: bytes) -> str:
             return content.strip()
         return "".join(part.get("text", "") for part in content).strip()
     return ""
+
+
+def compared_groups(cards: Iterable[Card]) -> dict[tuple[str, str | None, str | None], list[Card]]:
+    """Rollouts that are compared with each other, by their key."""
+    groups: dict[tuple[str, str | None, str | None], list[Card]] = defaultdict(list)
+    for card in cards:
+        if card.compared is not None:
+            groups[card.compared].append(card)
+    return groups
+
+
+def is_zero_spread(members: Sequence[Card]) -> bool:
+    """Whether a group of several earned the same reward throughout, so that nothing is learned from it."""
+    return len(members) > 1 and spread_of([card.reward for card in members]) == 0
 
 
 # --- one file ---------------------------------------------------------------------------------------------------
@@ -389,7 +401,7 @@ class RunIndex:
     def refresh(self, seconds: float = 0.5) -> bool:
         """Read what is new, for so long; False if more is left. While another thread reads, waits for it as long."""
         deadline = time.monotonic() + seconds
-        if not self._lock.acquire(timeout=seconds):
+        if not self._lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
             return self.is_complete
         try:
             self._read_metrics()

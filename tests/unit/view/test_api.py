@@ -15,7 +15,7 @@ from tests.unit.view.conftest import GROUP_SIZE, NUM_ROLLOUTS
 
 def stored(recorded) -> dict[str, Rollout]:
     files = sorted((recorded / "letters" / "rollouts").glob("*.gz"))
-    lines = [line for file in files for line in gzip.open(file)]
+    lines = [line for file in files for line in gzip.decompress(file.read_bytes()).splitlines()]
     return {rollout.id: rollout for rollout in map(Rollout.from_json, lines)}
 
 
@@ -131,9 +131,7 @@ def test_rollout_has_every_token_with_what_the_trainer_computed(runs, recorded):
             logp = record["logp"][end - record["num_tokens"][place] : end]
             weight = record["weight"][place]
         calls = [step for turn in shown["turns"] for step in turn["steps"] if step["kind"] == "call"]
-        tokens = {
-            name: [value for call in calls for value in call["tokens"][name]] for name in calls[0]["tokens"]
-        }
+        tokens = {name: [value for call in calls for value in call["tokens"][name]] for name in calls[0]["tokens"]}
         assert tokens["id"] == [i for s in rollout.sampling_steps for i in s.trace.completion_token_ids.tolist()]
         np.testing.assert_allclose(tokens["trainer_logprob"], logp, rtol=1e-5)
         np.testing.assert_allclose(tokens["advantage"], weight, rtol=1e-5)

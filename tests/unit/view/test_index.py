@@ -16,7 +16,9 @@ from ludic.view.index import RunIndex, Runs
 FOREVER = float("inf")
 
 
-def line_of(number: int, *, version: int = 0, reward: float = 0.0, group: str | None = None, text: str = "hello") -> bytes:
+def line_of(
+    number: int, *, version: int = 0, reward: float = 0.0, group: str | None = None, text: str = "hello"
+) -> bytes:
     """A stored rollout of one call, made without a model."""
     tokens = list(range(8))
     step = {
@@ -27,7 +29,11 @@ def line_of(number: int, *, version: int = 0, reward: float = 0.0, group: str | 
         "reward_components": {}, "kind": "agent", "id": f"{number}.0", "ts_ns": 10**18 + number, "turn_id": f"{number}/1",
         "parent_id": None, "tool_calls": None, "tool_results": None,
     }  # fmt: skip
-    meta = {"request_meta": {"group_id": group or f"g{number // 4}"}, "engine": {"env_kind": "env"}, "sample_index": number % 7}
+    meta = {
+        "request_meta": {"group_id": group or f"g{number // 4}"},
+        "engine": {"env_kind": "env"},
+        "sample_index": number % 7,
+    }
     row = {
         "format": 1, "id": f"r{number}", "meta": meta, "stop": "terminated", "failure": None, "total_reward": reward,
         "length": 1, "duration_ns": 0, "steps": [step],
@@ -41,7 +47,7 @@ def write(path: Path, numbers, **facts) -> None:
 
 def empty_run(folder: Path) -> RunIndex:
     (folder / "rollouts").mkdir(parents=True)
-    (folder / "config.toml").write_text('[train]\nsteps = 10\n')
+    (folder / "config.toml").write_text("[train]\nsteps = 10\n")
     return RunIndex("x", folder)
 
 

@@ -3,6 +3,7 @@
 Every function reads an index (`RunIndex`); `answer` maps a path such as /api/runs/x/steps to its function.
 """
 
+import json
 import math
 import time
 from collections import defaultdict
@@ -18,7 +19,7 @@ from ludic.batch_gen.stitching import call_segments
 from ludic.types import LudicError, Rollout, Step, spread_of
 from ludic.types.rollout import plain_fields
 from ludic.view.health import advisories
-from ludic.view.index import Card, RunIndex, Runs, compared_groups, is_zero_spread
+from ludic.view.index import Card, RunIndex, Runs, compared_groups, is_zero_spread, strict_json
 from ludic.view.tokens import TokenTexts, call_tokens, record_of, texts_of, trainer_columns
 
 JSONObject: TypeAlias = dict[str, Any]
@@ -213,7 +214,7 @@ def _with_text(index: RunIndex, cards: list[Card], wanted: str) -> list[Card]:
         try:
             decoded = _decode_texts(text)
         except msgspec.DecodeError:
-            continue
+            decoded = _decode_texts(strict_json(text))
         if any(wanted in part.casefold() for step in decoded.steps for part in _texts_in(step)):
             found.append(card)
     return found
@@ -645,6 +646,14 @@ def _first_difference(nodes: Sequence[JSONObject], read: Sequence[Rollout]) -> J
             token = position - len(step.trace.prompt_token_ids)
             return {"call": number, "token": max(token, 0), "position": position, "is_action": token >= 0}
     return {"call": 0, "token": 0, "position": position, "is_action": False}
+
+
+def encode(found: JSONObject) -> bytes:
+    """An answer as JSON that every reader takes."""
+    try:
+        return msgspec.json.encode(found)
+    except (UnicodeEncodeError, TypeError):  # half of a surrogate pair in a reply
+        return strict_json(json.dumps(found, default=str))
 
 
 # --- paths ------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ index of a large file is kept in a cache folder ($XDG_CACHE_HOME/ludic/view), so
 
 import contextlib
 import hashlib
+import json
 import logging
 import os
 import threading
@@ -140,9 +141,18 @@ class _Head(msgspec.Struct):
 _decode_head = msgspec.json.Decoder(_Head).decode
 
 
+def strict_json(text: str | bytes) -> bytes:
+    """The same JSON without what Python writes and others refuse: NaN is null, half of a surrogate pair is a question mark."""
+    value = json.loads(text, parse_constant=lambda _: None)
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
 def make_card(text: bytes, line: Line) -> Card:
     """The card of a stored rollout; msgspec.DecodeError or ValueError if the line is not one."""
-    head = _decode_head(text)
+    try:
+        head = _decode_head(text)
+    except msgspec.DecodeError:
+        head = _decode_head(strict_json(text))
     calls = [step for step in head.steps if step.kind == "agent"] or head.steps
     traces = [step.trace for step in calls if isinstance(step.trace, _Trace)]
     versions = [version for trace in traces for version, _ in trace.version_runs]
@@ -296,7 +306,7 @@ class RolloutFile:
         self.num_decoded += 1
         try:
             self.cards.append(make_card(text, line))
-        except (msgspec.DecodeError, ValueError, TypeError, AttributeError):
+        except (msgspec.DecodeError, ValueError, TypeError, AttributeError, RecursionError):
             self.num_damaged += 1
 
     def line(self, card: Card) -> Line:

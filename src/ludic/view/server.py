@@ -5,7 +5,6 @@ of this server only, and requests that name another host are refused, so that no
 """
 
 import asyncio
-import contextlib
 import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -140,8 +139,11 @@ class _Server:
             return self._file(request, path)
         if path.endswith("/events"):
             return await self._events(request, path)
-        found = await asyncio.to_thread(api.answer, self._runs, f"{path}?{request.rel_url.raw_query_string}")
-        return web.Response(body=msgspec.json.encode(found), content_type="application/json", charset="utf-8")
+        body = await asyncio.to_thread(self._json, f"{path}?{request.rel_url.raw_query_string}")
+        return web.Response(body=body, content_type="application/json", charset="utf-8")
+
+    def _json(self, path: str) -> bytes:
+        return api.encode(api.answer(self._runs, path))
 
     def _file(self, request: web.Request, path: str) -> web.Response:
         """A file of the page; only names that are there, so no path leads elsewhere."""
@@ -227,7 +229,5 @@ def _last_step(index: RunIndex) -> int:
 
 
 def _error(status: int, message: str) -> web.Response:
-    with contextlib.suppress(UnicodeError):
-        message = message.encode("utf-8", "replace").decode()
-    body = msgspec.json.encode({"error": {"message": message}})
+    body = api.encode({"error": {"message": message}})
     return web.Response(status=status, body=body, content_type="application/json", charset="utf-8")

@@ -203,7 +203,7 @@ export class LineChart {
 
 /** Clickable bars. `onBin(low, high)`; `chosen` marks the bin that is filtered for. */
 export function histogram({ edges, counts, values = null }, { onBin = null, chosen = null, label = "rewards" } = {}) {
-  const width = 360, height = 84, base = height - 16, most = Math.max(1, ...counts), bar = width / Math.max(1, counts.length);
+  const width = 360, height = 84, base = height - 16, most = Math.max(1, ...counts), bar = Math.min(72, width / Math.max(1, counts.length));
   const isChosen = (i) => chosen && Math.abs(chosen[0] - edges[i]) < 1e-9 && Math.abs(chosen[1] - (edges[i + 1] ?? edges[i])) < 1e-9;
   const bins = counts.map((n, i) => {
     const high = edges[i + 1] ?? edges[i], size = n ? Math.max(2, (n / most) * (base - 12)) : 0, text = `${values ? num(values[i]) : `${num(edges[i])} to ${num(high)}`}: ${n}`;
@@ -216,5 +216,5 @@ export function histogram({ edges, counts, values = null }, { onBin = null, chos
   });
   return svg("svg.histogram", { viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": `Histogram of ${label}` }, bins,
     svg("line", { x1: 0, x2: width, y1: base + 0.5, y2: base + 0.5 }),
-    values ? values.map((v, i) => (bar > 22 ? svg("text", { x: (i + 0.5) * bar, y: height - 3, "text-anchor": "middle" }, num(v)) : null)) : edges.length ? [svg("text", { x: 0, y: height - 3 }, num(edges[0])), svg("text", { x: width, y: height - 3, "text-anchor": "end" }, num(edges.at(-1)))] : null);
+    values ? values.map((v, i) => (bar > 22 ? svg("text", { x: (i + 0.5) * bar, y: height - 3, "text-anchor": "middle" }, num(v)) : null)) : edges.length ? [svg("text", { x: 0, y: height - 3 }, num(edges[0])), svg("text", { x: bar * counts.length, y: height - 3, "text-anchor": "end" }, num(edges.at(-1)))] : null);
 }

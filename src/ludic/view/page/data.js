@@ -13,7 +13,7 @@ export function query(params) {
   return given.length ? `?${new URLSearchParams(given.map(([k, v]) => [k, v === true ? "1" : String(v)]))}` : "";
 }
 
-/** Puts a view's settings into the address, so that it can be sent to somebody; the view stays as it is. */
+/** Puts a view's settings into the address, so that it can be sent as a link; the view stays as it is. */
 export function remember(params) {
   history.replaceState(null, "", location.hash.split("?")[0] + query(params));
 }

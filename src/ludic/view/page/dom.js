@@ -121,7 +121,7 @@ export function debounced(ms, call) {
   };
 }
 
-/** Lines of JSON for values without a view of their own. */
+/** Lines of JSON, for values that no view draws. */
 export function json(value) {
   return el("pre.json", { tabindex: "0" }, JSON.stringify(value, null, 2));
 }

@@ -4,7 +4,7 @@ import { count, el, facts, fill, json, link, num, reward, seconds, segmented, si
 import { get, remember, runHash, runUrl } from "./data.js";
 import { COLORINGS, legend, rangeOf, tokenColor } from "./colors.js";
 import { prepared } from "./chart.js";
-import { cell, flags } from "./step.js";
+import { cell, flags, isBest } from "./step.js";
 
 export async function rolloutView({ run, item, params }) {
   const rollout = await get(runUrl(run, `/rollouts/${encodeURIComponent(item)}`), { context: 1 });
@@ -58,7 +58,7 @@ class RolloutView {
     } catch {
       return; // an exported file may hold one rollout of a group
     }
-    fill(this.family, el("span.muted", {}, "Siblings"), el("span.cells", {}, this.siblings.map((c) => link(this.hash(c.id), { class: c.id === this.rollout.id ? "here" : "", "aria-label": `sibling, reward ${num(c.reward)}`, "aria-current": c.id === this.rollout.id ? "true" : null }, cell(c.reward)))));
+    fill(this.family, el("span.muted", {}, "Siblings"), el("span.cells", {}, this.siblings.map((c) => link(this.hash(c.id), { class: c.id === this.rollout.id ? "here" : "", "aria-label": `sibling, reward ${num(c.reward)}`, "aria-current": c.id === this.rollout.id ? "true" : null }, cell(c.reward, isBest(c.reward, this.siblings.map((s) => s.reward)))))));
   }
 
   hash(id) {

@@ -1,6 +1,6 @@
 // One step, or all of them: its groups and its rollouts, with filters.
 
-import { debounced, el, fill, link, num, reward, seconds, segmented } from "./dom.js";
+import { count, debounced, el, fill, link, num, reward, seconds, segmented } from "./dom.js";
 import { get, query, remember, runHash, runUrl } from "./data.js";
 import { histogram } from "./chart.js";
 import { VirtualTable } from "./table.js";
@@ -58,7 +58,7 @@ class Step {
     const step = this.step, facts = this.steps.find((s) => s.step === step);
     this.heading.textContent = step === null ? (this.item === "all" ? "All steps" : "No step yet") : step === 0 ? "Rollouts without a step" : `Step ${step}`;
     this.sums.textContent = facts
-      ? `${num(facts.num_groups)} groups · ${num(facts.num_rollouts)} rollouts · mean reward ${num(facts.reward_mean)} · ${num(facts.num_zero_spread)} groups without spread · ${num(facts.num_truncated)} truncated · ${num(facts.num_failed)} failed · lag up to ${num(facts.lag_max)}`
+      ? `${count(facts.num_groups, "group")} · ${count(facts.num_rollouts, "rollout")} · mean reward ${num(facts.reward_mean)} · ${count(facts.num_zero_spread, "group")} without spread · ${num(facts.num_truncated)} truncated · ${num(facts.num_failed)} failed · lag up to ${num(facts.lag_max)}`
       : this.steps.length ? `${num(this.steps.reduce((n, s) => n + s.num_rollouts, 0))} rollouts in ${num(this.steps.length)} steps` : "\u00a0";
     const at = this.steps.findIndex((s) => s.step === step);
     const slider = el("input", { type: "range", min: 0, max: Math.max(0, this.steps.length - 1), "aria-label": "Step", value: Math.max(0, at), onchange: () => { location.hash = this.hash(this.steps[Number(slider.value)].step); } });
@@ -93,7 +93,7 @@ class Step {
   drawTable() {
     const isGroups = this.params.show === "groups";
     const onSort = (key) => this.set({ sort: this.params.sort === `-${key}` ? key : `-${key}` });
-    const common = { sort: this.params.sort, onSort, onTotal: (n) => { this.total.textContent = `${num(n)} ${isGroups ? "groups" : "rollouts"}`; } };
+    const common = { sort: this.params.sort, onSort, onTotal: (n) => { this.total.textContent = count(n, isGroups ? "group" : "rollout"); } };
     this.table = isGroups
       ? new VirtualTable({ ...common, label: "Groups", columns: this.groupColumns(), href: (g) => runHash(this.run, `/group/${encodeURIComponent(g.group)}`), emptyText: "No group matches the filters.",
         fetchPage: async (offset, limit) => { const a = await get(runUrl(this.run, "/groups"), { ...this.asked(), offset, limit }); return { total: a.total, rows: a.groups }; } })
@@ -122,13 +122,13 @@ class Step {
   rolloutColumns() {
     const step = this.step === null ? [{ title: "Step", width: "64px", className: "n", cell: (r) => num(r.step) }] : [];
     return [
-      { title: "Reward", width: "84px", className: "n", sort: "reward", cell: (r) => reward(r.reward) }, ...step,
-      { title: "Task", width: "minmax(90px, 0.5fr)", className: "mono", cell: (r) => String(r.task ?? "–") },
-      { title: "Turns", width: "64px", className: "n", cell: (r) => num(r.turns) },
-      { title: "Tokens", width: "84px", className: "n", sort: "tokens", cell: (r) => num(r.tokens) },
-      { title: "Stop", width: "130px", cell: (r) => [el("span", {}, r.stop || "–"), flags(r)] },
-      { title: "Lag", width: "48px", className: "n", cell: (r) => num(r.lag) },
-      { title: "Time", width: "76px", className: "n", sort: "time", cell: (r) => (r.started_ns && r.ended_ns ? seconds((r.ended_ns - r.started_ns) / 1e9) : "–") },
+      { title: "Reward", width: "72px", className: "n", sort: "reward", cell: (r) => reward(r.reward) }, ...step,
+      { title: "Task", width: "minmax(110px, 0.9fr)", className: "mono", cell: (r) => String(r.task ?? "–") },
+      { title: "Turns", width: "52px", className: "n", cell: (r) => num(r.turns) },
+      { title: "Tokens", width: "66px", className: "n", sort: "tokens", cell: (r) => num(r.tokens) },
+      { title: "Stop", width: "184px", cell: (r) => [el("span", {}, r.stop || "–"), flags(r)] },
+      { title: "Lag", width: "40px", className: "n", cell: (r) => num(r.lag) },
+      { title: "Time", width: "76px", className: "n", sort: "time", cell: (r) => (r.started_ns && r.ended_ns > r.started_ns ? seconds((r.ended_ns - r.started_ns) / 1e9) : "–") },
       { title: "Prompt", width: "minmax(120px, 1.6fr)", className: "preview", cell: (r) => r.task_preview || "" },
       { title: "End of the reply", width: "minmax(120px, 1.6fr)", cell: (r) => r.preview || "" },
     ];
@@ -138,7 +138,7 @@ class Step {
     const step = this.step === null ? [{ title: "Step", width: "64px", className: "n", cell: (g) => num(g.step) }] : [];
     return [
       { title: "Spread", width: "84px", className: "n", sort: "spread", cell: (g) => num(g.spread) }, ...step,
-      { title: "Rewards", width: "minmax(200px, 1fr)", sort: "reward", cell: (g) => el("span.cells", {}, g.rewards.map((r) => cell(r))) },
+      { title: "Rewards", width: "minmax(200px, 1fr)", sort: "reward", cell: (g) => el("span.cells", {}, g.rewards.map((r) => cell(r, isBest(r, g.rewards)))) },
       { title: "Mean", width: "72px", className: "n", cell: (g) => num(g.rewards.reduce((a, b) => a + b, 0) / g.rewards.length) },
       { title: "Task", width: "minmax(90px, 0.5fr)", className: "mono", cell: (g) => String(g.task ?? "–") },
       { title: "Prompt", width: "minmax(160px, 2fr)", className: "preview", cell: (g) => g.preview || "" },
@@ -146,10 +146,15 @@ class Step {
   }
 }
 
+/** The best of rewards that differ: drawn solid, so that a group is read at a glance even if all are negative. */
+export function isBest(r, rewards) {
+  return r === Math.max(...rewards) && r > Math.min(...rewards);
+}
+
 /** A small square per reward, with its sign written into it. */
-export function cell(r, props = {}) {
+export function cell(r, best = false) {
   const kind = r === null || r === undefined ? "none" : r > 0 ? "positive" : r < 0 ? "negative" : "zero";
-  return el(`span.cell.${kind}`, { title: `reward ${num(r, 6)}`, ...props }, r === null || r === undefined ? "?" : r > 0 ? "+" : r < 0 ? "−" : "0");
+  return el(`span.cell.${kind}${best ? ".best" : ""}`, { title: `reward ${num(r, 6)}` }, r === null || r === undefined ? "?" : r > 0 ? "+" : r < 0 ? "−" : "0");
 }
 
 export function flags(r) {

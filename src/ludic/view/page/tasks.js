@@ -1,10 +1,10 @@
 // Tasks: all of them, and one over all updates.
 
-import { el, empty, fill, json, link, num, reward, segmented, signed, textOf } from "./dom.js";
+import { count, el, empty, fill, json, link, num, reward, segmented, signed, textOf } from "./dom.js";
 import { get, remember, runHash, runUrl } from "./data.js";
 import { LineChart } from "./chart.js";
 import { VirtualTable } from "./table.js";
-import { cell } from "./step.js";
+import { cell, isBest } from "./step.js";
 
 const SORTS = [["task", "Name"], ["reward_mean", "Hardest"], ["-gain", "Most gained"], ["gain", "Most lost"]];
 
@@ -14,7 +14,7 @@ export async function tasksView({ run, params }) {
   const draw = () => {
     fill(controls, segmented("Order", SORTS, sort, (value) => { sort = value; remember({ sort }); draw(); }));
     table = new VirtualTable({
-      label: "Tasks", href: (t) => runHash(run, `/task/${encodeURIComponent(t.task)}`), emptyText: "No rollout names its task.", onTotal: (n) => { total.textContent = `${num(n)} tasks`; },
+      label: "Tasks", href: (t) => runHash(run, `/task/${encodeURIComponent(t.task)}`), emptyText: "No rollout names its task.", onTotal: (n) => { total.textContent = count(n, "task"); },
       fetchPage: async (offset, limit) => { const a = await get(runUrl(run, "/tasks"), { sort, offset, limit }); return { total: a.total, rows: a.tasks }; },
       columns: [
         { title: "Task", width: "minmax(120px, 1fr)", className: "mono", cell: (t) => String(t.task) },
@@ -49,7 +49,7 @@ export async function taskView({ run, item }) {
     if (!steps.length) { fill(node, empty("No rollout of this task", item)); return; }
     const mean = (rewards) => rewards.reduce((a, b) => a + b, 0) / rewards.length;
     chart.set([{ name: item, steps: steps.map((s) => s.step), values: steps.map((s) => mean(s.rewards)) }]);
-    fill(rows, steps.map((s) => el("div.task-step", {}, link(runHash(run, `/step/${s.step}?task=${encodeURIComponent(item)}`), { class: "n" }, `step ${num(s.step)}`), el("span.cells", {}, s.rewards.map((r, i) => link(runHash(run, `/rollout/${encodeURIComponent(s.rollouts[i])}`), { "data-nav": true, "aria-label": `step ${s.step}, reward ${num(r)}` }, cell(r)))), el("span.muted", {}, `mean ${num(mean(s.rewards))}`))));
+    fill(rows, steps.map((s) => el("div.task-step", {}, link(runHash(run, `/step/${s.step}?task=${encodeURIComponent(item)}`), { class: "n" }, `step ${num(s.step)}`), el("span.cells", {}, s.rewards.map((r, i) => link(runHash(run, `/rollout/${encodeURIComponent(s.rollouts[i])}`), { "data-nav": true, "aria-label": `step ${s.step}, reward ${num(r)}` }, cell(r, isBest(r, s.rewards))))), el("span.muted", {}, `mean ${num(mean(s.rewards))}`))));
     const [first, last] = [steps[0], steps.at(-1)];
     const at = (s, choose) => s.rollouts[s.rewards.indexOf(choose(...s.rewards))];
     const wanted = [[first.rollouts[0], "First attempt"], [at(last, Math.min), "Latest update, worst"], [at(last, Math.max), "Latest update, best"]].filter(([id], i, all) => all.findIndex(([other]) => other === id) === i);

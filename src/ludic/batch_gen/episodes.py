@@ -323,6 +323,7 @@ def _meta(plan: EpisodePlan, limits: EpisodeLimits) -> dict[str, Any]:
         "request_meta": dict(request.meta),
         "engine": {
             "episode_run": new_id(),
+            "started_ns": time.time_ns(),
             "max_steps": limits.max_steps,
             "timeout_s": limits.timeout_s,
             "env_kind": request.env.kind,

@@ -89,7 +89,7 @@ def state_of(index: RunIndex) -> str:
 
 
 def show_run(index: RunIndex) -> JSONObject:
-    steps = sorted({card.step for card in live(index)} | set(index.metrics))
+    steps = sorted(index.kept("steps_seen", lambda: {card.step for card in live(index)}) | set(index.metrics))
     return {
         **_summary(index),
         "config": index.config,
@@ -106,7 +106,7 @@ def show_run(index: RunIndex) -> JSONObject:
 
 def live(index: RunIndex) -> list[Card]:
     """The rollouts of the run, without those that a resumed start has played again."""
-    return [card for card in index.cards if not card.is_abandoned]
+    return index.kept("live", lambda: [card for card in index.cards if not card.is_abandoned])
 
 
 def metrics(index: RunIndex, query: Query) -> JSONObject:
@@ -118,6 +118,10 @@ def metrics(index: RunIndex, query: Query) -> JSONObject:
 
 
 def steps(index: RunIndex) -> JSONObject:
+    return index.kept("steps", lambda: _steps(index))
+
+
+def _steps(index: RunIndex) -> JSONObject:
     by_step: dict[int, list[Card]] = defaultdict(list)
     for card in live(index):
         by_step[card.step].append(card)
@@ -173,9 +177,13 @@ def _matching(index: RunIndex, query: Query) -> list[Card]:
             tests.append(test)
     found = [card for card in cards if all(test(card) for test in tests)]
     if _flag(query, "zero_spread"):
-        zero = {key for key, members in compared_groups(live(index)).items() if is_zero_spread(members)}
+        zero = index.kept("zero", lambda: _zero_spread_groups(index))
         found = [card for card in found if card.compared in zero]
     return _with_text(index, found, query["text"]) if query.get("text") else found
+
+
+def _zero_spread_groups(index: RunIndex) -> set[Any]:
+    return {key for key, members in compared_groups(live(index)).items() if is_zero_spread(members)}
 
 
 _FLAGS: dict[str, Callable[[Card], bool]] = {
@@ -304,8 +312,7 @@ def _flag(query: Query, name: str) -> bool:
 
 def groups(index: RunIndex, query: Query) -> JSONObject:
     step = _number(query, "step", int)
-    cards = [card for card in live(index) if step is None or card.step == step]
-    rows = [_group_row(group, members) for group, members in _by_group(cards).items()]
+    rows = index.kept(("groups", step), lambda: _group_rows(index, step))
     how = query.get("sort", "order")
     keys: dict[str, Callable[[JSONObject], Any]] = {
         "spread": lambda row: row["spread"],
@@ -317,6 +324,11 @@ def groups(index: RunIndex, query: Query) -> JSONObject:
     elif name != "order":
         raise BadQuery(f"sort={how!r:.50}; there are order, {', '.join(keys)}, and each with - in front.")
     return {"total": len(rows), "groups": list(_page(rows, query))}
+
+
+def _group_rows(index: RunIndex, step: int | None) -> list[JSONObject]:
+    cards = [card for card in live(index) if step is None or card.step == step]
+    return [_group_row(group, members) for group, members in _by_group(cards).items()]
 
 
 def _by_group(cards: Iterable[Card]) -> dict[str, list[Card]]:
@@ -352,16 +364,20 @@ def show_group(index: RunIndex, group: str) -> JSONObject:
 
 
 def tasks(index: RunIndex, query: Query) -> JSONObject:
-    by_task: dict[str, list[Card]] = defaultdict(list)
-    for card in live(index):
-        by_task[card.task].append(card)
-    rows = [_task_row(task, members) for task, members in by_task.items()]
+    rows = index.kept("tasks", lambda: _task_rows(index))
     how = query.get("sort", "task")
     name, is_down = how.removeprefix("-"), how.startswith("-")
     if name not in ("task", "num_rollouts", "reward_first", "reward_last", "reward_mean", "gain"):
         raise BadQuery(f"sort={how!r:.50}; there are task, num_rollouts, reward_first, reward_last, reward_mean, gain.")
-    rows.sort(key=lambda row: row[name], reverse=is_down)
+    rows = sorted(rows, key=lambda row: row[name], reverse=is_down)
     return {"total": len(rows), "tasks": list(_page(rows, query))}
+
+
+def _task_rows(index: RunIndex) -> list[JSONObject]:
+    by_task: dict[str, list[Card]] = defaultdict(list)
+    for card in live(index):
+        by_task[card.task].append(card)
+    return [_task_row(task, members) for task, members in by_task.items()]
 
 
 def _task_row(task: str, members: list[Card]) -> JSONObject:

@@ -14,10 +14,10 @@ import time
 import tomllib
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -28,6 +28,7 @@ from ludic.types.files import Line, is_compressed, read_lines
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 PREVIEW_CHARS = 160
 MAX_DEPTH = 3
 """Folders below the root in which runs are looked for."""
@@ -158,6 +159,9 @@ def make_card(text: bytes, line: Line) -> Card:
     versions = [version for trace in traces for version, _ in trace.version_runs]
     facts, failure = Rollout(id=head.id, meta=head.meta), head.failure
     times = [step.ts_ns for step in head.steps if step.ts_ns]
+    began = facts.engine_facts.get("started_ns")
+    if isinstance(began, int) and not facts.is_sub_task:
+        times.append(began)
     first = bytes(calls[0].prompt_messages) if calls else b""
     is_cut = any(trace.finish_reason == "length" for trace in traces)
     return Card(
@@ -239,6 +243,8 @@ class RolloutFile:
     num_decoded: int = 0
     """Lines decoded by this process, those of the cache left out."""
     num_damaged: int = 0
+    num_resets: int = 0
+    """How often another file was found under its name."""
     _identity: tuple[int, bytes] | None = None
     """Inode and first bytes: another pair is another file under the same name."""
     _start: int = 0
@@ -280,6 +286,7 @@ class RolloutFile:
             known[0] != stat.st_ino or not beginning.startswith(known[1]) or stat.st_size < self._start
         ):
             self.cards, self._start, self._num_seen, self._size, self._num_cached = [], 0, 0, -1, 0
+            self.num_resets += 1
         # The first append of a small file rewrites its end, so only a long beginning tells files apart.
         self._identity = (stat.st_ino, beginning if len(beginning) == _IDENTITY_BYTES < stat.st_size - 32 else b"")
 
@@ -381,7 +388,9 @@ class RunIndex:
         self._step_of: dict[str, int] = {}
         self._metrics_read: tuple[int, int] = (-1, 0)
         self._lock = threading.Lock()
-        self._num_known = -1, -1
+        self._joined: dict[Path, tuple[int, int]] = {}
+        """Of each file: how often it was read from its start, and the cards of it that are in `cards`."""
+        self._kept: dict[object, Any] = {}
 
     def is_inside(self, path: Path) -> bool:
         return path.resolve().is_relative_to(self._root)
@@ -498,31 +507,47 @@ class RunIndex:
         if known != self._trained:
             self._trained = known
             self._step_of = {id: step_of_record(path) for path, (_, _, ids) in sorted(known.items()) for id in ids}
-            self._num_known = -1, -1
+            self._joined = {}
         return is_done
 
     def _join(self) -> None:
-        """Put the files' cards together; set the steps that the trainer's records tell."""
+        """Put the files' cards together; set the steps that the trainer's records tell. Usually only new ones are added."""
         files = list(self._files.values())
-        now = sum(len(file.cards) for file in files), len(files)
-        if now == self._num_known:
+        grew = {file.path: (file.num_resets, len(file.cards)) for file in files}
+        if grew == self._joined:
             return
-        self._num_known = now
+        is_append = self._joined.keys() == grew.keys() and all(
+            grew[path][0] == resets for path, (resets, _) in self._joined.items()
+        )
         starts = sorted(file.first_step for file in files if file.first_step is not None)
-        cards: list[Card] = []
+        per_update = self._rollouts_per_update()
+        new: list[Card] = []
+        by_id = self._by_id if is_append else {}
         for file in files:
-            later = next((s for s in starts if file.first_step is not None and s > file.first_step), None)
-            per_update = self._rollouts_per_update()
-            for number, card in enumerate(file.cards):
+            first = file.first_step
+            later = next((start for start in starts if first is not None and start > first), None)
+            known = self._joined[file.path][1] if is_append else 0
+            for number, card in enumerate(file.cards[known:], start=known):
                 step = self._step_of.get(card.id)
-                if step is not None:
-                    card.step, card.is_trained = step, True
-                elif card.oldest is None and per_update and file.first_step is not None:
-                    card.step = file.first_step + number // per_update + 1
+                card.is_trained = step is not None
+                if step is not None or card.newest is not None:
+                    card.step = step if step is not None else (card.newest or 0) + 1
+                elif card.oldest is None and per_update and first is not None:
+                    card.step = first + number // per_update + 1
                 card.is_abandoned = later is not None and card.step > later and not card.is_trained
-            cards += file.cards
-        self.cards = cards
-        self._by_id = {card.id: (card, file) for file in files for card in file.cards}
+                by_id[card.id] = card, file
+                new.append(card)
+        self.cards, self._by_id = [*self.cards, *new] if is_append else new, by_id
+        self._joined = grew
+        self._kept = {}
+
+    def kept(self, key: object, make: Callable[[], T]) -> T:
+        """What `make` returns, computed once until there are other rollouts."""
+        kept = self._kept
+        if key not in kept:
+            kept[key] = make()
+        found: T = kept[key]
+        return found
 
     def _rollouts_per_update(self) -> int:
         number = self.config.get("rollouts", {}).get("rollouts_per_update")

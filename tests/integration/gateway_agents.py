@@ -86,10 +86,21 @@ PARAMETERS = {
 }
 DESCRIPTIONS = {"weather": "The weather in a city.", "country": "The country of a city."}
 AGENTS: dict[str, Callable[[Ask], Awaitable[str]]] = {}
+TALKS: dict[str, Callable[[Ask], Awaitable[str]]] = {}
+"""Without tools: the user asks three times, and the answers are joined."""
+QUESTIONS = ("Where is it warm?", "And\n tomorrow?  ", "Sure?")
 
 
 def agent(run: Callable[[Ask], Awaitable[str]]) -> Callable[[Ask], Awaitable[str]]:
     AGENTS[run.__name__] = run
+    return run
+
+
+def talk(run: Callable[[Ask], Awaitable[list[str]]]) -> Callable[[Ask], Awaitable[list[str]]]:
+    async def joined(ask: Ask) -> str:
+        return "|".join(await run(ask))
+
+    TALKS[run.__name__] = joined
     return run
 
 
@@ -391,3 +402,95 @@ async def pydantic_ai_anthropic(ask: Ask) -> str:
         known = inspect.signature(create).parameters  # anthropic 2 has fewer; those that are gone were not set
         client.beta.messages.create = lambda **given: create(**{k: v for k, v in given.items() if k in known})
         return await pydantic_loop(ask, AnthropicModel(ask.model, provider=AnthropicProvider(anthropic_client=client)))
+
+
+# --- three questions, without tools ---
+
+
+@talk
+async def openai_chat_talk(ask: Ask) -> list[str]:
+    messages: list[Any] = [{"role": "system", "content": SYSTEM}]
+    answers = []
+    async with ask.openai() as client:
+        for question in QUESTIONS:
+            messages.append({"role": "user", "content": [{"type": "text", "text": question}]})
+            done = await client.chat.completions.create(model=ask.model, messages=messages)
+            answers.append(done.choices[0].message.content or "")
+            messages.append({"role": "assistant", "content": answers[-1]})
+    return answers
+
+
+@talk
+async def openai_responses_talk(ask: Ask) -> list[str]:
+    items: list[Any] = []
+    answers = []
+    async with ask.openai() as client:
+        for question in QUESTIONS:
+            items.append({"role": "user", "content": [{"type": "input_text", "text": question}]})
+            response = await client.responses.create(model=ask.model, instructions=SYSTEM, input=items)
+            answers.append(response.output_text)
+            items.append({"role": "assistant", "content": response.output_text})  # as its manual does: no ids
+    return answers
+
+
+@talk
+async def anthropic_talk(ask: Ask) -> list[str]:
+    messages: list[Any] = []
+    answers = []
+    async with ask.anthropic() as client:
+        for question in QUESTIONS:
+            messages.append({"role": "user", "content": question})
+            message = await client.messages.create(model=ask.model, system=SYSTEM, messages=messages, max_tokens=500)
+            answers.append("".join(block.text for block in message.content if block.type == "text"))
+            messages.append({"role": "assistant", "content": answers[-1]})
+    return answers
+
+
+@talk
+async def openai_agents_talk(ask: Ask) -> list[str]:
+    answers: list[str] = []
+    async with ask.openai() as client:
+        model = agents.OpenAIResponsesModel(ask.model, openai_client=client)
+        items: list[Any] = []
+        for question in QUESTIONS:
+            items.append({"role": "user", "content": question})
+            result = await agents.Runner.run(agents.Agent(name="talker", instructions=SYSTEM, model=model), items)
+            answers.append(str(result.final_output))
+            items = result.to_input_list()
+    return answers
+
+
+async def langchain_talk(ask: Ask, model: Any) -> list[str]:
+    messages: list[Any] = [("system", SYSTEM)]
+    for question in QUESTIONS:
+        messages.append(("user", question))
+        messages.append(await model.ainvoke(messages))
+    return [message.text for message in messages[2::2]]
+
+
+@talk
+async def langchain_openai_talk(ask: Ask) -> list[str]:
+    return await langchain_talk(ask, chat_openai(ask))
+
+
+@talk
+async def langchain_responses_talk(ask: Ask) -> list[str]:
+    return await langchain_talk(ask, chat_openai(ask, use_responses_api=True))
+
+
+@talk
+async def langchain_anthropic_talk(ask: Ask) -> list[str]:
+    return await langchain_talk(ask, chat_anthropic(ask))
+
+
+@talk
+async def pydantic_ai_talk(ask: Ask) -> list[str]:
+    answers: list[str] = []
+    async with ask.openai() as client:
+        model = OpenAIChatModel(ask.model, provider=OpenAIProvider(openai_client=client))
+        history: list[Any] = []
+        for question in QUESTIONS:
+            result = await Agent(model, system_prompt=SYSTEM).run(question, message_history=history)
+            answers.append(result.output)
+            history = result.all_messages()
+    return answers

@@ -38,6 +38,10 @@ CLIENTS = [
     "pydantic_ai_openai", "pydantic_ai_openai_stream", "pydantic_ai_responses", "pydantic_ai_anthropic",
 ]  # fmt: skip
 WITHOUT_TOOLS = "openai_chat_without_tools"
+TALKS = [
+    "openai_chat_talk", "openai_responses_talk", "anthropic_talk", "openai_agents_talk", "langchain_openai_talk",
+    "langchain_responses_talk", "langchain_anthropic_talk", "pydantic_ai_talk",
+]  # fmt: skip
 TEMPLATES = ["smollm2", "qwen2_5", "qwen3", "qwen3_5_think"]
 """SmolLM2's writes no tools, Qwen 3's drops the thinking of earlier turns, Qwen 3.5's opens it in the prompt and has calls in XML."""
 INFERENCE = InferenceSpec(sampling=SamplingParams(max_tokens=500), return_=ReturnSpec.for_rl())
@@ -107,7 +111,7 @@ async def play(gateway_agents: Any, name: str, template: HFChatTemplate, script:
     try:
         session = gateway.open_session(inference=INFERENCE, sampling_seed=3)
         ask = gateway_agents.Ask(gateway.url, session.api_key)
-        answer = await gateway_agents.AGENTS[name](ask)
+        answer = await (gateway_agents.AGENTS | gateway_agents.TALKS)[name](ask)
         session.close()
         return Played(answer, ask, client.calls, session, session_rollouts(session, reward=1.0))
     finally:
@@ -152,13 +156,25 @@ async def test_two_tool_turns_are_one_exact_chain(gateway_agents, name, template
         assert played.ask.counts == [len(prompt) for prompt, _ in played.calls]
 
 
-async def test_an_agent_that_reads_calls_in_the_text_itself_is_one_exact_chain(gateway_agents, template):
+THOUGHTS = {"qwen3": "<think>\nHm.\n</think>\n\n", "qwen3_5_think": "Hm.\n</think>\n\n"}
+
+
+async def test_an_agent_that_reads_calls_in_the_text_itself_is_one_exact_chain(gateway_agents, template, request):
+    prefix = THOUGHTS.get(request.node.callspec.params["template"], "")
     script = ["I ask for the weather.", " Now\n the country.  ", ANSWER]
-    prefix = "Hm.\n</think>\n\n" if template.reply_prefix else ""
     played = await play(gateway_agents, WITHOUT_TOOLS, template, [prefix + text for text in script])
     check_exact(played)
     assert played.answer == ANSWER and played.ask.tools.asked == [("weather", "Rome"), ("country", "Rome")]
 
 
+@pytest.mark.parametrize("name", TALKS)
+async def test_three_questions_are_one_exact_chain(gateway_agents, name, template, request):
+    prefix = THOUGHTS.get(request.node.callspec.params["template"], "")
+    script = ["In Rome.", "Rome,\n again:\n* warm  ", "Yes."]
+    played = await play(gateway_agents, name, template, [prefix + text for text in script])
+    check_exact(played)
+    assert [text.split() for text in played.answer.split("|")] == [text.split() for text in script]
+
+
 def test_every_agent_is_tried(gateway_agents):
-    assert gateway_agents.AGENTS.keys() == {*CLIENTS, WITHOUT_TOOLS}
+    assert gateway_agents.AGENTS.keys() == {*CLIENTS, WITHOUT_TOOLS} and gateway_agents.TALKS.keys() == {*TALKS}

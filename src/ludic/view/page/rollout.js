@@ -2,7 +2,7 @@
 
 import { count, el, facts, fill, json, link, num, reward, seconds, segmented, signed, textOf } from "./dom.js";
 import { get, remember, runHash, runUrl } from "./data.js";
-import { COLORINGS, legend, rangeOf, tokenColor } from "./colors.js";
+import { COLORINGS, legend, painter, rangeOf } from "./colors.js";
 import { prepared } from "./chart.js";
 import { cell, flags, isBest } from "./step.js";
 
@@ -98,6 +98,7 @@ class RolloutView {
   draw() {
     const p = this.params, coloring = COLORINGS[p.color];
     this.range = rangeOf(coloring, this.calls.map((c) => c.tokens));
+    this.paint = painter(coloring, this.range);
     const values = coloring.kind === "kinds" ? this.calls.flatMap((c) => c.tokens.id.map((_, i) => coloring.value(c.tokens, i))) : [];
     fill(this.switches, segmented("Show", [["messages", "Messages"], ["tokens", "Exact tokens"]], p.view, (view) => this.set({ view })),
       el("h3", {}, "Colour tokens by"), el("div.palette", { role: "group", "aria-label": "Colour tokens by" }, Object.entries(COLORINGS).map(([name, c]) =>
@@ -176,14 +177,20 @@ class RolloutView {
   // --- tokens ---
 
   tokens(step) {
-    const coloring = COLORINGS[this.params.color], number = this.calls.indexOf(step);
-    return el("div.tokens", { role: "group", "aria-label": "Sampled tokens: arrow keys move" }, step.tokens.id.map((id, i) => {
-      const color = tokenColor(coloring, coloring.value(step.tokens, i), this.range);
-      const node = el(`span.tok${color.mark ? `.${color.mark}` : ""}`, { tabindex: number === 0 && i === 0 ? "0" : "-1", data: { call: number, i } }, shown(step.tokens.text?.[i] ?? `⟨${id}⟩`));
+    const coloring = COLORINGS[this.params.color], number = String(this.calls.indexOf(step));
+    const box = el("div.tokens", { role: "group", "aria-label": "Sampled tokens: arrow keys move" });
+    step.tokens.id.forEach((id, i) => {
+      const color = this.paint(coloring.value(step.tokens, i)), node = document.createElement("span");
+      node.className = color.mark ? `tok ${color.mark}` : "tok";
+      node.setAttribute("data-call", number);
+      node.setAttribute("data-i", i);
       if (color.background) node.style.backgroundColor = color.background;
       if (color.ink) node.style.color = color.ink;
-      return node;
-    }));
+      node.textContent = shown(step.tokens.text?.[i] ?? `⟨${id}⟩`);
+      box.append(node);
+    });
+    if (number === "0" && box.firstChild) box.firstChild.tabIndex = 0;
+    return box;
   }
 
   /** All tokens of a call in one line; a click goes there. */
@@ -200,7 +207,7 @@ class RolloutView {
       if (!canvas.clientWidth) continue;
       const { g, width, height } = prepared(canvas), n = step.tokens.id.length;
       for (let i = 0; i < n; i++) {
-        const color = tokenColor(coloring, coloring.value(step.tokens, i), this.range);
+        const color = this.paint(coloring.value(step.tokens, i));
         g.fillStyle = color.background || { trained: "rgba(60,120,220,.55)", clipped: "rgba(230,120,20,.9)" }[color.mark] || "transparent";
         g.fillRect((i / n) * width, 0, Math.max(1, width / n), height);
       }
@@ -208,16 +215,22 @@ class RolloutView {
   }
 
   goToken(step, i) {
-    const node = this.body.querySelector(`[data-call="${this.calls.indexOf(step)}"][data-i="${i}"]`);
-    node?.scrollIntoView({ block: "center" });
-    node?.focus({ preventScroll: true });
+    const node = this.tokenAt(this.calls.indexOf(step), i);
+    if (!node) return;
+    node.tabIndex = -1;
+    node.scrollIntoView({ block: "center" });
+    node.focus({ preventScroll: true });
+  }
+
+  tokenAt(call, i) {
+    return this.body.querySelector(`.tok[data-call="${call}"][data-i="${i}"]`);
   }
 
   tokenKey(event) {
     const at = event.target.closest?.(".tok[data-i]");
     if (!at || !["ArrowLeft", "ArrowRight"].includes(event.key)) return;
-    const all = [...this.body.querySelectorAll(".tok[data-i]")];
-    const next = all[all.indexOf(at) + (event.key === "ArrowRight" ? 1 : -1)];
+    const delta = event.key === "ArrowRight" ? 1 : -1, call = Number(at.dataset.call), i = Number(at.dataset.i) + delta;
+    const next = this.tokenAt(call, i) ?? this.tokenAt(call + delta, delta > 0 ? 0 : this.calls[call + delta]?.tokens.id.length - 1);
     if (next) { at.tabIndex = -1; next.tabIndex = 0; next.focus(); }
     event.preventDefault();
   }

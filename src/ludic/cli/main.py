@@ -22,6 +22,8 @@ COMMANDS = {
     "launch": ("ludic.cli.pipeline.command:launch", "Train with actors and a learner in separate processes."),
     "actor": ("ludic.cli.pipeline.command:actor", "Play for the learner of a pipeline."),
     "view": ("ludic.cli.view:view", "Look at runs in a browser: metrics, groups, rollouts, tokens."),
+    "show": ("ludic.cli.view:show", "Show a run's rollouts in the terminal."),
+    "plot": ("ludic.cli.plot:plot", "Draw the curves of runs, in the terminal or as a picture."),
     "plan": ("ludic.cli.plan:plan", "Say what fits on how many GPUs."),
     "envs": ("ludic.cli.listing:envs", "List the environments."),
     "parts": ("ludic.cli.listing:parts", "List the registered parts of one kind."),

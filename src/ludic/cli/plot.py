@@ -1,0 +1,163 @@
+"""`ludic plot`: the metrics of runs as curves in the terminal, or as a PNG (matplotlib, the extra `plot`)."""
+
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+
+from ludic.cli.args import parse
+from ludic.cli.view import find_runs
+from ludic.training.loggers import read_metrics
+from ludic.types import ConfigError, MissingExtra
+
+USUAL = ("train/avg_total_reward", "eval/accuracy")
+MARKS = "•×+o#%@&"
+HEIGHT = 12
+Points = list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class PlotArgs:
+    """Draw metrics of runs as curves: in the terminal, or as a picture."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Run folders, their names in runs/, or metrics.jsonl files."""
+    metric: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME")] = ()
+    """Metric to draw; may be repeated. Default: train/avg_total_reward, and eval/accuracy where there is one."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write a picture (.png, .svg, .pdf) instead. Evaluations have their confidence intervals."""
+    title: str = ""
+    """Title of the picture."""
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise ConfigError("Give at least one run, such as `ludic plot runs/my_run`.")
+
+
+def plot(args: list[str]) -> int:
+    given = parse(PlotArgs, args, prog="ludic plot")
+    runs = {_name(place): _read(place) for place in given.runs}
+    known = sorted({name for rows in runs.values() for row in rows for name in row} - {"step", "time"})
+    names = given.metric or tuple(name for name in USUAL if name in known)
+    missing = [name for name in names if name not in known]
+    if missing or not names:
+        raise ConfigError(
+            f"No run has {', '.join(missing) or ' or '.join(USUAL)}. There are: {', '.join(known) or 'no metrics yet'}."
+        )
+    if given.out is not None:
+        _draw(given.out, runs, names, given.title)
+        print(f"Written: {given.out}")
+        return 0
+    width = min(max(shutil.get_terminal_size().columns, 40), 160)
+    for name in names:
+        series = {run: points for run, rows in runs.items() if (points := points_of(rows, name))}
+        Console(highlight=False, soft_wrap=True).print("\n".join(chart(name, series, width)), markup=False)
+    return 0
+
+
+def _name(place: Path) -> str:
+    return place.resolve().parent.name if place.name == "metrics.jsonl" else place.stem if place.suffix else place.name
+
+
+def _read(place: Path) -> list[dict[str, Any]]:
+    path = place if place.is_file() else _metrics_in(place)
+    rows = list(read_metrics(path))
+    if not rows:
+        raise ConfigError(f"{path} is empty: the run has not logged a step yet.")
+    return rows
+
+
+def _metrics_in(place: Path) -> Path:
+    runs = find_runs(place)
+    if len(runs.ids()) != 1:
+        raise ConfigError(f"{place} is not a run. Runs in it: {', '.join(runs.ids()[:20]) or 'none'}.")
+    path = runs.root / runs.ids()[0] / "metrics.jsonl"
+    if not path.is_file():
+        raise ConfigError(f"There is no {path}: the run has not logged a step yet.")
+    return path
+
+
+def points_of(rows: Sequence[dict[str, Any]], name: str) -> Points:
+    """(step, value) of the lines that have the metric; an evaluation belongs to the step that it evaluated."""
+    where = "eval/step" if name.startswith("eval/") else "step"
+    return [(int(row.get(where) or row["step"]), row[name]) for row in rows if row.get(name) is not None]
+
+
+# --- in the terminal --------------------------------------------------------------------------------------------
+
+
+def chart(name: str, series: dict[str, Points], width: int, height: int = HEIGHT) -> list[str]:
+    """The lines of one chart: a mark per run, a column per step, or the mean of several steps."""
+    marks = {run: MARKS[number % len(MARKS)] for number, run in enumerate(series)}
+    values = [value for points in series.values() for _, value in points]
+    steps = [step for points in series.values() for step, _ in points]
+    low, high, first, last = min(values), max(values), min(steps), max(steps)
+    num_columns = min(width - 12, max(last - first + 1, 40))
+    grid = [[" "] * num_columns for _ in range(height)]
+    for run, points in series.items():
+        buckets: dict[int, list[float]] = {}
+        for step, value in points:
+            column = 0 if last == first else (step - first) * (num_columns - 1) // (last - first)
+            buckets.setdefault(column, []).append(value)
+        for column, found in buckets.items():
+            share = 0.5 if high == low else (sum(found) / len(found) - low) / (high - low)
+            grid[height - 1 - min(int(share * height), height - 1)][column] = marks[run]
+    labels = {0: f"{high:.4g}", height - 1: f"{low:.4g}"}
+    lines = [f"{labels.get(row, ''):>10} │{''.join(grid[row]).rstrip()}" for row in range(height)]
+    axis = f"{first}{str(last).rjust(max(num_columns - len(str(first)), 1))}" if last != first else str(first)
+    legend = [
+        f"           {marks[run]} {run}: {points[0][1]:.4g} → {points[-1][1]:.4g}" for run, points in series.items()
+    ]
+    return [name, *lines, f"{'':>10} └{'─' * num_columns}", f"{'':>12}{axis}", *legend, ""]
+
+
+# --- as a picture -----------------------------------------------------------------------------------------------
+
+
+def _draw(file: Path, runs: dict[str, list[dict[str, Any]]], names: Sequence[str], title: str) -> None:
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise MissingExtra("plot", "ludic plot --out (without it, the curve is drawn in the terminal)") from error
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    for number, (run, rows) in enumerate(runs.items()):
+        for name in names:
+            points = points_of(rows, name)
+            if not points:
+                continue
+            interval = _interval(rows, name, points)
+            where = {"color": f"C{number}", "label": f"{run}: {name}{' (95 %)' if interval else ''}"}
+            at = [step for step, _ in points], [value for _, value in points]
+            if interval is not None:
+                axes.errorbar(*at, interval, fmt="o-", capsize=4, **where)
+            else:
+                axes.plot(*at, alpha=0.6, **where)
+    axes.set_xlabel("update")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    try:
+        figure.savefig(file, dpi=110)
+    except (OSError, ValueError) as error:  # another ending than matplotlib knows
+        raise ConfigError(f"Cannot write {file}: {error}.") from error
+    finally:
+        pyplot.close(figure)
+
+
+def _interval(rows: Sequence[dict[str, Any]], name: str, points: Points) -> list[list[float]] | None:
+    """How far the confidence interval reaches below and above, for metrics that have one."""
+    having = [row for row in rows if row.get(name) is not None]
+    if not all(row.get(f"{name}_low") is not None and row.get(f"{name}_high") is not None for row in having):
+        return None
+    below = [max(value - row[f"{name}_low"], 0.0) for (_, value), row in zip(points, having, strict=True)]
+    above = [max(row[f"{name}_high"] - value, 0.0) for (_, value), row in zip(points, having, strict=True)]
+    return [below, above] if all(map(math.isfinite, [*below, *above])) else None

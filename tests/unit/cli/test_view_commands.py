@@ -1,0 +1,158 @@
+"""`ludic view --json/--export`, `ludic show` and `ludic plot` on a recorded run and on hostile text."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ludic.cli.main import find_command
+from ludic.cli.plot import chart, points_of
+from ludic.types import ConfigError
+from ludic.types.files import LineWriter
+from tests.unit.view.conftest import private_cache, recorded  # noqa: F401 - fixtures
+from tests.unit.view.test_index import empty_run, line_of
+
+
+@pytest.fixture
+def said(capsys):
+    def call(*args: object) -> str:
+        assert find_command([str(args[0])])([str(arg) for arg in args[1:]]) == 0
+        return capsys.readouterr().out
+
+    return call
+
+
+def test_json_prints_the_answer_of_a_path(said, recorded):  # noqa: F811
+    found = json.loads(said("view", recorded, "--json", "/api/runs/letters/steps"))
+    assert [row["step"] for row in found["steps"]] == [1, 2, 3]
+    assert json.loads(said("view", recorded / "letters", "--json", "/api/runs"))["runs"][0]["id"] == "letters"
+
+
+def test_export_writes_one_file_with_whole_groups(said, recorded, tmp_path):  # noqa: F811
+    file = tmp_path / "page.html"
+    assert "Written" in said("view", recorded / "letters", "--export", file)
+    assert "Spell abc." in file.read_text()
+
+
+def test_export_takes_one_run(recorded, tmp_path):  # noqa: F811
+    LineWriter(tmp_path / "a" / "rollouts" / "x.jsonl").append(line_of(0))
+    LineWriter(tmp_path / "b" / "rollouts" / "x.jsonl").append(line_of(0))
+    with pytest.raises(ConfigError, match="has: a, b"):
+        find_command(["view"])([str(tmp_path), "--export", str(tmp_path / "page.html")])
+
+
+def test_show_lists_updates_and_what_looks_wrong(said, recorded):  # noqa: F811
+    text = said("show", recorded / "letters")
+    assert "finished, 3 of 3 updates" in text and "--worst" in text and "\x1b" not in text
+
+
+def test_show_lists_the_rollouts_of_an_update(said, recorded):  # noqa: F811
+    text = said("show", recorded / "letters", "--step", 2)
+    assert text.count("Spell abc.") == 2 and text.count("tokens") == 8
+
+
+@pytest.mark.parametrize("flag", ["--worst", "--best"])
+def test_show_prints_a_rollout_turn_by_turn(said, recorded, flag):  # noqa: F811
+    text = said("show", recorded / "letters", flag)
+    assert "[user] Spell abc." in text and "turn 2" in text and "credit" in text and "[reply]" in text
+    id = text.split()[1].rstrip(":")
+    assert said("show", recorded / "letters", "--rollout", id[-6:]) == text
+
+
+def test_show_follows_a_task(said, recorded):  # noqa: F811
+    task = json.loads(said("view", recorded, "--json", "/api/runs/letters/tasks"))["tasks"][0]["task"]
+    text = said("show", recorded / "letters", "--task", task)
+    assert [f"update     {n}: rewards" in text for n in (1, 2, 3)] == [True] * 3
+
+
+def test_text_of_a_model_cannot_control_the_terminal(said, tmp_path):
+    empty_run(tmp_path / "x")
+    hostile = "\x1b[2J\x1b]0;gone\x07[red]bold[/red]\x9b31m\u202eabc"
+    LineWriter(tmp_path / "x" / "rollouts" / "from_step_000000.jsonl").append(line_of(0, text=hostile))
+    for args in ([], ["--step", 1], ["--best"]):
+        text = said("show", tmp_path / "x", *args)
+        assert not set(text) & {"\x1b", "\x07", "\x9b", "\u202e"}
+    assert "[red]bold[/red]" in text
+
+
+def test_show_of_a_failed_episode_has_its_traceback(said, tmp_path):
+    empty_run(tmp_path / "x")
+    row = json.loads(line_of(0))
+    row["failure"] = {
+        "error": "KeyError",
+        "message": "'x'",
+        "traceback": "File env.py, line 3",
+        "user_traceback": "",
+        "place": "",
+    }
+    LineWriter(tmp_path / "x" / "rollouts" / "from_step_000000.jsonl").append(json.dumps(row).encode() + b"\n")
+    assert "File env.py, line 3" in said("show", tmp_path / "x", "--failed")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["leters"], "Did you mean .*letters"),
+        (["letters", "--step", "99"], "it has 1 to 3"),
+        (["letters", "--rollout", "zzz"], "no rollout has it"),
+        (["letters", "--failed"], "No rollout"),
+        (["letters", "--task", "nope"], "There are 1, such as"),
+    ],
+)
+def test_mistakes_are_answered_with_what_there_is(recorded, args, message):  # noqa: F811
+    with pytest.raises(ConfigError, match=message):
+        find_command(["show"])([str(recorded / args[0]), *args[1:]])
+
+
+def test_name_is_looked_for_in_runs(said, recorded, monkeypatch, tmp_path):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    Path("runs").symlink_to(recorded)
+    assert "3 updates" in said("show", "letters")
+    with pytest.raises(ConfigError, match="Runs in runs: .*letters"):
+        find_command(["show"])(["other"])
+
+
+# --- plot ---------------------------------------------------------------------------------------------------------
+
+
+def test_plot_draws_a_curve_per_run_in_the_terminal(said, recorded, tmp_path):  # noqa: F811
+    text = said("plot", recorded / "letters", "--metric", "train/entropy")
+    assert text.count("•") == 4 and "train/entropy" in text and "letters:" in text  # three steps and the legend
+
+
+def test_plot_writes_a_picture(said, recorded, tmp_path):  # noqa: F811
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "curve.png"
+    assert f"Written: {out}" in said("plot", recorded / "letters", "--out", out)
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_picture_of_evaluations_has_their_intervals(said, tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [
+        {"step": n, "eval/step": n, "eval/accuracy": 0.5, "eval/accuracy_low": 0.4, "eval/accuracy_high": 0.6}
+        for n in (1, 2)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    said("plot", tmp_path / "metrics.jsonl", "--out", tmp_path / "curve.svg")
+    assert "95 %" in (tmp_path / "curve.svg").read_text() or (tmp_path / "curve.svg").stat().st_size > 1000
+
+
+def test_plot_of_an_unknown_metric_says_what_there_is(recorded):  # noqa: F811
+    with pytest.raises(ConfigError, match=r"No run has train/los\. There are: .*train/loss"):
+        find_command(["plot"])([str(recorded / "letters"), "--metric", "train/los"])
+
+
+def test_evaluations_are_drawn_at_the_step_that_they_evaluated():
+    rows = [{"step": 7, "eval/step": 5.0, "eval/accuracy": 0.5}, {"step": 8, "train/loss": 1.0}]
+    assert points_of(rows, "eval/accuracy") == [(5, 0.5)] and points_of(rows, "train/loss") == [(8, 1.0)]
+
+
+@pytest.mark.parametrize(
+    "points", [[(1, 0.0)], [(0, 1.0), (1, 1.0)], [(n, float(n)) for n in range(1000)], [(5, -1e9), (6, 1e9)]]
+)
+def test_chart_fits_its_width_and_marks_lowest_and_highest(points):
+    lines = chart("x", {"a": points}, 60)
+    assert max(map(len, lines)) <= 60
+    if len(points) > 2:
+        assert lines[1].rstrip().endswith("•") and "│•" in lines[12]

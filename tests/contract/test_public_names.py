@@ -43,7 +43,7 @@ NAMES = {
     "make_dr_grpo make_gspo make_cispo make_sapo make_gmpo make_scalerl make_sft make_dapo make_rloo make_reinforce_pp "
     "make_ppo make_spo BetaValueTracker compose_preprocess validate_actor_logps drop_zero_weight_samples "
     "filter_zero_variance_groups Reducer "
-    "PrintLogger RichLiveLogger TeeLogger WandbLogger JSONLLogger TensorBoardLogger",
+    "PrintLogger RichLiveLogger TeeLogger WandbLogger JSONLLogger TensorBoardLogger TrackioLogger",
     "ludic.training.credit_assignment": "MonteCarloReturn GroupNormalizedReturn HybridNormalizedReturn EpisodicReturn "
     "PerStepReward ConstantCredit TurnGroupReturn LeaveOneOutReturn TrackedValueReturn GAE gae",
     "ludic.training.losses": "Loss Needs ReinforceLoss ReinforceBaselineLoss ClippedSurrogateLoss TokenClippedSurrogateLoss "

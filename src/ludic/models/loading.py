@@ -78,6 +78,15 @@ def load_model(
     return LoadedModel(model.to(device).eval(), tokenizer, str(source))
 
 
+def load_gguf_tokenizer(source: str) -> Any:
+    """The tokenizer of a GGUF file or of smollm2-135m, without its weights."""
+    folder, gguf = _locate(source)
+    from transformers import AutoTokenizer
+
+    with _cached_gguf():
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
+
+
 def _from_config(path: Path, tokenizer: Any, dtype: torch.dtype, device: torch.device, seed: int) -> LoadedModel:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

@@ -34,7 +34,7 @@ Engine: TypeAlias = Literal["local", "vllm", "pipeline"]
 Push: TypeAlias = Literal["merged", "adapter"]
 AgentSandbox: TypeAlias = Literal["bubblewrap", "none"]
 Averaging: TypeAlias = Literal["token_mean", "sample_mean", "episode_mean", "sample_sum"]
-LoggerName: TypeAlias = Literal["rich", "print", "tensorboard", "wandb", "none"]
+LoggerName: TypeAlias = Literal["rich", "print", "tensorboard", "wandb", "trackio", "none"]
 
 
 def check_name(name: str | None, pattern: str = r"[\w.+-]+") -> None:
@@ -303,7 +303,8 @@ class RunSettings:
     runs: Path = Path("runs")
     """Where run folders are."""
     logger: tuple[LoggerName, ...] = ("rich",)
-    """What shows progress: rich, print, tensorboard, wandb, none; several are possible. metrics.jsonl is always written."""
+    """What shows progress: rich, print, tensorboard, wandb, trackio, none; several are possible. metrics.jsonl is always
+    written."""
 
     def __post_init__(self) -> None:
         check_name(self.name, r"[\w.+-]+(/[\w.+-]+)*")

@@ -16,7 +16,7 @@ from ludic.inference import HFChatTemplate, tool_parser_for
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot
 from ludic.models import SMOLLM2, TINY
-from ludic.models.loading import LoadedModel, best_dtype, load_model
+from ludic.models.loading import LoadedModel, best_dtype, load_gguf_tokenizer, load_model
 from ludic.models.tiny import character_tokenizer
 from ludic.run.config import CHECKPOINTS, ModelSettings, RunConfig
 from ludic.run.folder import CONFIG
@@ -93,7 +93,9 @@ def load_tokenizer(settings: ModelSettings) -> Any:
     base = base_settings(settings)
     if base.model == TINY:
         return character_tokenizer()
-    if base.model == SMOLLM2 or Path(base.model).suffix in (".gguf", ".json"):
+    if base.model == SMOLLM2 or Path(base.model).suffix == ".gguf":
+        return load_gguf_tokenizer(base.model)
+    if Path(base.model).suffix == ".json":
         return load_policy(base).tokenizer
     from transformers import AutoTokenizer
 

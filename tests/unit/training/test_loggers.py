@@ -21,6 +21,7 @@ from ludic.training.loggers import (
     RichLiveLogger,
     TeeLogger,
     TensorBoardLogger,
+    TrackioLogger,
     WandbLogger,
     read_metrics,
 )
@@ -223,6 +224,48 @@ def test_tensorboard_resume_replaces_repeated_steps(tmp_path: Path):
     assert read_scalars(tmp_path, "train/loss") == [(1, 1.0), (2, 20.0)]
 
 
+# --- trackio ----------------------------------------------------------------------------------------------------
+
+
+class FakeTrackio:
+    """Keeps what `trackio.init` and its run are told."""
+
+    def __init__(self) -> None:
+        self.settings, self.rows, self.is_finished = {}, [], False
+
+    def init(self, **settings):
+        self.settings = settings
+        return self
+
+    def log(self, metrics, step=None):
+        self.rows.append((step, metrics))
+
+    def finish(self):
+        self.is_finished = True
+
+
+def test_trackio_gets_the_same_names_and_steps(monkeypatch):
+    fake = FakeTrackio()
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    monkeypatch.delenv("TRACKIO_PROJECT", raising=False)
+    logger = TrackioLogger(name="a-run", config={"lr": 0.1})
+    logger.log(3, {"train/loss": 0.5})
+    logger.log(4, {"eval/accuracy": 1.0})
+    logger.close()
+    assert fake.rows == [(3, {"train/loss": 0.5}), (4, {"eval/accuracy": 1.0})] and fake.is_finished
+    assert (fake.settings["project"], fake.settings["name"], fake.settings["resume"]) == ("Ludic", "a-run", "allow")
+
+
+def test_trackio_keeps_the_logged_steps(tmp_path, monkeypatch):
+    """Runs where the extra is installed."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    pytest.importorskip("trackio", reason="the trackio extra is not installed")
+    logger = TrackioLogger(project="ludic-test", name="a-run")
+    logger.log(3, {"train/loss": 0.5})
+    logger.close()
+    assert any(b"train/loss" in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+
+
 # --- wandb ------------------------------------------------------------------------------------------------------
 
 
@@ -303,7 +346,11 @@ def test_wandb_project_is_the_given_one_the_variable_or_ludic(monkeypatch, varia
 
 @pytest.mark.parametrize(
     ("make", "package", "extra"),
-    [(WandbLogger, "wandb", "wandb"), (lambda: TensorBoardLogger("x"), "torch.utils.tensorboard", "tensorboard")],
+    [
+        (WandbLogger, "wandb", "wandb"),
+        (TrackioLogger, "trackio", "trackio"),
+        (lambda: TensorBoardLogger("x"), "torch.utils.tensorboard", "tensorboard"),
+    ],
 )
 def test_missing_package_error_names_the_extra(monkeypatch, make, package, extra):
     monkeypatch.setitem(sys.modules, package, None)

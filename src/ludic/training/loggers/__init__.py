@@ -6,9 +6,9 @@
 from ludic.training.loggers.base import Closable, JSONLLogger, Resumable, ShowsActivity, TeeLogger, read_metrics
 from ludic.training.loggers.print import PrintLogger
 from ludic.training.loggers.rich_live import RichLiveLogger
-from ludic.training.loggers.trackers import TensorBoardLogger, WandbLogger
+from ludic.training.loggers.trackers import TensorBoardLogger, TrackioLogger, WandbLogger
 
 __all__ = [
-    "PrintLogger", "JSONLLogger", "TensorBoardLogger", "WandbLogger", "TeeLogger", "RichLiveLogger",
+    "PrintLogger", "JSONLLogger", "TensorBoardLogger", "WandbLogger", "TrackioLogger", "TeeLogger", "RichLiveLogger",
     "Closable", "Resumable", "ShowsActivity", "read_metrics",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Stats for experiment trackers: TensorBoard and Weights & Biases."""
+"""Stats for experiment trackers: TensorBoard, Weights & Biases, Trackio."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -77,6 +77,43 @@ class WandbLogger:
         # W&B drops what comes for an earlier step, as a background evaluation does; `eval/step` says where it belongs.
         self._last_step = max(self._last_step, step)
         self._run.log(dict(stats), step=self._last_step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TrackioLogger:
+    """One run of Trackio, in its local database: `trackio show --project NAME`. Needs no account and no network.
+
+    A run that is resumed goes on under the same name.
+    """
+
+    def __init__(
+        self,
+        init_kwargs: Mapping[str, Any] | None = None,
+        *,
+        project: str | None = None,
+        name: str | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`init_kwargs`: further arguments of `trackio.init`. `project`: by default the environment variable TRACKIO_PROJECT, or
+        "Ludic"."""
+        try:
+            import trackio
+        except ImportError as error:
+            raise MissingExtra("trackio", "TrackioLogger") from error
+        settings = {
+            "project": project or os.environ.get("TRACKIO_PROJECT") or "Ludic",
+            "name": name,
+            "config": None if config is None else dict(config),
+            "resume": "allow",
+            "embed": False,
+        }
+        given = {key: value for key, value in settings.items() if value is not None}
+        self._run: Any = trackio.init(**{**given, **(init_kwargs or {})})
+
+    def log(self, step: int, stats: Mapping[str, float]) -> None:
+        self._run.log(dict(stats), step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -269,7 +269,7 @@ def _sorted(cards: list[Card], how: str) -> list[Card]:
 
 
 def histogram(values: Sequence[float]) -> JSONObject:
-    """Counts in equal bins; one bin per value where there are few different ones."""
+    """Counts in equal bins; where there are few different values, one bin for each of `values`."""
     different = sorted(set(values))
     if not different:
         return {"edges": [], "counts": []}
@@ -280,7 +280,8 @@ def histogram(values: Sequence[float]) -> JSONObject:
         low, high = different[0], different[-1]
         edges = np.linspace(low, high, NUM_BINS + 1).tolist() if high > low else [low - 0.5, low + 0.5]
     counts, _ = np.histogram(values, bins=edges)
-    return {"edges": edges, "counts": counts.tolist()}
+    found = {"edges": edges, "counts": counts.tolist()}
+    return found | {"values": different} if len(different) == len(counts) else found
 
 
 def _page(found: Sequence[Any], query: Query, usual: int = 100) -> Sequence[Any]:
@@ -313,6 +314,9 @@ def _flag(query: Query, name: str) -> bool:
 def groups(index: RunIndex, query: Query) -> JSONObject:
     step = _number(query, "step", int)
     rows = index.kept(("groups", step), lambda: _group_rows(index, step))
+    if any(query.get(name) for name in query.keys() - {"step", "sort", "offset", "limit"}):
+        matching = _by_group(_matching(index, query))
+        rows = [row for row in rows if row["group"] in matching]
     how = query.get("sort", "order")
     keys: dict[str, Callable[[JSONObject], Any]] = {
         "spread": lambda row: row["spread"],

@@ -98,6 +98,21 @@ def test_histogram_counts_each_value_once(values):
     assert found["edges"] == sorted(found["edges"])
 
 
+def test_groups_are_those_with_a_matching_rollout(runs):
+    everything = ask(runs, "/api/runs/letters/groups")
+    assert everything["total"] > 0
+    (first, *_) = everything["groups"]
+    found = ask(runs, f"/api/runs/letters/groups?group={first['group']}")
+    assert [row["group"] for row in found["groups"]] == [first["group"]]
+    assert ask(runs, "/api/runs/letters/groups?text=nowhere-to-be-found")["total"] == 0
+
+
+def test_a_bin_per_value_is_named_by_its_value():
+    assert api.histogram([1.0, 0.0, 1.0, -0.5])["values"] == [-0.5, 0.0, 1.0]
+    assert api.histogram([2.0, 2.0])["values"] == [2.0]
+    assert "values" not in api.histogram([float(n) for n in range(100)])
+
+
 def test_group_has_its_siblings_and_their_tree(runs, recorded):
     rows = ask(runs, "/api/runs/letters/groups?step=2&sort=-spread")["groups"]
     assert [row["spread"] for row in rows] == sorted((row["spread"] for row in rows), reverse=True)

@@ -18,16 +18,27 @@ export function remember(params) {
   history.replaceState(null, "", location.hash.split("?")[0] + query(params));
 }
 
-export async function get(path, params = {}, signal = undefined) {
+let leaving = new AbortController();
+
+/** Gives up what the view that is left still waits for: a browser has few connections, and the next view needs them. */
+export function abandon() {
+  leaving.abort();
+  leaving = new AbortController();
+}
+
+export async function get(path, params = {}) {
   if (stored) return fromStored(path, params);
   let answer;
   try {
-    answer = await fetch(path + query(params), { signal });
+    answer = await fetch(path + query(params), { signal: leaving.signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Error("The server does not answer. Is `ludic view` still running?");
   }
-  const body = await answer.json().catch(() => ({}));
+  const body = await answer.json().catch((error) => {
+    if (error.name === "AbortError") throw error;
+    return {};
+  });
   if (!answer.ok) throw new Error(body.error?.message || `The server answered ${answer.status}.`);
   return body;
 }

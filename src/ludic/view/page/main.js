@@ -1,7 +1,7 @@
 // The shell of the page: routes in the hash (every view has a permalink), the bar on top, keys, theme, live updates.
 
 import { el, fill, failed, link, loading } from "./dom.js";
-import { listen, runHash, stored } from "./data.js";
+import { abandon, listen, runHash, stored } from "./data.js";
 import { compareView, metricsView, runsView } from "./runs.js";
 import { stepView } from "./step.js";
 import { groupView } from "./group.js";
@@ -41,6 +41,7 @@ async function show() {
   const mine = ++turn, next = parse(), isNew = !route || next.name !== route.name || next.run !== route.run || next.item !== route.item;
   view?.leave?.();
   view = null;
+  abandon();
   route = next;
   follow(next.run);
   bar();

@@ -19,7 +19,14 @@ from ludic.gateway import session as session_module
 from ludic.gateway.server import Gateway
 from ludic.gateway.session import Policy, Session, SessionLimits
 from ludic.gateway.threads import session_rollouts
-from ludic.inference import HFChatTemplate, InferenceSpec, ReturnSpec, SamplingParams, tool_parser_for
+from ludic.inference import (
+    HFChatTemplate,
+    InferenceSpec,
+    ReturnSpec,
+    SamplingParams,
+    ScriptedClient,
+    tool_parser_for,
+)
 from ludic.inference.local import LocalEngine
 from ludic.inference.serving.limits import ServerLimits
 from ludic.types import ChatClient, ChatResponse, Info, Rollout, SAWItem, TokenCompletionRequest
@@ -134,6 +141,22 @@ async def test_a_client_that_hangs_up_in_a_stream_frees_the_engine_and_is_not_tr
             await client.chat.completions.create(model="policy", messages=question("Tell me."))
         [item] = items_of(session_rollouts(session))
         assert item.num_action_tokens <= 8
+
+
+async def test_a_client_that_does_not_read_its_answer_is_disconnected(engine, monkeypatch, caplog):
+    monkeypatch.setattr(session_module, "RETRY_GRACE_S", 0.05)
+    long = "word " * 4_000_000  # more than the buffers of a connection hold
+    client = ScriptedClient([long], tokenizer=TOKENIZER)
+    monkeypatch.setattr(client, "_encode", lambda text: np.arange(5, dtype=np.int32))
+    async with serving(client, limits=ServerLimits(answer_s=0.3)) as gateway:
+        session = gateway.open_session(inference=INFERENCE)
+        body = json.dumps({"messages": question("Tell me."), "model": "policy"}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {session.api_key}\r\nContent-Length: {len(body)}\r\n\r\n"
+        _, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]), limit=1024)
+        writer.write(head.encode() + body)
+        await until(lambda: session.counts["undelivered"] == 1)
+        writer.close()
+        assert session_rollouts(session) == [] and not blame(caplog)
 
 
 # --- retries of the SDKs ---

@@ -4,7 +4,6 @@ It serves chat completions, Responses and Anthropic messages for the sessions th
 endpoints that open, reward and close sessions for agents in other processes.
 """
 
-import asyncio
 import contextlib
 import hashlib
 import hmac
@@ -30,7 +29,7 @@ from ludic.types import ConfigError, InferenceSpec, MissingExtra, Rollout
 try:
     from aiohttp import web
 
-    from ludic.inference.serving.limits import Connection, Load, ServerLimits, describe_error, listen
+    from ludic.inference.serving.limits import Connection, Load, ServerLimits, answering, describe_error, listen
 except ImportError as error:
     raise MissingExtra("serve", "The gateway") from error
 
@@ -253,7 +252,7 @@ class Gateway:
         call.num_waiting += 1
         is_answered = False
         try:
-            answer = await (_stream if request.stream else _whole)(http, dialect, session, call, request)
+            answer = await (_stream if request.stream else _whole)(http, dialect, session, call, request, self._limits)
             is_answered = True
             return answer
         finally:
@@ -358,14 +357,15 @@ def _call_card(node: Node) -> JSONObject:
 
 
 async def _whole(
-    http: web.Request, dialect: Dialect, session: Session, call: Call, request: ModelRequest
+    http: web.Request, dialect: Dialect, session: Session, call: Call, request: ModelRequest, limits: ServerLimits
 ) -> web.StreamResponse:
     reply = await call.reply()
     response = web.Response(body=msgspec.json.encode(dialect.whole(reply, request)), content_type="application/json")
     session.delivering(call)
     try:
-        await response.prepare(http)
-        await response.write_eof()
+        async with answering(http, limits):
+            await response.prepare(http)
+            await response.write_eof()
     except BaseException:
         session.not_delivered(call)
         raise
@@ -373,32 +373,35 @@ async def _whole(
 
 
 async def _stream(
-    http: web.Request, dialect: Dialect, session: Session, call: Call, request: ModelRequest
+    http: web.Request, dialect: Dialect, session: Session, call: Call, request: ModelRequest, limits: ServerLimits
 ) -> web.StreamResponse:
     events = dialect.stream(call.head, request)
     response = web.StreamResponse(headers=_EVENTS)
+
+    async def send(event: bytes, *, is_last: bool = False) -> None:
+        async with answering(http, limits):
+            if not response.prepared:
+                await response.prepare(http)
+            await response.write(event)
+            if is_last:
+                await response.write_eof()
+
     try:
         async for piece in call.pieces(PING_S):
             if not response.prepared:
-                await response.prepare(http)
-                await response.write(events.begin())
-            await response.write(events.PING if piece is None else events.push(*piece))
+                await send(events.begin())
+            await send(events.PING if piece is None else events.push(*piece))
         reply = await call.reply()
-    except (asyncio.CancelledError, ConnectionError):
-        raise
     except Exception as error:
         if not response.prepared:
             raise
-        # The status is already sent, so the error is an event.
-        await response.write(events.fail(describe_error(error)))
+        await send(events.fail(describe_error(error)))  # the status is already sent, so the error is an event
         return response
     if not response.prepared:  # a reply without any text
-        await response.prepare(http)
-        await response.write(events.begin())
+        await send(events.begin())
     session.delivering(call)
     try:
-        await response.write(events.end(reply))
-        await response.write_eof()
+        await send(events.end(reply), is_last=True)
     except BaseException:
         session.not_delivered(call)
         raise

@@ -52,7 +52,7 @@ from ludic.types.sampling import MAX_COUNT
 try:
     from aiohttp import web
 
-    from ludic.inference.serving.limits import Connection, Load, ServerLimits, describe_error, listen
+    from ludic.inference.serving.limits import Connection, Load, ServerLimits, answering, describe_error, listen
 except ImportError as error:
     raise MissingExtra("serve", "The HTTP server") from error
 
@@ -176,7 +176,7 @@ class _Server:
             except Exception as error:  # noqa: BLE001 - the client gets JSON for any error, and other requests continue
                 error_status, described = _describe(error)
                 response = web.json_response(described, status=error_status)
-            async with self._answering(request):
+            async with answering(request, self._limits):
                 await response.prepare(request)
                 await response.write_eof()
             status = response.status
@@ -185,18 +185,6 @@ class _Server:
             self._num_active -= 1
             resource = request.match_info.route.resource
             self._num_requests[resource.canonical if resource else "other", status] += 1
-
-    @contextlib.asynccontextmanager
-    async def _answering(self, request: web.Request) -> AsyncIterator[None]:
-        """Wraps writes to the client; disconnects a client that does not read in time."""
-        try:
-            async with asyncio.timeout(self._limits.answer_s):
-                yield
-        except (TimeoutError, ConnectionError) as error:
-            # Also reached if the client has disconnected and aiohttp is about to cancel; then no error can be sent.
-            if request.transport is not None:
-                request.transport.abort()
-            raise asyncio.CancelledError from error
 
     def _check_key(self, request: web.Request) -> None:
         if not self._api_key or request.path == "/health":
@@ -360,7 +348,7 @@ class _Server:
         )
 
         async def send(event: bytes) -> None:
-            async with self._answering(request):
+            async with answering(request, self._limits):
                 if not response.prepared:
                     await response.prepare(request)
                 await response.write(event)

@@ -111,6 +111,19 @@ class Load:
             self.num_prompt_tokens -= num_tokens
 
 
+@contextlib.asynccontextmanager
+async def answering(request: web.Request, limits: ServerLimits) -> AsyncIterator[None]:
+    """Wraps writes to the client; disconnects a client that does not read in time."""
+    try:
+        async with asyncio.timeout(limits.answer_s):
+            yield
+    except (TimeoutError, ConnectionError) as error:
+        # Also reached if the client has disconnected and aiohttp is about to cancel; then no error can be sent.
+        if request.transport is not None:
+            request.transport.abort()
+        raise asyncio.CancelledError from error
+
+
 def describe_error(error: BaseException) -> ErrorFacts:
     """The HTTP status and the text for a client. An unexpected error is logged, and the client gets no details."""
     message, status, kind, code = str(error), 400, "invalid_request_error", None

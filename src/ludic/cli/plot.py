@@ -134,7 +134,7 @@ def _draw(file: Path, runs: dict[str, list[dict[str, Any]]], names: Sequence[str
             if not points:
                 continue
             interval = _interval(rows, name, points)
-            where = {"color": f"C{number}", "label": f"{run}: {name}{' (95 %)' if interval else ''}"}
+            where: dict[str, Any] = {"color": f"C{number}", "label": f"{run}: {name}{' (95 %)' if interval else ''}"}
             at = [step for step, _ in points], [value for _, value in points]
             if interval is not None:
                 axes.errorbar(*at, interval, fmt="o-", capsize=4, **where)

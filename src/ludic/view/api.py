@@ -165,7 +165,7 @@ def _matching(index: RunIndex, query: Query) -> list[Card]:
     tests: list[Callable[[Card], bool]] = []
     if (step := _number(query, "step", int)) is not None:
         tests.append(lambda card: card.step == step)
-    for name in ("group", "task", "stop", "agent", "env"):
+    for name in ("group", "task", "stop", "agent", "env", "model"):
         if (wanted := query.get(name)) is not None and wanted != "":
             tests.append(lambda card, name=name, wanted=wanted: getattr(card, name) == wanted)  # type: ignore[misc]
     if (least := _number(query, "reward_min", float)) is not None:

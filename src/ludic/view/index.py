@@ -32,7 +32,7 @@ T = TypeVar("T")
 PREVIEW_CHARS = 160
 MAX_DEPTH = 3
 """Folders below the root in which runs are looked for."""
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 _CACHE_FROM = 2_000
 """Rollouts that are indexed again at every start instead of being cached: a fraction of a second."""
 _IDENTITY_BYTES = 256
@@ -54,6 +54,8 @@ class Card(msgspec.Struct, array_like=True, gc=False):
     task: str
     env: str | None
     agent: str | None
+    model: str | None
+    """As its requests name it."""
     thread: str | None
     """The kind of sub-agent; None for an agent of the env."""
     reward: float
@@ -171,6 +173,7 @@ def make_card(text: bytes, line: Line) -> Card:
         task=_task(facts, first),
         env=_text(facts.env_name),
         agent=_text(facts.agent_id),
+        model=_text(facts.policy),
         thread=_text(facts.delegate),
         reward=head.total_reward,
         turns=len({step.turn_id or str(number) for number, step in enumerate(head.steps)}),
@@ -391,6 +394,7 @@ class RunIndex:
         self._joined: dict[Path, tuple[int, int]] = {}
         """Of each file: how often it was read from its start, and the cards of it that are in `cards`."""
         self._kept: dict[object, Any] = {}
+        self._config: tuple[tuple[int, int], dict[str, Any]] = ((0, 0), {})
 
     def is_inside(self, path: Path) -> bool:
         return path.resolve().is_relative_to(self._root)
@@ -398,10 +402,15 @@ class RunIndex:
     @property
     def config(self) -> dict[str, Any]:
         """The settings, as the file has them; empty if there is none."""
-        if not self.is_inside(self.folder / CONFIG):
-            return {}
+        path = self.folder / CONFIG
+        stamp = _size(path)
+        if stamp != self._config[0]:
+            self._config = stamp, self._read_config(path)
+        return self._config[1]
+
+    def _read_config(self, path: Path) -> dict[str, Any]:
         try:
-            return tomllib.loads((self.folder / CONFIG).read_text(encoding="utf-8"))
+            return tomllib.loads(path.read_text(encoding="utf-8")) if self.is_inside(path) else {}
         except (OSError, ValueError):
             return {}
 

@@ -82,8 +82,10 @@ def has_texts(index: RunIndex) -> bool:
 
 def _find_tokenizer(index: RunIndex) -> Any:
     """From a checkpoint, the model's folder or the hub's cache; else as the run itself loads it. Nothing is downloaded."""
-    from tokenizers import Tokenizer
-
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:  # a small installation, such as for `ludic eval --base-url`
+        return None
     model = _model_of(index)
     for place in _tokenizer_files(index, model):
         try:
@@ -94,15 +96,19 @@ def _find_tokenizer(index: RunIndex) -> Any:
 
 
 def _model_of(index: RunIndex) -> str:
-    settings = index.config.get("model", {})
-    return str(settings.get("model", "")) if isinstance(settings, Mapping) else ""
+    """Of a run; of an evaluation, the first of its models."""
+    settings = index.config.get("model") or index.config.get("policy")
+    model = settings.get("model", "") if isinstance(settings, Mapping) else ""
+    return str(model[0] if isinstance(model, list) and model else model or "")
 
 
 def _tokenizer_files(index: RunIndex, model: str) -> list[Path]:
     places = [*sorted((index.folder / CHECKPOINTS).glob(f"*/{TOKENIZER}"), reverse=True)]
     places += [index.folder / "server" / "model" / TOKENIZER]
     places = [place for place in places if place.is_file() and index.is_inside(place)]
-    places += [place for place in (Path(model) / TOKENIZER,) if model and place.is_file()]
+    if model:  # a folder of a model, a checkpoint, or a run
+        inside = [Path(model) / TOKENIZER, *sorted(Path(model).glob(f"{CHECKPOINTS}/*/{TOKENIZER}"), reverse=True)]
+        places += [place for place in inside if place.is_file()]
     return places + _in_hub_cache(model)
 
 

@@ -3,14 +3,16 @@
 import gzip
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
 
 from ludic.types import Rollout
 from ludic.view import api
+from ludic.view.index import Runs
 from ludic.view.tokens import TokenTexts
-from tests.unit.view.conftest import GROUP_SIZE, NUM_ROLLOUTS
+from tests.unit.view.conftest import GROUP_SIZE, NUM_ROLLOUTS, train_letters
 
 
 def stored(recorded) -> dict[str, Rollout]:
@@ -232,3 +234,49 @@ def test_numbers_that_json_does_not_have_are_null():
     from ludic.view.tokens import numbers
 
     assert numbers(np.array([1.0, math.nan, math.inf, -0.123456789])) == [1.0, None, None, -0.123457]
+
+
+# --- records of several ranks and other samples ---------------------------------------------------------------------
+
+
+def test_records_of_several_ranks_are_read_together(recorded, tmp_path, runs):
+    shutil.copytree(recorded / "letters", tmp_path / "letters")
+    file = tmp_path / "letters" / "trained" / "step_000002.rank0.npz"
+    with np.load(file) as record:
+        arrays = dict(record)
+    half, tokens, weights = 3, int(arrays["num_tokens"][:3].sum()), int(arrays["num_weights"][:3].sum())
+    ends = dict.fromkeys(("rollout_id", "segment", "num_tokens", "num_weights"), half)
+    ends |= dict.fromkeys(("logp", "entropy", "gradient"), tokens) | {"weight": weights}
+    np.savez(file, **{name: values[: ends[name]] for name, values in arrays.items()})
+    np.savez(file.with_name("step_000002.rank1.npz"), **{name: values[ends[name] :] for name, values in arrays.items()})
+    split = Runs(tmp_path)
+    for card in ask(runs, "/api/runs/letters/rollouts?step=2")["rollouts"]:
+        path = f"/api/runs/letters/rollouts/{card['id']}"
+        assert ask(split, path)["turns"] == ask(runs, path)["turns"]
+
+
+def test_sample_that_was_cut_has_null_behind_the_cut(recorded, tmp_path):
+    shutil.copytree(recorded / "letters", tmp_path / "letters")
+    file = tmp_path / "letters" / "trained" / "step_000001.rank0.npz"
+    with np.load(file) as record:
+        arrays = dict(record)
+    num = int(arrays["num_tokens"][0])
+    keep = np.ones(len(arrays["logp"]), dtype=bool)
+    keep[num - 3 : num] = False
+    arrays |= {name: arrays[name][keep] for name in ("logp", "entropy", "gradient")}
+    arrays["num_tokens"][0] -= 3
+    np.savez(file, **arrays)
+    shown = ask(Runs(tmp_path), f"/api/runs/letters/rollouts/{arrays['rollout_id'][0].decode()}")
+    tokens = [step["tokens"] for turn in shown["turns"] for step in turn["steps"] if step["kind"] == "call"]
+    logps = [value for call in tokens for value in call["trainer_logprob"]]
+    assert logps[-3:] == [None] * 3 and None not in logps[:-3]
+    assert [m for call in tokens for m in call["mask"]] == [1] * (num - 3) + [0] * 3
+
+
+def test_run_without_records_says_so(tmp_path):
+    train_letters(tmp_path / "plain", steps=1, save_tokens="off")
+    assert not (tmp_path / "plain" / "trained").exists()
+    runs = Runs(tmp_path)
+    assert not ask(runs, "/api/runs/plain")["has_tokens"]
+    card = ask(runs, "/api/runs/plain/rollouts")["rollouts"][0]
+    assert card["step"] == 1 and not card["is_trained"]

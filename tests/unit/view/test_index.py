@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ludic.cli.eval.results import write_page
 from ludic.types import ConfigError, Rollout
 from ludic.types.files import LineWriter
 from ludic.view import api
@@ -229,6 +230,7 @@ def test_evaluation_is_a_run_without_steps(tmp_path):
     write(folder / "rollouts" / "model.jsonl.gz", range(3))
     (folder / "config.toml").write_text('[env]\nid = "gsm8k"\n')
     (folder / "metrics.json").write_text("{}")
+    assert write_page(folder) == folder / "page.html" and "task 0" in (folder / "page.html").read_text()
     (run,) = api.answer(Runs(tmp_path), "/api/runs")["runs"]
     assert (run["id"], run["state"], run["env"]) == ("eval/gsm8k", "finished", "gsm8k")
     assert api.answer(Runs(tmp_path), "/api/runs/eval%2Fgsm8k/rollouts")["total"] == 3

@@ -1,14 +1,16 @@
 """The results of an evaluation: its folder, and the printed table with a column per model and a row per metric.
 
-    runs/eval/<name>/  config.toml  metrics.json  rollouts/<model>-<hash of its path>.jsonl.gz  samples/<model>.jsonl
+    runs/eval/<name>/  config.toml  metrics.json  rollouts/<model>-<hash of its path>.jsonl.gz  samples/<model>.jsonl  page.html
 
 Rollouts are written as episodes finish; `--resume` continues from them, and the other files are derived from them.
 """
 
 import json
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from rich.markup import escape
@@ -20,8 +22,14 @@ from ludic.eval import Estimate, EvalReport, paired_difference
 from ludic.run.folder import CONFIG
 from ludic.run.resolve import slug
 from ludic.run.settings import differences, read_toml, to_toml, with_values
-from ludic.types import ConfigError
+from ludic.types import ConfigError, LudicError
 from ludic.types.rollout import json_number, plain_fields
+from ludic.view import api
+from ludic.view.export import export_page
+from ludic.view.index import Runs
+
+logger = logging.getLogger(__name__)
+PAGE = "page.html"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +100,22 @@ def write_results(folder: Path, columns: Sequence[Column]) -> None:
         (folder / "samples" / f"{slug(column.label)}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     metrics = {column.label: column.report.metrics for column in columns}
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+
+
+def write_page(folder: Path) -> Path | None:
+    """One HTML file with the worst and some of the best rollouts (`ludic view --export`); None if it cannot be made."""
+    try:
+        runs = Runs(folder)
+        index = runs.get(folder.resolve().name)
+        index.refresh(float("inf"))
+        worst, best = (api.rollouts(index, {"sort": way, "limit": "32"})["rollouts"] for way in ("reward", "-reward"))
+        ids = dict.fromkeys(card["id"] for card in [*worst[:24], *best[:8]])
+        page = folder / PAGE
+        page.write_text(export_page(partial(api.answer, runs), index.id, ids, title=folder.name), encoding="utf-8")
+        return page
+    except (LudicError, OSError, ValueError, LookupError) as error:  # the results are written already
+        logger.warning("%s was not written: %s", folder / PAGE, error)
+        return None
 
 
 # --- the table ---

@@ -18,7 +18,15 @@ from ludic.batch_gen.requests.samples import read_samples
 from ludic.cli.args import Switch, config_file, parse_with_settings
 from ludic.cli.eval.config import EvalConfig, of_run, resolve, trains_on
 from ludic.cli.eval.models import EvaluatedModel, endpoint_models, evaluated_models, opened
-from ludic.cli.eval.results import Column, choose_folder, make_table, prepare_folder, rollouts_file, write_results
+from ludic.cli.eval.results import (
+    Column,
+    choose_folder,
+    make_table,
+    prepare_folder,
+    rollouts_file,
+    write_page,
+    write_results,
+)
 from ludic.eval import Grading, outcome_of
 from ludic.eval import evaluate as run_episodes
 from ludic.run.parts import EpisodeSetup, env_arguments, fixed_requests, make_episode_setup
@@ -93,7 +101,10 @@ def _compare(config: EvalConfig, found: EnvFactory, *, resume: bool) -> int:
     finally:
         if columns:  # also if the next model failed
             console.print(make_table(columns))
+            page = write_page(folder)
             console.print(escape(f"\nEpisodes, samples and numbers are in {folder}"))
+            if page is not None:
+                console.print(escape(f"The worst rollouts, and some of the best: {page}"))
     return 0
 
 

@@ -406,7 +406,7 @@ def test_everything_can_be_reached_with_the_keyboard(chromium, quiz):
         assert "color=" in tab.page.url and "view=tokens" in tab.page.url
         press("]")
         hash_is(arg="#/run/quiz/rollout/r201")
-        tab.page.wait_for_selector(".turn")
+        tab.page.wait_for_selector(".here[href*='r201']")
         press("Escape")
         hash_is(arg="#/run/quiz/group/g20")
         tab.page.wait_for_selector(".column")

@@ -111,8 +111,8 @@ export class LineChart {
     const { g, width, height } = prepared(this.canvas);
     const steps = this.allSteps();
     const shown = this.lines.map((line) => smoothed(line.values, this.weight));
-    const values = shown.flat().filter((v) => v !== null && Number.isFinite(v));
-    this.describe(values);
+    const values = this.lines.flatMap((line) => line.values).concat(this.weight ? shown.flat() : []).filter((v) => v !== null && Number.isFinite(v));
+    this.describe(shown.flat().filter((v) => v !== null && Number.isFinite(v)));
     if (!values.length) {
       g.fillStyle = css("--muted");
       g.fillText("no values yet", this.pad.left, height / 2);

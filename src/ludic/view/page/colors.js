@@ -66,7 +66,7 @@ export function rangeOf(coloring, calls) {
   if (!values.length) return null;
   values.sort((a, b) => a - b);
   const most = values[Math.min(values.length - 1, Math.floor(values.length * 0.98))];
-  return Math.max(coloring.floor || 1e-9, Math.min(most, coloring.cap || Infinity));
+  return Math.max(coloring.floor || 0.01, Math.min(most, coloring.cap || Infinity));
 }
 
 /** From a value to background, ink and class, in some hundred shades that are computed once: a rollout may have 30,000 tokens. */

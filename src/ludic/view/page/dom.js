@@ -126,6 +126,12 @@ export function json(value) {
   return el("pre.json", { tabindex: "0" }, JSON.stringify(value, null, 2));
 }
 
+/** A text as it is; in a fixed width where its columns matter: boards, tables, code. */
+export function prose(text) {
+  const hasColumns = /(^|\n)( {2,}|\t)\S|\S {3,}\S|[\u2500-\u257f]|```/.test(text);
+  return el(`div.text${hasColumns ? ".fixed" : ""}`, {}, text);
+}
+
 /** The text of a message's content, which may be a list of parts. */
 export function textOf(content) {
   if (content === null || content === undefined) return "";

@@ -1,6 +1,6 @@
 // One rollout: turns with rewards and credit, messages or exact tokens, every value of a token.
 
-import { count, el, facts, fill, json, link, num, reward, seconds, segmented, signed, textOf } from "./dom.js";
+import { count, el, facts, fill, json, link, num, prose, reward, seconds, segmented, signed, textOf } from "./dom.js";
 import { get, remember, runHash, runUrl } from "./data.js";
 import { COLORINGS, legend, painter, rangeOf } from "./colors.js";
 import { prepared } from "./chart.js";
@@ -146,7 +146,7 @@ class RolloutView {
     const texts = step.context?.text ?? (step === this.calls[0] ? this.rollout.prompt?.text : null);
     const context = isTokens && texts ? this.contextTokens(texts) : (step.messages_new || []).map((m) => message(m));
     const reply = isTokens ? el("div.message.assistant", {}, el("div.role", {}, "assistant · exact tokens"), this.strip(step), this.tokens(step))
-      : el("div.message.assistant", {}, el("div.role", {}, "assistant"), el("div.text", {}, step.action || ""));
+      : el("div.message.assistant", {}, el("div.role", {}, "assistant"), prose(step.action || ""));
     return [context, reply, this.tools(step), step.reward || hasKeys(step.reward_components) ? this.outcome(step) : null];
   }
 
@@ -166,7 +166,7 @@ class RolloutView {
   }
 
   env(step) {
-    return el("div.env", {}, el("div.role", {}, "environment", step.terminated ? " · ended the episode" : "", step.truncated ? " · truncated" : ""), step.obs ? el("div.text", {}, textOf(step.obs)) : null, this.outcome(step));
+    return el("div.env", {}, el("div.role", {}, "environment", step.terminated ? " · ended the episode" : "", step.truncated ? " · truncated" : ""), step.obs ? prose(textOf(step.obs)) : null, this.outcome(step));
   }
 
   outcome(step) {
@@ -256,7 +256,7 @@ function shown(text) {
 
 function message(m) {
   const long = textOf(m.content).length > 3000;
-  const body = [el("div.text", {}, textOf(m.content)), (m.tool_calls || []).map((c) => el("pre.tool-call", {}, JSON.stringify(c.function || c, null, 2)))];
+  const body = [prose(textOf(m.content)), (m.tool_calls || []).map((c) => el("pre.tool-call", {}, JSON.stringify(c.function || c, null, 2)))];
   const role = String(m.role || "message");
   return el(`div.message.${["system", "user", "assistant", "tool"].includes(role) ? role : "other"}`, {}, el("div.role", {}, role, m.name ? ` · ${m.name}` : ""), long ? el("details", {}, el("summary", {}, `${num(textOf(m.content).length)} characters: ${textOf(m.content).slice(0, 160)} …`), body) : body);
 }

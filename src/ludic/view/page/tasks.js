@@ -1,6 +1,6 @@
 // Tasks: all of them, and one over all updates.
 
-import { count, el, empty, fill, json, link, num, reward, segmented, signed, textOf } from "./dom.js";
+import { count, el, empty, fill, json, link, num, prose, reward, segmented, signed, textOf } from "./dom.js";
 import { get, remember, runHash, runUrl } from "./data.js";
 import { LineChart } from "./chart.js";
 import { VirtualTable } from "./table.js";
@@ -40,7 +40,7 @@ function change(x) {
 
 export async function taskView({ run, item }) {
   const url = runUrl(run, `/tasks/${encodeURIComponent(item)}`);
-  const node = el("section"), attempts = el("div.columns"), prompt = el("div.text");
+  const node = el("section"), attempts = el("div.columns"), prompt = el("div");
   const chart = new LineChart({ title: "mean reward of this task", onStep: (step) => { location.hash = runHash(run, `/step/${step}?task=${encodeURIComponent(item)}`); } });
   const rows = el("div.task-steps");
   let known = [];
@@ -57,7 +57,7 @@ export async function taskView({ run, item }) {
       known = wanted.map(([id]) => id);
       const shown = await Promise.all(wanted.map(([id, title]) => attempt(run, id, title)));
       fill(attempts, shown.map((a) => a.node));
-      fill(prompt, shown[0].prompt);
+      fill(prompt, prose(shown[0].prompt));
     }
   };
   await draw();

@@ -78,7 +78,7 @@ class Timeline {
       const at = Math.round(x(this.low + s * 1e9)) + 0.5;
       g.beginPath(); g.moveTo(at, 0); g.lineTo(at, height - AXIS); g.stroke();
       g.textAlign = s === 0 ? "left" : at > width - 30 ? "right" : "center";
-      g.fillText(seconds(s), at, height - 6);
+      g.fillText(s === 0 ? "0 s" : seconds(s), at, height - 6);
     }
     g.setLineDash([4, 4]);
     g.strokeStyle = css("--muted");

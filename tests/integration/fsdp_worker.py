@@ -1,6 +1,7 @@
 """One rank of a group: `torchrun … -m tests.integration.fsdp_worker FOLDER JOB…`; rank 0 writes FOLDER/JOB.pt.
 
-A job is run:NAME, gradients:NAME:REFERENCE (as in fsdp_scenarios), or tensor_parallel.
+A job is run:NAME, gradients:NAME:REFERENCE (as in fsdp_scenarios), tensor_parallel, or tokens and tokens_cut (what TokenRecorder
+writes, with the model sharded and cut).
 """
 
 import sys
@@ -8,10 +9,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ludic.distributed.ranks import Ranks, join_ranks, leave_ranks
 from ludic.distributed.tensor_parallel import load_tensor_parallel
+from ludic.training.learner.token_recorder import TokenRecorder
 from tests.integration.fsdp_scenarios import LOSSES, RUNS, SPECIAL_RUNS, gradients, llama, train
 
 
@@ -19,6 +22,8 @@ def done(job: str, ranks: Ranks | None) -> Any:
     kind, *rest = job.split(":")
     if kind == "tensor_parallel":
         return train(RUNS["full"], ranks, model=cut_over(ranks))
+    if kind in ("tokens", "tokens_cut"):
+        return recorded_tokens(ranks, {} if kind == "tokens" else {"model": cut_over(ranks)})
     if kind == "run":
         return train((RUNS | SPECIAL_RUNS)[rest[0]], ranks)
     found = gradients(LOSSES[rest[0]], ranks, reference=rest[1])
@@ -33,6 +38,26 @@ def cut_over(ranks: Ranks | None) -> Any:
         llama().save_pretrained(folder)
     ranks.barrier()
     return load_tensor_parallel(folder, ranks, dtype=torch.float32)
+
+
+def recorded_tokens(ranks: Ranks | None, parts: dict[str, Any]) -> dict[str, Any]:
+    """The records of a whole run, of all ranks together: by step, rollout and segment."""
+    made = tempfile.mkdtemp() if ranks is None or ranks.is_first else None
+    folder = Path(made if ranks is None else ranks.broadcast(made))
+    recorder = TokenRecorder(folder)
+    train(RUNS["full"], ranks, token_recorder=recorder, **parts)
+    recorder.close()
+    if ranks is not None:
+        ranks.barrier()
+    samples: dict[str, list[float]] = {}
+    for path in sorted(folder.iterdir()):
+        with np.load(path) as record:
+            ends = np.cumsum(record["num_tokens"])
+            for n, id in enumerate(record["rollout_id"].tolist()):
+                key = f"{path.name[:11]} {id.decode()} {record['segment'][n]}"
+                assert key not in samples, "each sample is computed by one rank"
+                samples[key] = record["logp"][ends[n] - record["num_tokens"][n] : ends[n]].tolist()
+    return {"files": sorted(path.name for path in folder.iterdir()), "samples": samples}
 
 
 def main(folder: Path, jobs: list[str]) -> None:

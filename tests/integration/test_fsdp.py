@@ -25,7 +25,14 @@ def recorded(folder: Path, num: int, *jobs: str) -> Path:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> Path:
     return recorded(
-        tmp_path_factory.mktemp("two"), 2, *RUN_JOBS, *GRADIENT_JOBS, "run:half_precision", "tensor_parallel"
+        tmp_path_factory.mktemp("two"),
+        2,
+        *RUN_JOBS,
+        *GRADIENT_JOBS,
+        "run:half_precision",
+        "tensor_parallel",
+        "tokens",
+        "tokens_cut",
     )
 
 
@@ -108,3 +115,14 @@ def test_weights_in_half_precision_are_trained_with_copies_in_full(two):
     for name, weight in expected["weights"].items():
         assert found["weights"][name].dtype is torch.bfloat16
         assert torch.allclose(found["weights"][name].float(), weight.float(), atol=0.02), name
+
+
+@pytest.mark.parametrize("job", ["tokens", "tokens_cut"])
+def test_two_processes_record_the_tokens_of_one(two, job):
+    found, expected = record(two, job), done("tokens", None)
+    ranks = (0, 1) if job == "tokens" else (0,)  # with tensor parallelism all ranks compute the same samples
+    steps = range(1, len(LENGTHS) + 1)
+    assert found["files"] == sorted(f"step_{step:06d}.rank{rank}.npz" for step in steps for rank in ranks)
+    assert found["samples"].keys() == expected["samples"].keys()
+    for key, logps in expected["samples"].items():
+        assert found["samples"][key] == pytest.approx(logps, rel=1e-4, abs=1e-4), key

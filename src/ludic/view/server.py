@@ -196,7 +196,7 @@ async def _news(index: RunIndex) -> AsyncIterator[dict[str, Any] | None]:
     state, spoken = api.state_of(index), loop.time()
     yield {"kind": "state", "state": state, "step": _last_step(index)}
     while True:
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(POLL_S if index.is_complete else POLL_S / 10)
         now = await asyncio.to_thread(index.stamp)
         kinds = [
             kind for kind, old, new in zip(("metrics", "rollouts", "tokens"), before, now, strict=True) if old != new

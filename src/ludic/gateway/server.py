@@ -388,20 +388,18 @@ async def _stream(
 
     try:
         async for piece in call.pieces(PING_S):
-            if not response.prepared:
-                await send(events.begin())
-            await send(events.PING if piece is None else events.push(*piece))
+            begin = b"" if response.prepared else events.begin()
+            await send(begin + (events.PING if piece is None else events.push(*piece)))
         reply = await call.reply()
     except Exception as error:
         if not response.prepared:
             raise
         await send(events.fail(describe_error(error)))  # the status is already sent, so the error is an event
         return response
-    if not response.prepared:  # a reply without any text
-        await send(events.begin())
+    begin = b"" if response.prepared else events.begin()  # a reply without any text
     session.delivering(call)
     try:
-        await send(events.end(reply), is_last=True)
+        await send(begin + events.end(reply), is_last=True)
     except BaseException:
         session.not_delivered(call)
         raise

@@ -77,19 +77,19 @@ def num_prompt_tokens(node: Node, template: ChatTemplate, forest: Forest) -> int
 
 def _sent_messages(node: Node, template: ChatTemplate, forest: Forest) -> list[Message]:
     """All messages of the prompt, as the template reads them."""
-    new, parent = [_for_template(message, forest) for message in node.messages], node.parent
+    messages, parent = [_for_template(message, forest) for message in node.messages], node.parent
     if parent is not None:
-        return [*parent.prompt_messages, parent.message, *new]
+        messages = [*parent.prompt_messages, parent.message, *messages]
+    before = [] if parent is None else parent.tools
+    if before == node.tools:
+        return messages
     if node.tools and not template.supports_tools():
         raise ConfigError(
             f"Tools are offered, but tool calls of this model cannot be read. {READABLE_CALLS}: use such a model."
         )
-    if not node.tools or _writes_tools(template):
-        return new
-    text, first = _tools_as_text(node.tools), new[0]
-    if first["role"] == "system":
-        return [{**first, "content": f"{first['content']}\n\n{text}"}, *new[1:]]
-    return [{"role": "system", "content": text}, *new]
+    if _writes_tools(template):
+        return messages
+    return _with_tools(_without_tools(messages, before), node.tools)
 
 
 def _delta(node: Node, template: ChatTemplate, sent: list[Message]) -> TokenArray | None:
@@ -130,6 +130,26 @@ def _tools_as_text(tools: list[JSONObject]) -> str:
         f"You can call these functions:\n{listed}\n\nTo call one, write its name and arguments as JSON in this form, once for each "
         'call:\n<tool_call>{"name": "…", "arguments": {…}}</tool_call>'
     )
+
+
+def _with_tools(messages: list[Message], tools: list[JSONObject]) -> list[Message]:
+    """The system message describes the tools."""
+    if not tools:
+        return messages
+    text, first = _tools_as_text(tools), messages[0]
+    if first["role"] == "system":
+        return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _without_tools(messages: list[Message], tools: list[JSONObject]) -> list[Message]:
+    """The messages before `_with_tools`."""
+    if not tools:
+        return messages
+    text, first = _tools_as_text(tools), messages[0]
+    if first["content"] == text:
+        return messages[1:]
+    return [{**first, "content": first["content"].removesuffix(f"\n\n{text}")}, *messages[1:]]
 
 
 # --- messages ---

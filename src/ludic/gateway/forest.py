@@ -79,6 +79,10 @@ class Node:
         assert self.trace is not None, "the call was answered"
         return len(self.trace.prompt_token_ids) + len(self.trace.completion_token_ids)
 
+    def deliver(self) -> None:
+        """The client has the reply."""
+        self.state, self.ended_ns = "delivered", time.time_ns()
+
     def path(self) -> list["Node"]:
         """From the root to this node."""
         nodes, node = [], self
@@ -117,20 +121,18 @@ class Forest:
         self.nodes.append(node)
         self._by_token[node.token] = node
         self._siblings(node.parent).append(node)
-        earlier = None if node.parent is None else node.parent.replaces
-        while earlier is not None:
-            earlier.is_superseded = not earlier.children
-            earlier = earlier.replaces
+        if node.parent is not None:
+            node.parent.is_superseded = False  # the client goes on with it after all
+            earlier = node.parent.replaces
+            while earlier is not None:
+                earlier.is_superseded = not earlier.children
+                earlier = earlier.replaces
         return node
 
     def find(self, id: str) -> Node | None:
         """The node whose reply carries this id."""
         token = token_in(id)
         return None if token is None else self._by_token.get(token)
-
-    def deliver(self, node: Node) -> None:
-        """The client has the reply."""
-        node.state, node.ended_ns = "delivered", time.time_ns()
 
     def _siblings(self, parent: Node | None) -> list[Node]:
         return self.roots if parent is None else parent.children
@@ -160,13 +162,14 @@ class Forest:
         parent = self.find(previous_id)
         if parent is None or not parent.is_delivered:
             raise ConfigError(f"previous_response_id={previous_id!r:.80} names no reply of this session.")
-        first = parent.path()[0].messages[0]
-        repeats_system = messages and messages[0].role == "system" and _compare(first, messages[0]) is not None
+        is_system = bool(messages) and messages[0].role == "system"
+        repeats_system = is_system and self._same_start(parent.path()[0].messages[:1], messages[:1]) is not None
         return parent, messages[1:] if repeats_system else messages
 
     def _deepest(self, messages: Sequence[ClientMessage]) -> tuple[Node | None, int, bool]:
         """The deepest node whose path and reply begin the messages, how many messages that are, and whether word for word."""
         best: tuple[Node | None, int, bool] = (None, 0, True)
+        rank = (0, True, -1)
         open_: list[tuple[Node, int, bool]] = [(root, 0, True) for root in self.roots]
         while open_:
             node, start, is_exact = open_.pop()
@@ -179,8 +182,8 @@ class Forest:
                 continue
             is_exact = bool(is_exact and same and is_same_reply)
             # Of two equal paths the later one counts: the client asked again and went on with the last answer.
-            if end + 1 > best[1] or best[0] is None or (end + 1 == best[1] and node.number > best[0].number):
-                best = (node, end + 1, is_exact)
+            if (end + 1, is_exact, node.number) > rank:
+                best, rank = (node, end + 1, is_exact), (end + 1, is_exact, node.number)
             open_ += [(child, end + 1, is_exact) for child in node.children]
         return best
 
@@ -203,13 +206,14 @@ class Forest:
         parent, new = node.parent, node.messages
         siblings = [other for other in self._siblings(parent) if other.state != "undelivered"]
         for other in reversed(siblings):
-            if not other.is_delivered or self._same_start(other.messages, new, start) is None:
+            is_same = self._same_start(other.messages, new, start) if other.is_delivered else None
+            if is_same is None:
                 continue
             if len(other.messages) < len(new):
                 at = len(other.messages)  # the client has another reply there than the recorded one
                 node.kind, node.difference = "forked", Difference(start + at, _reply_text(other), _text_of(new[at]))
                 return
-            if other.is_recorded and not other.children and other.tools == node.tools:
+            if is_same and other.is_recorded and not other.children and other.tools == node.tools:
                 node.kind, node.replaces = "retried", other
                 return
         replies = [message for message in new if message.role == "assistant"]

@@ -25,6 +25,7 @@ from ludic.gateway.wire.messages import Messages
 from ludic.gateway.wire.responses import Responses
 from ludic.inference.serving.request import RequestRefused, parse_object
 from ludic.types import ConfigError, InferenceSpec, MissingExtra, Rollout
+from ludic.types.steps import MAX_REWARD
 
 try:
     from aiohttp import web
@@ -188,6 +189,8 @@ class Gateway:
         try:
             return await handler(request)
         except Exception as error:  # noqa: BLE001 - the client gets JSON for any error, and other requests continue
+            if isinstance(error, ConnectionError) and _is_gone(request):
+                return web.Response(status=499)  # the client has hung up
             facts = describe_error(error)
             dialect: Dialect = _MESSAGES if "/messages" in request.path else _CHAT
             return web.json_response(dialect.error(facts), status=facts.status)
@@ -245,9 +248,10 @@ class Gateway:
         session = self._session(http)
         async with self._load.body(http) as data:
             request = dialect.read(parse_object(data))
-            key = http.headers.get("Idempotency-Key")
-            is_retry = key is not None or http.headers.get("X-Stainless-Retry-Count", "0") != "0"
-            key = key or hashlib.sha256(http.path.encode() + data).hexdigest()
+            given = http.headers.get("Idempotency-Key", "")
+            is_retry = given != "" or http.headers.get("X-Stainless-Retry-Count", "0") != "0"
+            # The body counts too: some clients send the same key with every request.
+            key = hashlib.sha256(f"{http.path}\0{given}\0".encode(errors="replace") + data).hexdigest()
         call = session.begin(request, key=key, is_retry=is_retry)
         call.num_waiting += 1
         is_answered = False
@@ -309,10 +313,10 @@ class Gateway:
         given = {name: body.get(name) or {} for name in ("components", "calls")}
         for name, values in given.items():
             if not isinstance(values, dict) or not all(_is_number(value) for value in values.values()):
-                raise ConfigError(f"{name} must be an object whose values are numbers.")
+                raise ConfigError(f"{name} must be an object whose values are numbers, at most {MAX_REWARD:g} in size.")
         if "value" in body:
             if not _is_number(body["value"]):
-                raise ConfigError(f"value={body['value']!r:.80}; it must be a number.")
+                raise ConfigError(f"value={body['value']!r:.80}; it must be a number, at most {MAX_REWARD:g} in size.")
             given["components"]["reward"] = body["value"]
         session_rollouts(session, call_rewards=given["calls"])  # refuses a call that is not the session's
         earlier = self._rewards.get(session.id, {})
@@ -337,7 +341,7 @@ def _allow_many_files() -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MAX_REWARD
 
 
 def _call_card(node: Node) -> JSONObject:
@@ -354,6 +358,11 @@ def _call_card(node: Node) -> JSONObject:
 
 
 # --- writing answers ---
+
+
+def _is_gone(http: web.Request) -> bool:
+    """Whether the client has hung up."""
+    return http.transport is None or http.transport.is_closing()
 
 
 async def _whole(
@@ -392,7 +401,7 @@ async def _stream(
             await send(begin + (events.PING if piece is None else events.push(*piece)))
         reply = await call.reply()
     except Exception as error:
-        if not response.prepared:
+        if not response.prepared or _is_gone(http):
             raise
         await send(events.fail(describe_error(error)))  # the status is already sent, so the error is an event
         return response

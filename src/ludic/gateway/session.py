@@ -67,7 +67,7 @@ class SessionLimits:
 
     max_calls: int | None = None
     max_tokens: int | None = None
-    """Sampled tokens in all calls together."""
+    """Sampled tokens in all calls together. A call gets what is left when it begins, so parallel calls may pass it together."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -79,9 +79,12 @@ class SessionLimits:
 class Call:
     """One model call in progress, and the pieces of its text so far."""
 
-    def __init__(self, request: ModelRequest, head: ReplyHead, node: Node | None) -> None:
-        self.request, self.head, self.node = request, head, node
+    def __init__(self, head: ReplyHead, node: Node | None, *, is_streamed: bool) -> None:
+        # Without the request, whose messages repeat the whole history: a session keeps its calls for retries.
+        self.head, self.node, self.is_streamed = head, node, is_streamed
         self.task: asyncio.Task[Reply]
+        self.num_delivered = 0
+        """Connections that the whole answer was written to."""
         self.num_waiting = 0
         """Connections that wait for the answer."""
         self._pieces: list[tuple[PieceKind, str]] = []
@@ -158,7 +161,7 @@ class Session:
         self.nodes: list[Node] = []
         self.num_tokens = 0
         self._calls: dict[str, Call] = {}
-        """By idempotency key, or by the digest of the body."""
+        """By digests of the body and the idempotency key."""
         self._num_tool_calls = 0
         self._seen_prompts: Counter[int] = Counter()
         self._was_told = False
@@ -181,8 +184,9 @@ class Session:
     def delivering(self, call: Call) -> None:
         """The last bytes of the answer are about to be written. Called before the write, since the client may answer faster
         than the write returns."""
+        call.num_delivered += 1
         if call.node is not None and call.node.state == "open":
-            self._forest_of(call.request).deliver(call.node)
+            call.node.deliver()
 
     def lost(self, call: Call) -> None:
         """A connection ended without the answer. The call goes on for a moment, so that a retry can join."""
@@ -191,8 +195,9 @@ class Session:
 
     def not_delivered(self, call: Call) -> None:
         """The last bytes could not be written."""
+        call.num_delivered -= 1
         node = call.node
-        if node is not None and not node.children:
+        if node is not None and node.is_delivered and not node.children and call.num_delivered == 0:
             node.state = "open"
         self.lost(call)
 
@@ -246,7 +251,7 @@ class Session:
             raise RequestRefused(400, "session_limit", f"This session has used {what}. Answer without the model.")
         self._was_told = True
         head = self._head(request, new_token())
-        call = Call(request, head, None)
+        call = Call(head, None, is_streamed=request.stream)
         text = f"This session has used {what}; no further call is answered."
 
         async def tell() -> Reply:
@@ -259,6 +264,7 @@ class Session:
 
     def _sampled(self, request: ModelRequest) -> Call:
         policy, forest = self._policy(request), self._forest_of(request)
+        sampling = self._sampling(request)  # may refuse it
         node = forest.add(request)
         try:
             prompt = render(node, policy.chat_template, forest)
@@ -271,12 +277,13 @@ class Session:
             model=policy.model,
             prompt_token_ids=prompt.token_ids,
             prompt_text=prompt.text,
-            sampling=self._sampling(request),
+            sampling=sampling,
             return_=self.inference.return_,
             seed=self._seed(node, forest, request, prompt.token_ids),
             extensions=self.inference.extensions,
         )
-        call = Call(request, self._head(request, node.token, len(prompt.token_ids)), node)
+        head = self._head(request, node.token, len(prompt.token_ids))
+        call = Call(head, node, is_streamed=request.stream)
         task = asyncio.create_task(self._sample(call, node, policy, token_request))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -351,7 +358,7 @@ class Session:
     ) -> tuple[ChatResponse, ReplyPieces | None]:
         """The completion; if the client wants a stream, the call gets its text as it is sampled."""
         client, decode = policy.client, decoder_of(policy.chat_template)
-        if not call.request.stream or decode is None or not isinstance(client, StreamingClient):
+        if not call.is_streamed or decode is None or not isinstance(client, StreamingClient):
             response, _ = await client.complete_tokens(request)
             return response, None
         stops = request.sampling.stop
@@ -373,7 +380,7 @@ class Session:
         """Cancel a call whose client is gone."""
         if call.num_waiting == 0:
             call.task.cancel()
-            if call.node is not None and call.task.done():
+            if call.node is not None:  # at once: no retry may join it any more
                 self._drop(call.node, "undelivered")
 
     def _drop(self, node: Node, why: str) -> None:
@@ -384,6 +391,8 @@ class Session:
 
 
 def _is_usable(call: Call) -> bool:
-    """Still running, or answered; a failed or cancelled call is not."""
+    """Still running, or answered; a call that failed, was cancelled or given up is not."""
     task = call.task
+    if call.node is not None and call.node.state == "undelivered":
+        return False
     return not task.done() or (not task.cancelled() and task.exception() is None)

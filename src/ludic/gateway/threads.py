@@ -26,7 +26,8 @@ def session_rollouts(
     """One rollout per thread of each trained policy, the main thread of a policy before its others.
 
     `reward` is a number or named components; None is for a session that has not ended, whose rollouts have no end either.
-    `call_rewards` maps ids of replies to numbers. Empty if no call was answered.
+    `call_rewards` maps ids of replies to numbers; those of superseded and undelivered calls have no effect. Empty if no call was
+    answered.
     """
     components = {"reward": float(reward)} if isinstance(reward, (int, float)) else dict(reward or {})
     has_ended = reward is not None
@@ -92,6 +93,9 @@ def _rewards_by_node(session: Session, rewards: Mapping[str, float]) -> dict[Nod
                 f"A reward is given for the call {call_id!r:.80}, which is not one of this session's ({shown}"
                 f"{', …' if len(known) > 3 else ''}). Use the id of a reply, or of one of its tool calls."
             )
+        name = next(name for name, forest in session.forests.items() if forest.find(node.token) is node)
+        if not session.policies[name].is_trained:
+            raise ConfigError(f"A reward is given for the call {call_id!r:.80} of {name!r:.80}, which is not trained.")
         found[node] = found.get(node, 0.0) + float(value)
     return found
 

@@ -153,6 +153,27 @@ async def test_asking_again_supersedes_the_answer_that_was_not_used():
     assert [step.action for step in rollout.agent_steps] == ["good", "end"]
 
 
+async def test_an_answer_that_the_client_goes_on_with_after_another_is_trained():
+    session = make_session(["one", "two", "after two", "after one"])
+    first = await ask(session, user("a"))
+    second = await ask(session, user("a"))
+    await ask(session, user("a"), assistant(second), user("b"))
+    await ask(session, user("a"), assistant(first), user("c"))
+    actions = [[step.action for step in rollout.agent_steps] for rollout in session_rollouts(session)]
+    assert actions == [["one", "after one"], ["two", "after two"]]
+    assert trained_tokens(session) == recorded_tokens(session)
+
+
+async def test_of_histories_that_differ_in_white_space_the_exact_one_is_continued():
+    session = make_session(["x", "x", "end"])
+    await ask(session, user("spaces: a  b"))
+    await ask(session, user("spaces: a   b"))
+    await ask(session, user("spaces: a  b"), ClientMessage(role="assistant", content="x"), user("go on"))
+    assert kinds(session) == ["new", "new", "continued"]
+    assert session.nodes[2].parent is session.nodes[0]
+    assert len(session_rollouts(session)) == 2, "another question is no retry"
+
+
 async def test_several_answers_to_one_question_are_all_trained_if_none_is_continued():
     session = make_session(["one", "two", "three"])
     for _ in range(3):
@@ -191,6 +212,13 @@ async def test_a_previous_id_stands_for_the_history():
         await ask(session, user("c"), previous_id="resp_1")
 
 
+async def test_a_previous_id_with_a_rewritten_system_prompt_keeps_the_first_one():
+    session = make_session(["one", "two"], keep_first_system=True)
+    first = await ask(session, system("It is 9:00."), user("a"))
+    await ask(session, system("It is 9:01."), user("b"), previous_id=f"resp_{first.token}")
+    assert [m["role"] for m in session.nodes[1].prompt_messages] == ["system", "user", "assistant", "user"]
+
+
 async def test_a_prefilled_reply_is_refused():
     session = make_session(["one"])
     with pytest.raises(ConfigError, match="prefilled replies are not supported"):
@@ -201,7 +229,7 @@ async def test_a_prefilled_reply_is_refused():
 async def test_rewards_of_single_calls_and_components():
     session = make_session(["one", "two"])
     first = await ask(session, user("a"))
-    await ask(session, user("a"), assistant(first), user("b"))
+    second = await ask(session, user("a"), assistant(first), user("b"))
     [rollout] = session_rollouts(
         session, reward={"exact": 1.0, "short": 0.5}, call_rewards={f"chatcmpl-{first.token}": -0.25}
     )
@@ -211,6 +239,8 @@ async def test_rewards_of_single_calls_and_components():
     assert rollout.steps[-1].terminated and rollout.stop is StopReason.TERMINATED
     with pytest.raises(ConfigError, match="which is not one of this session's"):
         session_rollouts(session, call_rewards={"chatcmpl-unknown": 1.0})
+    [both] = session_rollouts(session, reward=1.0, call_rewards={second.token: 0.5})
+    assert [turn.reward for turn in both.turns()] == [0.0, 1.5]
 
 
 # --- random sessions ---
@@ -251,10 +281,14 @@ class RandomClient:
         if action == "hang up":
             return
         if action == "retry":
+            if self.draw(st.booleans()):  # and go on with both answers
+                self.conversations.append([*conversation, *self.followed(reply)])
             reply = await ask(self.session, *conversation, tools=TOOLS)
-        conversation.append(self.spelled(reply))
+        conversation += self.followed(reply)
+
+    def followed(self, reply: Reply) -> list[ClientMessage]:
         results = [tool(call["id"], f"result {index}") for index, call in enumerate(reply.tool_calls)]
-        conversation += results or [user(f"go on {self.num_asked}")]
+        return [self.spelled(reply), *(results or [user(f"go on {self.num_asked}")])]
 
     def spelled(self, reply: Reply) -> ClientMessage:
         changes: dict[str, Any] = {}

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from ludic.gateway.server import Gateway
 from ludic.gateway.session import Policy
 from ludic.gateway.threads import session_rollouts
 from ludic.inference import ByteTemplate, HermesToolParser, ScriptedClient
-from ludic.types import ChatClient, Rollout
+from ludic.types import ChatClient, Rollout, TokenChunk, TokenCompletionRequest
 from tests.unit.gateway.sessions import INFERENCE, TOOLS, called
 from tests.unit.gateway.test_session import SlowClient, StreamingClient
 
@@ -111,14 +111,34 @@ async def test_a_client_that_hangs_up_cancels_its_call(monkeypatch):
         assert http.session.counts["undelivered"] == 1
 
 
+class BrokenStream(ScriptedClient):
+    """Loses its model in the middle of a reply."""
+
+    async def stream_tokens(self, request: TokenCompletionRequest) -> AsyncGenerator[TokenChunk, None]:
+        yield TokenChunk(token_ids=list(b"one two"), logprobs=[])
+        await asyncio.sleep(0.01)
+        raise ConnectionResetError("away")
+
+
+@pytest.mark.parametrize("name", PATHS)
+async def test_a_model_that_goes_away_in_the_middle_of_a_stream_is_an_event(name: str):
+    path, body = PATHS[name]
+    async with served(BrokenStream([])) as http:
+        status, text = await http.post(path, {**body, "stream": True})
+    assert status == 200 and "one two" in text and "Internal error" in text
+
+
 async def test_a_retry_of_the_sdk_gets_the_first_answer():
-    replies = iter(["one", "two"])
+    replies = iter(["one", "two", "three"])
     async with served(ScriptedClient(lambda request: next(replies))) as http:
         first = await http.post(*PATHS["chat"])
         again = await http.post(*PATHS["chat"], **{"X-Stainless-Retry-Count": "1"})
         keyed = [await http.post(*PATHS["chat"], **{"Idempotency-Key": "k"}) for _ in range(2)]
+        path, body = PATHS["chat"]
+        other = await http.post(path, {**body, "max_tokens": 9}, **{"Idempotency-Key": "k"})
     assert again == first
     assert keyed[0] == keyed[1] != first
+    assert other[1]["choices"][0]["message"]["content"] == "three", "a key is of one body"
 
 
 async def test_tool_calls_and_their_results_continue_the_tokens():
@@ -146,7 +166,9 @@ async def test_sessions_are_managed_with_the_control_token():
         assert status == 200 and opened["base_url"] == f"{http.gateway.url}/v1"
         _, answer = await http.post(*PATHS["chat"], Authorization=f"Bearer {opened['api_key']}")
         place = f"/sessions/{opened['id']}"
-        assert (await http.post(f"{place}/reward", {"value": "high"}, **control))[0] == 400
+        for value in ("high", 1e300, 10**400):
+            assert (await http.post(f"{place}/reward", {"value": value}, **control))[0] == 400
+            assert (await http.post(f"{place}/reward", {"calls": {answer["id"]: value}}, **control))[0] == 400
         assert (await http.post(f"{place}/reward", {"calls": {"chatcmpl-1": 1}}, **control))[0] == 400
         reward = {"value": 0.5, "components": {"format": 0.25}, "calls": {answer["id"]: 2}}
         assert (await http.post(f"{place}/reward", reward, **control))[0] == 200

@@ -124,6 +124,40 @@ async def test_a_retry_within_the_grace_keeps_the_call_alive(monkeypatch):
     assert (await joined.reply()).content == "slow"
 
 
+@pytest.mark.parametrize("is_answered", [True, False])
+async def test_a_retry_does_not_join_a_call_that_was_given_up(monkeypatch, is_answered: bool):
+    monkeypatch.setattr(session_module, "RETRY_GRACE_S", 0.0)
+    client = SlowClient()
+    session = make_session([], client=client)
+    call = session.begin(ASKED, key="k")
+    await client.began.wait()
+    if is_answered:
+        client.go.set()
+        await call.reply()
+    session.lost(call)
+    while session.nodes[0].state == "open":
+        await asyncio.sleep(0)
+    client.go.set()
+    again = session.begin(ASKED, key="k", is_retry=True)
+    reply = await again.reply()
+    session.delivering(again)
+    await ask(session, user("a"), assistant(reply), user("b"))
+    assert [node.state for node in session.nodes] == ["undelivered", "delivered", "delivered"]
+    assert session.nodes[2].kind == "continued" and session.counts["undelivered"] == 1
+
+
+async def test_a_replay_that_is_not_delivered_takes_nothing_back():
+    session = make_session(["one"])
+    call = session.begin(ASKED, key="k")
+    await call.reply()
+    session.delivering(call)
+    again = session.begin(ASKED, key="k", is_retry=True)
+    session.delivering(again)
+    session.not_delivered(again)
+    session.close()
+    assert len(session_rollouts(session)) == 1
+
+
 async def test_past_a_limit_the_agent_is_told_once_and_then_refused():
     session = make_session(["one", "two"], limits=SessionLimits(max_calls=1))
     await ask(session, user("a"))
@@ -169,6 +203,13 @@ async def test_the_sessions_sampling_is_pinned_and_stop_and_length_are_the_clien
     ]
 
 
+async def test_settings_that_are_refused_are_no_call():
+    session = make_session(["x"], pin_sampling=False)
+    with pytest.raises(ConfigError, match="temperature"):
+        await ask(session, user("a"), sampling={"temperature": -1.0})
+    assert not session.nodes and not session.counts["calls"]
+
+
 async def test_the_model_name_chooses_the_policy_and_only_trained_ones_are_in_rollouts():
     def policy(text: str, is_trained: bool = True) -> Policy:
         client = ScriptedClient(lambda request: text)
@@ -184,9 +225,24 @@ async def test_the_model_name_chooses_the_policy_and_only_trained_ones_are_in_ro
         ("solved", "agent", 0.0, "thread"),
         ("criticised", "agent:critic", 1.0, None),
     ]
+    with pytest.raises(ConfigError, match="of 'title', which is not trained"):
+        session_rollouts(session, call_rewards={replies[2].token: 1.0})
     strict = make_session([], policies=policies, default=None)
     with pytest.raises(RequestRefused, match="solver, critic, title"):
         await ask(strict, user("a"), model="gpt-9")
+
+
+async def test_replies_of_another_policy_are_context():
+    policies = {
+        name: Policy(client=ScriptedClient(lambda request: "same"), chat_template=ByteTemplate(), model=name)
+        for name in ("a", "b")
+    }
+    session = make_session([], policies=policies, default="a")
+    one = await ask(session, user("q"), model="a")
+    two = await ask(session, user("q"), assistant(one), user("r"), model="b")
+    await ask(session, user("q"), assistant(one), user("r"), assistant(two), user("s"), model="a")
+    assert [node.kind for node in session.nodes] == ["new", "foreign", "foreign"]
+    assert [len(rollout.agent_steps) for rollout in session_rollouts(session)] == [2, 1]
 
 
 async def test_an_error_of_the_set_up_or_of_the_policy_is_kept_for_the_episode():
@@ -259,11 +315,27 @@ async def test_tools_of_a_template_without_them_are_described_in_the_system_mess
     assert [m["role"] for m in rollout.agent_steps[1].prompt_messages] == ["system", "user", "assistant", "tool"]
 
 
+async def test_tools_that_change_are_described_again():
+    session = make_session(["one", "two", "three"], NoTools(tool_parser=HermesToolParser()))
+    messages = [user("a")]
+    shown = []
+    for tools in ([], TOOLS, []):
+        reply = await ask(session, *messages, tools=tools)
+        messages += [assistant(reply), user("b")]
+        first = session.nodes[-1].prompt_messages[0]
+        shown.append((first["role"], '"name": "add"' in first["content"]))
+    assert shown == [("user", False), ("system", True), ("user", False)]
+    assert session.counts["rerendered"] == 2
+
+
 @pytest.mark.parametrize("template", [NoTools(), ByteTemplate()])
 async def test_tools_of_a_model_whose_calls_cannot_be_read_are_refused(template: ByteTemplate):
     session = make_session(["x"], template)
     with pytest.raises(ConfigError, match="cannot be read"):
         await ask(session, user("a"), tools=TOOLS)
+    first = await ask(session, user("a"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        await ask(session, user("a"), assistant(first), user("b"), tools=TOOLS)
     assert session.error is None
 
 

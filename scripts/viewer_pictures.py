@@ -3,7 +3,7 @@
     python scripts/viewer_pictures.py runs/gsm8k [--out docs/images] [--only group,tokens]
 
 Starts the viewer's server, opens Chromium without a window, and chooses what to show by itself: the group of the last update with
-the widest rewards, its worst rollout, the task that gained most. Needs the extras view and browser, Chromium, and Pillow.
+the widest rewards, its best rollout, the task that gained most. Needs the extras view and browser, Chromium, and Pillow.
 """
 
 import argparse
@@ -29,19 +29,20 @@ SIZE = {"width": 1280, "height": 800}
 def routes(ask: Callable[[str], dict[str, Any]], run: str) -> dict[str, str]:
     """Name of the picture -> what it shows."""
     base = f"#/run/{quote(run, safe='')}"
-    last = ask("/steps")["steps"][-1]["step"]
-    groups = ask(f"/groups?step={last}&sort=-spread&limit=1")["groups"] or ask("/groups?sort=-spread&limit=1")["groups"]
-    group = groups[0]
-    worst = group["rollouts"][group["rewards"].index(min(group["rewards"]))]
+    steps = ask("/steps")["steps"]
+    most = max(row["num_rollouts"] for row in steps)
+    last = [row["step"] for row in steps if row["num_rollouts"] == most][-1]  # a run may be in the midst of a step
+    (group,) = ask(f"/groups?step={last}&sort=-spread&limit=1")["groups"]
+    best = group["rollouts"][group["rewards"].index(max(group["rewards"]))]
     task = ask("/tasks?sort=-gain&limit=1")["tasks"][0]["task"]
     return {
         "metrics": f"{base}/metrics?smooth=0.6",
         "step": f"{base}/step/{last}",
         "groups": f"{base}/step/{last}?show=groups&sort=-spread",
         "group": f"{base}/group/{quote(group['group'], safe='')}",
-        "rollout": f"{base}/rollout/{quote(worst, safe='')}",
-        "tokens": f"{base}/rollout/{quote(worst, safe='')}?view=tokens&color=logprob",
-        "advantage": f"{base}/rollout/{quote(worst, safe='')}?view=tokens&color=advantage",
+        "rollout": f"{base}/rollout/{quote(best, safe='')}",
+        "tokens": f"{base}/rollout/{quote(best, safe='')}?view=tokens&color=logprob",
+        "advantage": f"{base}/rollout/{quote(best, safe='')}?view=tokens&color=advantage",
         "task": f"{base}/task/{quote(task, safe='')}",
         "time": f"{base}/time",
         "health": f"{base}/health",

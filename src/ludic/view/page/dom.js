@@ -67,7 +67,7 @@ export function signed(x, digits = 3) {
 }
 
 function minus(text) {
-  return text.replace("-", "−");
+  return text.replaceAll("-", "−");
 }
 
 export function count(n, one, many = `${one}s`) {

@@ -2,7 +2,7 @@
 
 import { count, el, empty, fill, link, num, reward, svg } from "./dom.js";
 import { get, runHash, runUrl } from "./data.js";
-import { flags } from "./step.js";
+import { flags, isBest } from "./step.js";
 
 const LANE = 34, WIDTH = 1000, LABEL = 120;
 
@@ -24,7 +24,7 @@ class Group {
     this.columns = group.cards.map((card, i) => this.column(card, i, mean));
     this.node = el("section", {},
       el("div.title", {}, el("div", {}, el("h1", {}, "Group of ", link(runHash(run, `/task/${encodeURIComponent(group.task)}`), { title: "This task over all updates" }, String(group.task ?? "–"))),
-        el("p.muted", {}, link(runHash(run, `/step/${group.step}`), {}, `step ${num(group.step)}`), ` · ${count(group.cards.length, "rollout")} · mean reward ${num(mean)}`, new Set(rewards).size === 1 ? " · equal rewards: this group teaches nothing" : "",
+        el("p.muted", {}, link(runHash(run, `/step/${group.step}`), {}, `step ${num(group.step)}`), ` · ${count(group.cards.length, "rollout")} · mean reward ${num(mean)}`, rewards.length > 1 && new Set(rewards).size === 1 ? " · equal rewards: this group teaches nothing" : "",
           without ? ` · ${num(tokens)} different tokens instead of ${num(without)} (${num(without / tokens)}× shared)` : ""))),
       el("h2", {}, "Tree of shared tokens"), nodes.length ? [el("div.tree-box", {}, this.drawing(nodes)), this.reader] : empty("No tokens", "These rollouts have no token record."),
       el("h2", {}, "Side by side"), el("p.muted", {}, this.difference()), el("div.columns", {}, this.columns));
@@ -32,7 +32,7 @@ class Group {
 
   difference() {
     const d = this.group.first_difference;
-    if (!d) return "All replies are equal.";
+    if (!d) return this.group.cards.length === 1 ? "The group has one rollout." : "All replies are equal.";
     return `The replies differ from token ${num(d.token + 1)} of call ${num(d.call + 1)} on. ◆ marks where a reply leaves the others.`;
   }
 
@@ -51,7 +51,7 @@ class Group {
       return n.y;
     };
     roots.forEach(height);
-    const y = (at) => 16 + at * LANE, most = Math.max(1, ...nodes.map((n) => n.rollouts.length));
+    const y = (at) => 24 + at * LANE, most = Math.max(1, ...nodes.map((n) => n.rollouts.length));
     const edges = [], boxes = [], marks = [];
     for (const n of nodes) {
       const [x0, x1] = [place(n.start), place(n.start + n.length)], thick = 5 + 11 * (n.rollouts.length / most);
@@ -70,10 +70,10 @@ class Group {
         else edges.push(svg("path.edge.rest", { d: `M ${x1} ${y(at)} L ${WIDTH - LABEL} ${y(at)}` }));
         const kind = card.reward > 0 ? "positive" : card.reward < 0 ? "negative" : "zero";
         marks.push(svg("a", { href: runHash(this.run, `/rollout/${encodeURIComponent(card.id)}`), "aria-label": `rollout ${i + 1}, reward ${num(card.reward)}` },
-          svg(`rect.end.${kind}`, { x: WIDTH - LABEL + 4, y: y(at) - 11, width: LABEL - 8, height: 22, rx: 5 }), svg("text", { x: WIDTH - LABEL + 12, y: y(at) + 4 }, `#${i + 1}`), svg("text", { x: WIDTH - 12, y: y(at) + 4, "text-anchor": "end" }, `${card.reward > 0 ? "+" : ""}${num(card.reward)}`)));
+          svg(`rect.end.${kind}${isBest(card.reward, this.group.cards.map((c) => c.reward)) ? ".best" : ""}`, { x: WIDTH - LABEL + 4, y: y(at) - 11, width: LABEL - 8, height: 22, rx: 5 }), svg("text", { x: WIDTH - LABEL + 12, y: y(at) + 4 }, `#${i + 1}`), svg("text", { x: WIDTH - 12, y: y(at) + 4, "text-anchor": "end" }, `${card.reward > 0 ? "+" : ""}${num(card.reward)}`)));
       }
     }
-    return svg("svg.tree", { viewBox: `0 0 ${WIDTH} ${Math.max(1, lane) * LANE + 4}`, role: "group", "aria-label": "Tree of shared tokens" }, edges, boxes, marks);
+    return svg("svg.tree", { viewBox: `0 0 ${WIDTH} ${Math.max(1, lane) * LANE + 8}`, role: "group", "aria-label": "Tree of shared tokens" }, edges, boxes, marks);
   }
 
   read(n) {

@@ -241,7 +241,7 @@ class RolloutView {
     if (node) { this.marked?.classList.remove("now"); node.classList.add("now"); this.marked = node; }
     const at = (column) => (t && column ? column[i] : null);
     const p = at(t?.logprob), trainer = at(t?.trainer_logprob);
-    fill(this.inspector, el("h3", {}, "Token"), el("div.token-text", {}, t ? JSON.stringify(t.text?.[i] ?? "").slice(1, -1) || " " : "point at a token"), facts([
+    fill(this.inspector, el("h3", {}, "Token"), el("div.token-text", {}, t ? JSON.stringify(t.text?.[i] ?? "").slice(1, -1).replaceAll(" ", "␣") || " " : "point at a token"), facts([
       ["place", t ? `${num(i + 1)} of ${num(t.id.length)} in call ${Number(node.dataset.call) + 1}` : "–"], ["id", t ? String(t.id[i]) : "–"],
       ["advantage", signed(at(t?.advantage))], ["push", signed(at(t?.gradient))], ["probability", p === null || p === undefined ? "–" : `${num(100 * Math.exp(p))} %`], ["log-prob, sampler", num(p, 4)], ["log-prob, trainer", num(trainer, 4)],
       ["mismatch", p === null || trainer === null || p === undefined || trainer === undefined ? "–" : signed(trainer - p)], ["ratio", num(at(t?.ratio), 4)], ["entropy", num(at(t?.entropy))],

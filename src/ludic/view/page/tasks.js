@@ -49,7 +49,7 @@ export async function taskView({ run, item }) {
     if (!steps.length) { fill(node, empty("No rollout of this task", item)); return; }
     const mean = (rewards) => rewards.reduce((a, b) => a + b, 0) / rewards.length;
     chart.set([{ name: item, steps: steps.map((s) => s.step), values: steps.map((s) => mean(s.rewards)) }]);
-    fill(rows, steps.map((s) => el("div.task-step", {}, link(runHash(run, `/step/${s.step}?task=${encodeURIComponent(item)}`), { class: "n" }, `step ${num(s.step)}`), el("span.cells", {}, s.rewards.map((r, i) => link(runHash(run, `/rollout/${encodeURIComponent(s.rollouts[i])}`), { "data-nav": true, "aria-label": `step ${s.step}, reward ${num(r)}` }, cell(r, isBest(r, s.rewards))))), el("span.muted", {}, `mean ${num(mean(s.rewards))}`))));
+    fill(rows, steps.toReversed().map((s) => el("div.task-step", {}, link(runHash(run, `/step/${s.step}?task=${encodeURIComponent(item)}`), { class: "n" }, `step ${num(s.step)}`), el("span.cells", {}, s.rewards.map((r, i) => link(runHash(run, `/rollout/${encodeURIComponent(s.rollouts[i])}`), { "data-nav": true, "aria-label": `step ${s.step}, reward ${num(r)}` }, cell(r, isBest(r, s.rewards))))), el("span.muted", {}, `mean ${num(mean(s.rewards))}`))));
     const [first, last] = [steps[0], steps.at(-1)];
     const at = (s, choose) => s.rollouts[s.rewards.indexOf(choose(...s.rewards))];
     const wanted = [[first.rollouts[0], "First attempt"], [at(last, Math.min), "Latest update, worst"], [at(last, Math.max), "Latest update, best"]].filter(([id], i, all) => all.findIndex(([other]) => other === id) === i);
@@ -73,7 +73,7 @@ async function attempt(run, id, title) {
     const steps = r.turns.flatMap((t) => t.steps), info = steps.findLast((s) => s.kind === "env")?.info;
     const asked = steps.find((s) => s.kind === "call")?.messages_new?.findLast((m) => m.role === "user")?.content;
     const texts = steps.filter((s) => s.kind === "call").map((s) => s.action || "");
-    const node = el("article.column", {}, head(r), el("div.muted.small", {}, `step ${num(r.step)} · ${num(r.tokens)} tokens · ${r.stop || "–"}`), el("div.text", {}, texts.map((text, i) => [i ? el("hr") : null, text])), info && Object.keys(info).length ? json(info) : null);
+    const node = el("article.column", {}, head(r), el("div.muted.small", {}, `step ${num(r.step)} · ${count(r.tokens, "token")} · ${r.stop || "–"}`), el("div.text", {}, texts.map((text, i) => [i ? el("hr") : null, text])), info && Object.keys(info).length ? json(info) : null);
     return { node, prompt: textOf(asked) };
   } catch (error) {
     return { node: el("article.column", {}, head(null), el("p.muted", {}, error.message)), prompt: "" };

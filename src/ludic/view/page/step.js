@@ -1,7 +1,7 @@
 // One step, or all of them: its groups and its rollouts, with filters.
 
 import { count, debounced, el, fill, link, num, reward, seconds, segmented } from "./dom.js";
-import { get, query, remember, runHash, runUrl } from "./data.js";
+import { get, query, remember, runHash, runUrl, stored } from "./data.js";
 import { histogram } from "./chart.js";
 import { VirtualTable } from "./table.js";
 
@@ -59,7 +59,7 @@ class Step {
     this.heading.textContent = step === null ? (this.item === "all" ? "All steps" : "No step yet") : step === 0 ? "Rollouts without a step" : `Step ${step}`;
     this.sums.textContent = facts
       ? `${count(facts.num_groups, "group")} · ${count(facts.num_rollouts, "rollout")} · mean reward ${num(facts.reward_mean)} · ${count(facts.num_zero_spread, "group")} without spread · ${num(facts.num_truncated)} truncated · ${num(facts.num_failed)} failed · lag up to ${num(facts.lag_max)}`
-      : this.steps.length ? `${num(this.steps.reduce((n, s) => n + s.num_rollouts, 0))} rollouts in ${num(this.steps.length)} steps` : "\u00a0";
+      : this.steps.length ? `${stored ? "Of " : ""}${count(this.steps.reduce((n, s) => n + s.num_rollouts, 0), "rollout")} in ${count(this.steps.length, "step")}${stored ? ", those in this file" : ""}` : "\u00a0";
     const at = this.steps.findIndex((s) => s.step === step);
     const slider = el("input", { type: "range", min: 0, max: Math.max(0, this.steps.length - 1), "aria-label": "Step", value: Math.max(0, at), onchange: () => { location.hash = this.hash(this.steps[Number(slider.value)].step); } });
     fill(this.picker, el("button.icon", { type: "button", title: "Previous step ([)", "aria-label": "Previous step", onclick: () => this.go(-1) }, "‹"), slider,

@@ -231,7 +231,15 @@ def compared_groups(cards: Iterable[Card]) -> dict[tuple[str, str | None, str | 
 
 def is_zero_spread(members: Sequence[Card]) -> bool:
     """Whether a group of several earned the same reward throughout, so that nothing is learned from it."""
-    return len(members) > 1 and spread_of([card.reward for card in members]) == 0
+    rewards = [card.reward for card in members]
+    if len(rewards) < 2 or min(rewards) == max(rewards):
+        return len(rewards) > 1
+    return _is_close(rewards) and spread_of(rewards) == 0
+
+
+def _is_close(rewards: Sequence[float]) -> bool:
+    """Whether they might differ by no more than rounding; all others need no exact look."""
+    return max(rewards) - min(rewards) < 1e-3 * max(map(abs, rewards))
 
 
 # --- one file ---------------------------------------------------------------------------------------------------

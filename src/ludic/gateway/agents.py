@@ -14,6 +14,7 @@ import re
 import shlex
 import shutil
 import signal
+import stat
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -223,6 +224,7 @@ class AgentCommand(OutsideAgent):
             raise ConfigError(f"The agent's sandbox cannot show {missing[0]}: there is no such file or folder.")
         self._binds = _visible_folders([self._folder, *map(Path, (sys.prefix, sys.base_prefix)), *shown])
         self._check_visible(Path(program))
+        _check_readable([self._folder, *shown])
         self._path = ":".join(entry for entry in self._path.split(":") if _is_visible(Path(entry), self._binds))
         try:
             self._launcher = BubblewrapLauncher(BubblewrapConfig(limits=limits, loopback=True))
@@ -348,6 +350,16 @@ def _visible_folders(wanted: Sequence[Path]) -> list[Path]:
         if not hides_system and not _is_visible(folder, found):
             found.append(folder)
     return found
+
+
+def _check_readable(folders: Sequence[Path]) -> None:
+    """Root's sandbox runs commands as another user, who must be able to read what it shows."""
+    closed = [folder for folder in folders if os.geteuid() == 0 and not folder.stat().st_mode & stat.S_IROTH]
+    if closed:
+        raise ConfigError(
+            f"The agent's sandbox runs the command as another user, who may not read {closed[0]}: allow it (chmod o+rx "
+            f"{closed[0]}), start in another folder, or use --agent-sandbox none."
+        )
 
 
 def _is_visible(path: Path, binds: Sequence[Path]) -> bool:

@@ -250,3 +250,12 @@ def _process_with(*arguments: str) -> int:
                 found.append(int(folder.name))
     (pid,) = found
     return pid
+
+
+@pytest.mark.skipif(not is_bubblewrap_available(), reason="bubblewrap cannot be used here")
+def test_a_folder_that_the_sandbox_of_root_cannot_read_is_named(tmp_path, monkeypatch):
+    tmp_path.chmod(0o700)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with pytest.raises(ConfigError, match=rf"may not read {tmp_path}.*chmod o\+rx"):
+        AgentCommand("/bin/true {task}", sandbox="bubblewrap")

@@ -35,6 +35,7 @@ from ludic.types import (
     ConfigError,
     InferenceSpec,
     PolicyGone,
+    PromptTooLong,
     SamplingParams,
     StreamingClient,
     TokenArray,
@@ -332,7 +333,7 @@ class Session:
 
     async def _sample(self, call: Call, node: Node, policy: Policy, request: TokenCompletionRequest) -> Reply:
         try:
-            answering = self._response(call, node, policy, request)
+            answering = self._response_within_room(call, node, policy, request)
             response, splitter = await (
                 answering if self.timeout_s is None else asyncio.wait_for(answering, self.timeout_s)
             )
@@ -352,6 +353,20 @@ class Session:
         self._num_tool_calls += len(reply.tool_calls)
         call.add(whole_pieces(reply) if splitter is None else splitter.rest(reply))
         return reply
+
+    async def _response_within_room(
+        self, call: Call, node: Node, policy: Policy, request: TokenCompletionRequest
+    ) -> tuple[ChatResponse, ReplyPieces | None]:
+        """The completion, shorter than asked for if prompt and reply would not fit the context together. A prompt that leaves no
+        room is refused, as other APIs do: agents that compact their history then do it."""
+        try:
+            return await self._response(call, node, policy, request)
+        except PromptTooLong as error:
+            room, sampling = error.limit - len(request.prompt_token_ids), request.sampling
+            if not 1 <= room < sampling.max_tokens:
+                raise
+            request.sampling = replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
+            return await self._response(call, node, policy, request)
 
     async def _response(
         self, call: Call, node: Node, policy: Policy, request: TokenCompletionRequest

@@ -26,6 +26,7 @@ from ludic.types import (
     ConfigError,
     EngineClosed,
     InferenceSpec,
+    PromptTooLong,
     ReturnSpec,
     SamplingParams,
     StepOutcome,
@@ -337,6 +338,25 @@ async def test_tools_of_a_model_whose_calls_cannot_be_read_are_refused(template:
     with pytest.raises(ConfigError, match="cannot be read"):
         await ask(session, user("a"), assistant(first), user("b"), tools=TOOLS)
     assert session.error is None
+
+
+class SmallContext(ScriptedClient):
+    """Refuses a request whose prompt and reply do not fit its context together, as the engines do."""
+
+    async def complete_tokens(self, request: TokenCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
+        wanted = len(request.prompt_token_ids) + request.sampling.max_tokens
+        if wanted > 60:
+            raise PromptTooLong(wanted, 60)
+        return await super().complete_tokens(request)
+
+
+async def test_a_reply_is_cut_to_the_room_that_the_context_leaves():
+    session = make_session([], client=SmallContext(lambda request: "x" * 100))
+    first = await ask(session, user("a" * 30))
+    assert (first.num_prompt_tokens, first.num_completion_tokens, first.finish_reason) == (33, 27, "length")
+    with pytest.raises(PromptTooLong):
+        await ask(session, user("a" * 30), assistant(first), user("b"))
+    assert session.error is None and session.counts["failed"] == 1
 
 
 # --- the same seeds as an agent of Ludic's ---

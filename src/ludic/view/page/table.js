@@ -10,6 +10,7 @@ export class VirtualTable {
     Object.assign(this, { columns, fetchPage, href, onTotal, emptyText });
     this.rows = new Map();
     this.pages = new Map();
+    this.shown = new Map();
     this.total = null;
     this.at = 0;
     this.generation = 0;
@@ -44,6 +45,7 @@ export class VirtualTable {
   }
 
   accept(offset, { total, rows }) {
+    this.shown = new Map();
     rows.forEach((row, i) => this.rows.set(offset + i, row));
     const isNew = total !== this.total;
     this.total = total;
@@ -66,10 +68,25 @@ export class VirtualTable {
     const last = Math.min(this.total, Math.ceil((this.body.scrollTop + this.body.clientHeight) / ROW) + 5);
     for (let page = Math.floor(first / PAGE) * PAGE; page < last; page += PAGE) this.load(page);
     this.head.style.paddingRight = `${18 + this.body.offsetWidth - this.body.clientWidth}px`; // the width of the scroll bar
-    const shown = [];
-    for (let i = first; i < last; i++) shown.push(this.row(i));
+    const shown = new Map();
+    for (let i = first; i < last; i++) {
+      const row = this.rows.get(i), old = this.shown.get(i); // a row that is still in sight is kept
+      shown.set(i, old && old.row === row && old.isAt === (i === this.at) ? old : { row, isAt: i === this.at, node: this.row(i) });
+    }
+    this.shown = shown;
     this.window.style.transform = `translateY(${first * ROW}px)`;
-    fill(this.window, shown);
+    this.put([...shown.values()].map((one) => one.node));
+  }
+
+  /** Makes these the children of the window and moves only those that are not in their place. */
+  put(nodes) {
+    const wanted = new Set(nodes);
+    for (const child of [...this.window.children]) if (!wanted.has(child)) child.remove();
+    let next = null;
+    for (const node of nodes.reverse()) {
+      if (node.parentNode !== this.window || node.nextSibling !== next) this.window.insertBefore(node, next);
+      next = node;
+    }
   }
 
   async load(offset) {

@@ -24,7 +24,7 @@ from ludic.sandbox.arithmetic import is_harmless, is_python
 from ludic.types import ConfigError, Info, MissingExtra, Observation, ResetNeeded, StepOutcome, UnknownName
 
 SYSTEM_PROMPT = (
-    "You solve reasoning  Think step by step, then give the final answer, in exactly the form that the question "
+    "You solve reasoning puzzles. Think step by step, then give the final answer, in exactly the form that the question "
     "asks for and nothing else, between <answer> and </answer>."
 )
 _SEEDS = 2**31

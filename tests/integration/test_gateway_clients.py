@@ -6,6 +6,7 @@ The model says what the script says, in the tool-call format of a real chat temp
 import importlib
 import itertools
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from ludic.inference import (
     ScriptedClient,
     tool_parser_for,
 )
+from ludic.run.config import ModelSettings
+from ludic.run.model import load_tokenizer
 from ludic.types import Rollout
 from tests.fakes import RecordingClient
 from tests.unit.inference.test_real_templates import tokenizer_of
@@ -84,11 +87,15 @@ def gateway_agents() -> Any:
     return importlib.import_module("tests.integration.gateway_agents")
 
 
+@cache
+def smollm2_tokenizer() -> Any:
+    return load_tokenizer(ModelSettings(model="smollm2-135m"))
+
+
 @pytest.fixture(params=TEMPLATES)
 def template(request: pytest.FixtureRequest) -> HFChatTemplate:
     if request.param == "smollm2":
-        tokenizer = request.getfixturevalue("smollm2_engine").tokenizer
-        return HFChatTemplate(tokenizer, tool_parser=HermesToolParser())
+        return HFChatTemplate(smollm2_tokenizer(), tool_parser=HermesToolParser())
     tokenizer = tokenizer_of(request.param)
     return HFChatTemplate(tokenizer, tool_parser=tool_parser_for(tokenizer))
 

@@ -299,7 +299,10 @@ def test_resume_finds_custom_algorithm_agent_parser_and_tools(ludic, tmp_path):
     assert "The letters of a word." in character_tokenizer().decode(prompt.tolist())
     for wrong, message in (
         (["--algo", "parts/own.py:nothing"], "gives a NoneType; it must return an RLAlgorithm"),
-        (["--agent", "parts/own.py:nothing"], "The agent 'parts/own.py:nothing' cannot be made like that"),
+        (
+            ["--agent", "parts/own.py:nothing"],
+            "The agent nothing() cannot be called: too many positional arguments. Its first argument is the task",
+        ),
         (["--tools", "calculator", "--agent-set", 'tools=["calculator"]'], "Tools were given twice"),
     ):
         refused = ludic("train", "letter.py:Letter", *SMALL, "--name", "wrong", *wrong)

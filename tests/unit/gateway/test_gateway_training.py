@@ -52,7 +52,7 @@ def curve(run: ludic.run.Run, *names: str) -> list[tuple[float, ...]]:
 
 @pytest.mark.slow
 def test_an_unchanged_client_learns_rock_paper_scissors_as_the_native_agent_does(tmp_path):
-    settings = {**SMALL, "env": RockPaperScissors, "group_size": 16, "lr": 3e-3, "runs": tmp_path, "steps": 40}
+    settings = {**SMALL, "env": RockPaperScissors, "group_size": 8, "lr": 8e-3, "runs": tmp_path, "steps": 28}
     with ludic.run.build(**settings, name="native") as native:
         native.train()
     with ludic.run.build(**settings, name="outside", agent=play) as outside:

@@ -346,7 +346,8 @@ def start(folder, steps, pause_s=0.0):
 
 def metrics(folder):
     path = folder / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    written = path.read_text().rpartition("\n")[0] if path.exists() else ""  # the last line may be half written
+    rows = [json.loads(line) for line in written.splitlines()]
     drop = ("perf/", "time")
     return {row["step"]: {k: v for k, v in row.items() if not k.startswith(drop)} for row in rows}
 

@@ -155,7 +155,7 @@ class TokenRecorder:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with unfinished.open("wb") as file:
-                np.savez(file, **arrays)  # type: ignore[arg-type]  # the stubs take the names for allow_pickle
+                np.savez(file, **arrays)  # type: ignore[arg-type]  # the stubs take the names for another argument
             unfinished.replace(path)
             self._done(failed=False)
             self.num_written += 1

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from ludic.gateway.forest import Forest, Node
 from ludic.gateway.wire.canonical import ClientMessage, JSONObject, PieceKind, Reply
 from ludic.inference import ByteTemplate, ChatTemplate, HFChatTemplate, Prompt
-from ludic.inference.serving.response import TextStream
+from ludic.inference.serving.response import TextStream, overlap
 from ludic.inference.templates.chat import shows_tools
 from ludic.inference.templates.conversation import decode_reply
 from ludic.inference.templates.tool_calls import READABLE_CALLS
@@ -217,8 +217,8 @@ def take_answer(
         found = template.parse_tool_calls(content)
         if found.tool_calls and not found.parse_error:
             calls, content = found.tool_calls, found.content
-            thinking = text[: len(text) - len(split_off_thinking(text))]
-            node.message = {"role": "assistant", "content": f"{thinking}{content}".strip()}
+            thinking = _THINKING.match(text)
+            node.message = {"role": "assistant", "content": f"{thinking[0] if thinking else ''}{content}".strip()}
             node.message["tool_calls"] = [
                 {**call, "id": f"call{num_calls + index:05d}"} for index, call in enumerate(calls)
             ]
@@ -241,12 +241,6 @@ def split_reasoning(text: str) -> tuple[str, str]:
     """(reasoning, the rest) of a reply that may begin with a think block."""
     found = _THINKING.match(text)
     return ("", text) if found is None else (found[1].strip(), text[found.end() :].lstrip())
-
-
-def split_off_thinking(text: str) -> str:
-    """The reply behind its think block, white space included."""
-    found = _THINKING.match(text)
-    return text if found is None else text[found.end() :]
 
 
 def decoder_of(template: ChatTemplate) -> Decode | None:
@@ -287,7 +281,7 @@ class ReplyPieces:
                 self._take(pieces, text.rstrip())
                 self._state, self._rest, self._strips = "content", rest, True
             else:
-                self._take(pieces, text[: len(text) - _overlap(text, _CLOSE)].rstrip())
+                self._take(pieces, text[: len(text) - overlap(text, _CLOSE)].rstrip())
                 return pieces
         end = len(self._rest)
         if self._with_tools:
@@ -319,10 +313,6 @@ def whole_pieces(reply: Reply) -> list[tuple[PieceKind, str]]:
     """A finished reply as the pieces of a stream."""
     both: list[tuple[PieceKind, str]] = [("reasoning", reply.reasoning), ("content", reply.content)]
     return [(kind, text) for kind, text in both if text]
-
-
-def _overlap(text: str, marker: str) -> int:
-    return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
 
 
 def terminal_reply(token: str, model: str, text: str) -> Reply:

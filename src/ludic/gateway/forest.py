@@ -36,7 +36,7 @@ class Node:
     """What the client added after the parent's reply; everything for a root."""
     tools: list[JSONObject]
     number: int
-    """Order of arrival in the session."""
+    """Order of arrival in its forest."""
     token: str = field(default_factory=new_token)
     children: list["Node"] = field(default_factory=list)
     state: State = "open"
@@ -46,7 +46,6 @@ class Node:
     """Of a fork whose history is not the recorded one."""
     replaces: "Node | None" = None
     """An earlier answer to the same request."""
-    began_ns: int = field(default_factory=time.time_ns)
     ended_ns: int = 0
     # The prompt and the answer, once they are known.
     prompt_messages: MessageView = field(default_factory=lambda: MessageView([]))

@@ -30,7 +30,7 @@ from ludic.types.steps import MAX_REWARD
 try:
     from aiohttp import web
 
-    from ludic.inference.serving.limits import Connection, Load, ServerLimits, answering, describe_error, listen
+    from ludic.inference.serving.limits import Connection, Load, ServerLimits, answering, describe_error, listen, url_of
 except ImportError as error:
     raise MissingExtra("serve", "The gateway") from error
 
@@ -97,14 +97,13 @@ class Gateway:
         self._closing.push_async_callback(runner.cleanup)
         try:
             listener = await listen(runner, host, port, self._limits)
-        except OSError as error:
+        except ConfigError:
             await self._closing.aclose()
-            raise ConfigError(f"Cannot listen on {host} port {port}: {error.strerror or error}.") from error
+            raise
         self._closing.callback(listener.close)
         if unix_socket is not None:
             await web.UnixSite(runner, str(unix_socket)).start()
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{listener.sockets[0].getsockname()[1]}"
+        self.url = url_of(host, listener)
 
     async def close(self) -> None:
         for session in [*self._sessions.values()]:

@@ -52,7 +52,7 @@ from ludic.types.sampling import MAX_COUNT
 try:
     from aiohttp import web
 
-    from ludic.inference.serving.limits import Connection, Load, ServerLimits, answering, describe_error, listen
+    from ludic.inference.serving.limits import Connection, Load, ServerLimits, answering, describe_error, listen, url_of
 except ImportError as error:
     raise MissingExtra("serve", "The HTTP server") from error
 
@@ -115,13 +115,9 @@ async def serve(
     await runner.setup()
     listener = None
     try:
-        try:
-            listener = await listen(runner, host, port, limits)
-        except OSError as error:
-            raise ConfigError(f"Cannot listen on {host} port {port}: {error.strerror or error}.") from error
+        listener = await listen(runner, host, port, limits)
         if on_ready is not None:
-            shown = f"[{host}]" if ":" in host else host
-            on_ready(f"http://{shown}:{listener.sockets[0].getsockname()[1]}")
+            on_ready(url_of(host, listener))
         await asyncio.Event().wait()
     finally:
         if listener is not None:

@@ -220,4 +220,13 @@ async def listen(runner: web.AppRunner, host: str, port: int, limits: ServerLimi
             return _TooMany(limits)
         return Connection(app_server, limits, **options)
 
-    return await loop.create_server(accept, host, port)
+    try:
+        return await loop.create_server(accept, host, port)
+    except OSError as error:
+        raise ConfigError(f"Cannot listen on {host} port {port}: {error.strerror or error}.") from error
+
+
+def url_of(host: str, listener: asyncio.Server) -> str:
+    """The address of a server; its port, if any free one was asked for."""
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{listener.sockets[0].getsockname()[1]}"

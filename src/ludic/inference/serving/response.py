@@ -41,7 +41,7 @@ class TextStream:
         if len(text) > len(before) and not text.endswith("\ufffd"):
             self._text += text[len(before) :]
             self._start, self._end = self._end, len(self._ids)
-        end = len(self._text) - max((_overlap(self._text, stop) for stop in self._stops), default=0)
+        end = len(self._text) - max((overlap(self._text, stop) for stop in self._stops), default=0)
         for marker in self._hold_from:
             found = self._text.find(marker, self._num_shown, end)
             end = found if found >= 0 else end
@@ -55,8 +55,8 @@ class TextStream:
         return text[self._num_shown :]
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of the text that is the beginning of the stop string."""
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest end of the text that is the beginning of the stop string, or of another marker."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 

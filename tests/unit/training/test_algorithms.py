@@ -33,6 +33,7 @@ from ludic.training.credit_assignment import (
     GroupNormalizedReturn,
     HybridNormalizedReturn,
     LeaveOneOutReturn,
+    MaximumLikelihoodReturn,
     MonteCarloReturn,
     PerStepReward,
     ScaledCredit,
@@ -93,6 +94,12 @@ PRESETS = {
         GroupNormalizedReturn,
         TokenClippedSurrogateLoss,
         {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "reduction": Reduction("sample_sum")},
+    ),
+    "maxrl": (
+        {"group_size": 8, "clip_eps_low": 0.2, "clip_eps_high": 0.2, "ratio_clip": None, **SUMS, **DROP},
+        MaximumLikelihoodReturn,
+        TokenClippedSurrogateLoss,
+        {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "reduction": Reduction("sample_sum"), "ratio_clip": None},
     ),
     "dapo": (
         {"group_size": 8, "clip_eps_low": 0.2, "clip_eps_high": 0.28, "filter_zvp": True, "zvp_filter_eps": 1e-6},

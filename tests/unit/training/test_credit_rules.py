@@ -17,6 +17,7 @@ from ludic.training.credit_assignment import (
     GroupNormalizedReturn,
     HybridNormalizedReturn,
     LeaveOneOutReturn,
+    MaximumLikelihoodReturn,
     MonteCarloReturn,
     PerStepReward,
     PotentialShaping,
@@ -49,6 +50,7 @@ RULES = {
     "GroupNormalizedReturn": GroupNormalizedReturn(2, normalize_adv=True),
     "HybridNormalizedReturn": HybridNormalizedReturn(2),
     "LeaveOneOutReturn": LeaveOneOutReturn(2),
+    "MaximumLikelihoodReturn": MaximumLikelihoodReturn(2),
     "TurnGroupReturn": TurnGroupReturn(2),
     "TurnLeaveOneOutReturn": TurnLeaveOneOutReturn(2),
     "StateGroupReturn": StateGroupReturn(2),
@@ -61,12 +63,12 @@ RULES = {
     "GAE": GAE(0.9, 0.8, no_values),
 }
 GROUPED = [
-    "GroupNormalizedReturn", "HybridNormalizedReturn", "LeaveOneOutReturn", "TurnGroupReturn", "TurnLeaveOneOutReturn",
-    "StateGroupReturn", "EpisodeCredit",
+    "GroupNormalizedReturn", "HybridNormalizedReturn", "LeaveOneOutReturn", "MaximumLikelihoodReturn", "TurnGroupReturn",
+    "TurnLeaveOneOutReturn", "StateGroupReturn", "EpisodeCredit",
 ]  # fmt: skip
 GROUP_RULES = [
-    GroupNormalizedReturn, HybridNormalizedReturn, LeaveOneOutReturn, TurnGroupReturn, TurnLeaveOneOutReturn,
-    partial(StateGroupReturn, comparison="others"),
+    GroupNormalizedReturn, HybridNormalizedReturn, LeaveOneOutReturn, MaximumLikelihoodReturn, TurnGroupReturn,
+    TurnLeaveOneOutReturn, partial(StateGroupReturn, comparison="others"),
 ]  # fmt: skip
 
 

@@ -1,7 +1,13 @@
 """GRPO (arXiv 2402.03300) and its variants: a group of samples per prompt, each compared with its siblings, under PPO's clip."""
 
 from ludic.training.algorithms.algorithm import RLAlgorithm, checked
-from ludic.training.credit_assignment import GroupNormalizedReturn, StateFn, StateGroupReturn, observation_before
+from ludic.training.credit_assignment import (
+    GroupNormalizedReturn,
+    MaximumLikelihoodReturn,
+    StateFn,
+    StateGroupReturn,
+    observation_before,
+)
 from ludic.training.losses import Reduction, TokenClippedSurrogateLoss
 
 
@@ -56,6 +62,31 @@ def make_dr_grpo(
     return RLAlgorithm(
         name=name,
         credit_assigner=GroupNormalizedReturn(group_size, normalize_adv=False, positive_only=positive_only),
+        loss=TokenClippedSurrogateLoss(
+            clip_eps_low=clip_eps_low,
+            clip_eps_high=clip_eps_high,
+            ratio_clip=ratio_clip,
+            reduction=reduction,
+        ),
+        preprocess=checked(drop_zero_weight=drop_zero_weight, drop_zero_weight_eps=drop_zero_weight_eps),
+    )
+
+
+def make_maxrl(
+    *,
+    group_size: int = 8,
+    clip_eps_low: float = 0.2,
+    clip_eps_high: float = 0.2,
+    reduction: Reduction | str | None = None,
+    ratio_clip: float | None = None,
+    drop_zero_weight: bool = False,
+    drop_zero_weight_eps: float = 1e-4,
+    name: str = "maxrl",
+) -> RLAlgorithm:
+    """MaxRL (arXiv 2602.02710): the log of the success rate instead of the rate, by dividing through the group's mean reward."""
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=MaximumLikelihoodReturn(group_size),
         loss=TokenClippedSurrogateLoss(
             clip_eps_low=clip_eps_low,
             clip_eps_high=clip_eps_high,

@@ -10,6 +10,7 @@ from ludic.training.credit_assignment.group import (
     GroupNormalizedReturn,
     HybridNormalizedReturn,
     LeaveOneOutReturn,
+    MaximumLikelihoodReturn,
     RoleBaselineReturn,
     RoleFn,
     agent_in_env,
@@ -36,8 +37,8 @@ from ludic.training.credit_assignment.value import GAE, BetaValueTracker, Tracke
 
 __all__ = [
     "MonteCarloReturn", "EpisodicReturn", "PerStepReward", "ConstantCredit", "GroupNormalizedReturn",
-    "HybridNormalizedReturn", "LeaveOneOutReturn", "RoleBaselineReturn", "RoleFn", "agent_in_env", "TurnGroupReturn",
-    "TurnLeaveOneOutReturn", "StateGroupReturn", "StateFn", "observation_before", "TrackedValueReturn", "BetaValueTracker",
+    "HybridNormalizedReturn", "LeaveOneOutReturn", "MaximumLikelihoodReturn", "RoleBaselineReturn", "RoleFn", "agent_in_env",
+    "TurnGroupReturn", "TurnLeaveOneOutReturn", "StateGroupReturn", "StateFn", "observation_before", "TrackedValueReturn", "BetaValueTracker",
     "GAE", "ValueFn", "gae", "KLCreditModifier", "ScaledCredit", "RoutedCredit", "EpisodeCredit", "Relabelled", "Relabel",
     "with_turn_rewards", "PotentialShaping", "PotentialFn", "info_potential", "returns_to_go",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Better or worse than the siblings of the group (GRPO, Dr. GRPO, ScaleRL, RLOO), or than the role's average (SPIRAL)."""
+"""Better or worse than the siblings of the group (GRPO, Dr. GRPO, MaxRL, ScaleRL, RLOO), or than the role's average (SPIRAL)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ludic.training.credit_assignment.grouping import GroupRule, Weights, compared_totals, finished, same_on_every_step
+from ludic.training.credit_assignment.grouping import (
+    GroupRule,
+    Weights,
+    compared,
+    compared_totals,
+    finished,
+    same_on_every_step,
+)
 from ludic.types import ConfigError, Rollout
 
 
@@ -27,6 +34,22 @@ class GroupNormalizedReturn(GroupRule):
     def _compare(self, members: list[Rollout]) -> Weights:
         advantages_G = compared_totals(members, scaled=self.normalize_adv)
         return same_on_every_step(members, np.maximum(advantages_G, 0.0) if self.positive_only else advantages_G)
+
+
+@dataclass(frozen=True, slots=True)
+class MaximumLikelihoodReturn(GroupRule):
+    """(R − mean of the group) / mean of the group, the same on every step (MaxRL, arXiv:2602.02710).
+
+    For rewards of 0 and 1, with success rate p, the mean gradient over groups of G is that of the series of log p up to order
+    G − 1, −Σ_k (1 − p)^k / k: prompts that are rarely solved count more. A total below 0 counts as 0. A group in which
+    all earn 0 gets 0.
+    """
+
+    def _compare(self, members: list[Rollout]) -> Weights:
+        totals_G = np.maximum([rollout.total_reward for rollout in members], 0.0)
+        mean = totals_G.mean()
+        centred_G = compared(totals_G, made_of=totals_G, scaled=False)
+        return same_on_every_step(members, centred_G / mean if mean else centred_G)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ from ludic.training.algorithms.spo import make_spo, spo_algorithm
 
 __all__ = [
     "RLAlgorithm", "with_episode_credit", "make_grpo", "make_dr_grpo", "make_maxrl", "make_dapo", "make_gigpo", "make_gspo",
-    "make_cispo", "make_scalerl", "make_sapo", "make_gmpo", "make_reinforce", "make_reinforce_baseline", "make_reinforce_pp", "make_rloo",
-    "make_ppo", "make_spo", "spo_algorithm", "make_sft", "make_rft", "make_opd", "make_grpo_opd", "make_mopd", "Objective",
-    "mix_objectives", "CISPOLoss", "ClippedSurrogateLoss", "DistillationLoss", "GMPOLoss", "MaskedCausalLMCrossEntropyLoss",
-    "ReinforceBaselineLoss", "ReinforceLoss", "SAPOLoss", "ValueLoss",
+    "make_cispo", "make_scalerl", "make_sapo", "make_gmpo", "make_reinforce", "make_reinforce_baseline", "make_reinforce_pp",
+    "make_rloo", "make_ppo", "make_spo", "spo_algorithm", "make_sft", "make_rft", "make_opd", "make_grpo_opd", "make_mopd",
+    "Objective", "mix_objectives", "CISPOLoss", "ClippedSurrogateLoss", "DistillationLoss", "GMPOLoss",
+    "MaskedCausalLMCrossEntropyLoss", "ReinforceBaselineLoss", "ReinforceLoss", "SAPOLoss", "ValueLoss",
 ]  # fmt: skip

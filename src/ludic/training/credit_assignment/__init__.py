@@ -36,9 +36,9 @@ from ludic.training.credit_assignment.turns import (
 from ludic.training.credit_assignment.value import GAE, BetaValueTracker, TrackedValueReturn, ValueFn, gae
 
 __all__ = [
-    "MonteCarloReturn", "EpisodicReturn", "PerStepReward", "ConstantCredit", "GroupNormalizedReturn",
-    "HybridNormalizedReturn", "LeaveOneOutReturn", "MaximumLikelihoodReturn", "RoleBaselineReturn", "RoleFn", "agent_in_env",
-    "TurnGroupReturn", "TurnLeaveOneOutReturn", "StateGroupReturn", "StateFn", "observation_before", "TrackedValueReturn", "BetaValueTracker",
-    "GAE", "ValueFn", "gae", "KLCreditModifier", "ScaledCredit", "RoutedCredit", "EpisodeCredit", "Relabelled", "Relabel",
+    "MonteCarloReturn", "EpisodicReturn", "PerStepReward", "ConstantCredit", "GroupNormalizedReturn", "HybridNormalizedReturn",
+    "LeaveOneOutReturn", "MaximumLikelihoodReturn", "RoleBaselineReturn", "RoleFn", "agent_in_env", "TurnGroupReturn",
+    "TurnLeaveOneOutReturn", "StateGroupReturn", "StateFn", "observation_before", "TrackedValueReturn", "BetaValueTracker", "GAE",
+    "ValueFn", "gae", "KLCreditModifier", "ScaledCredit", "RoutedCredit", "EpisodeCredit", "Relabelled", "Relabel",
     "with_turn_rewards", "PotentialShaping", "PotentialFn", "info_potential", "returns_to_go",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ NAMES = {
     "Step Turn Rollout GroupKey StopReason SAWItem SAWBatch SampleOrigin SampleAttachments ActorTokenLogps HasActorLogps "
     "has_actor_logps RolloutStepKey EnvSpec ProtocolSpec CtxSpec RolloutRequest SamplingParams SamplingConfig ReturnSpec ToolRequest "
     "TokenCompletionRequest InferenceSpec BackendExtensions VLLMExtensions ChatClient VersionedClient BatchSource "
-    "CreditAssigner PolicyPublisher Evaluator TrainingLogger SampleFilter TokenizeFn StateFromStepFn StepSelector",
+    "CreditAssigner PolicyPublisher Evaluator TrainingLogger SampleFilter TokenizeFn StateFromStepFn StepSelector Scorer",
     "ludic.envs": "LudicEnv SingleAgentEnv DatasetQAEnv Sample ParserFn VerifierFn PromptBuilder check_env",
     "ludic.envs.tic_tac_toe": "TicTacToeEnv TicTacToeDuel",
     "ludic.envs.gsm8k": "GSM8KEnv",
@@ -32,6 +32,7 @@ NAMES = {
     "session_rollouts",
     "ludic.interaction": "InteractionProtocol SingleAgentProtocol SingleAgentSyncProtocol MultiAgentProtocol "
     "DelegatingProtocol TraceCollector ExternalToolHandler merge_step_info split_parser_reward RESERVED_INFO_KEYS",
+    "ludic.rewards": "Rewards FunctionScorer as_scorer scores_of remove_scores",
     "ludic.batch_gen": "RolloutEngine RolloutBatchSource AsyncRolloutBatchSource OfflineBatchSource RequestStrategy "
     "IdentityStrategy GRPORequestStrategy RequestsExhausted make_requests_fn_from_queue make_dataset_queue_requests_fn "
     "make_dataset_sequence_requests_fn make_chat_template_step_to_item DynamicSampling Curriculum TooManyFailures "

@@ -7,6 +7,7 @@ data; the run stops with an error when too many fail.
 
 import asyncio
 import time
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,16 @@ from ludic.batch_gen.episodes import (
     plan_episodes,
     run_episode,
 )
-from ludic.batch_gen.store import FinishedEpisodes, RolloutWriter, read_episode, request_key, resume_plans
+from ludic.batch_gen.store import (
+    FinishedEpisodes,
+    RolloutWriter,
+    StoredEpisode,
+    read_episode,
+    request_key,
+    resume_plans,
+)
+from ludic.interaction import score_or_record
+from ludic.rewards import Rewards
 from ludic.tasks import Job, as_finished
 from ludic.types import ConfigError, CreditAssigner, Rollout, RolloutRequest, SampleFilter, SAWBatch
 
@@ -98,7 +108,9 @@ class RolloutEngine:
 
     `env_registry` and `protocol_registry` map a kind to a factory; the engine calls it with the spec's kwargs once per episode.
     Other env kinds are looked up in `ludic.registry.envs`. `jsonl_path` appends every episode to that file; with `resume=True`
-    the engine reads episodes that are already in the file instead of running them.
+    the engine reads episodes that are already in the file instead of running them. `rewards` scores finished episodes before
+    they are written; scorers that compare siblings run when a group is complete, which is then returned and written as a whole.
+    A scorer that raises fails its episode or group, like any other failure but without a retry.
     """
 
     def __init__(
@@ -114,6 +126,7 @@ class RolloutEngine:
         max_retries: int = 1,
         max_failed_share: float = 0.5,
         on_progress: OnProgress | None = None,
+        rewards: Rewards | None = None,
     ) -> None:
         if resume and jsonl_path is None:
             raise ConfigError("resume=True needs jsonl_path: the file that the earlier run wrote.")
@@ -127,6 +140,7 @@ class RolloutEngine:
         self._max_retries = max_retries
         self._max_failed_share = max_failed_share
         self._on_progress = on_progress
+        self._rewards = rewards
         self._failures = FailureLog()
         self._active: list[_EpisodeCounts] = []
         self._num_planned = 0
@@ -189,10 +203,16 @@ class RolloutEngine:
         timeout_s: float | None = None,
         concurrency: int = 8,
         first_index: int | None = None,
+        has_whole_groups: bool = True,
     ) -> list[Episode]:
         """All episodes, in the order of the requests."""
         stream = self.stream_episodes(
-            requests, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency, first_index=first_index
+            requests,
+            max_steps=max_steps,
+            timeout_s=timeout_s,
+            concurrency=concurrency,
+            first_index=first_index,
+            has_whole_groups=has_whole_groups,
         )
         async with aclosing(stream):
             episodes = [episode async for episode in stream]
@@ -206,8 +226,12 @@ class RolloutEngine:
         timeout_s: float | None = None,
         concurrency: int = 8,
         first_index: int | None = None,
+        has_whole_groups: bool = True,
     ) -> AsyncGenerator[Episode, None]:
-        """Episodes as they finish, numbered from `first_index`, by default from the engine's last number on."""
+        """Episodes as they finish, numbered from `first_index`, by default from the engine's last number on.
+
+        `has_whole_groups=False`: siblings run in other calls; the caller calls `finish_group` when it has all of them.
+        """
         if concurrency < 1:
             raise ConfigError(f"concurrency={concurrency}; at least one episode must run at a time.")
         limits = EpisodeLimits(
@@ -225,13 +249,17 @@ class RolloutEngine:
             self._num_planned += num_episodes
         plans = plan_episodes(requests, first_index=first_index, seed=self._seed)
         with self._counting(num_episodes) as counts:
-            finished = as_finished(self._jobs(plans, limits, counts), limit=min(concurrency, max(num_episodes, 1)))
+            jobs = self._jobs(plans, limits, counts)
+            if has_whole_groups and self._compares_siblings:
+                jobs = self._jobs_of_groups(jobs, limits.max_steps)
+            finished = as_finished((job for _, job in jobs), limit=min(concurrency, max(num_episodes, 1)))
             async with aclosing(finished):
-                async for episode in finished:
-                    counts.count(episode)
-                    if self._on_progress is not None:
-                        self._on_progress(counts.progress())
-                    yield episode
+                async for episodes in finished:
+                    for episode in episodes:
+                        counts.count(episode)
+                        if self._on_progress is not None:
+                            self._on_progress(counts.progress())
+                        yield episode
 
     @property
     def progress(self) -> Progress | None:
@@ -252,25 +280,75 @@ class RolloutEngine:
 
     def _jobs(
         self, plans: Iterator[EpisodePlan], limits: EpisodeLimits, counts: _EpisodeCounts
-    ) -> Iterator[Job[Episode]]:
+    ) -> Iterator[tuple[EpisodePlan, Job[list[Episode]]]]:
         if self._finished is None:
-            return (partial(self._run_episode, plan, limits, counts) for plan in plans)
-        resumed = resume_plans(plans, self._finished, max_steps=limits.max_steps)
+            return ((plan, partial(self._run_episode, plan, limits, counts)) for plan in plans)
+        resumed = resume_plans(plans, self._finished, max_steps=limits.max_steps, rewards=self._rewards)
         return (
-            partial(asyncio.to_thread, read_episode, plan, resumed.stored[plan.index])
+            (plan, partial(_read, plan, resumed.stored[plan.index]))
             if plan.index in resumed.stored
-            else partial(self._run_episode, plan, limits, counts, resumed.keys[plan.index])
+            else (plan, partial(self._run_episode, plan, limits, counts))
             for plan in resumed.plans
         )
 
-    async def _run_episode(
-        self, plan: EpisodePlan, limits: EpisodeLimits, counts: _EpisodeCounts, key: str | None = None
-    ) -> Episode:
+    async def _run_episode(self, plan: EpisodePlan, limits: EpisodeLimits, counts: _EpisodeCounts) -> list[Episode]:
         counts.running[plan.index] = running = RunningEpisode(plan)
         try:
-            episode = await run_episode(plan, self._factories, limits, self._failures, running)
+            episode = await run_episode(plan, self._factories, limits, self._failures, running, self._rewards)
         finally:
             del counts.running[plan.index]
+        if episode.failure is not None or not self._compares_siblings:  # others are written with their group
+            await self._write(episode, limits.max_steps)
+        return [episode]
+
+    async def _write(self, episode: Episode, max_steps: int) -> None:
         if self._writer is not None:
-            await self._writer.write(episode, key=key or request_key(plan, max_steps=limits.max_steps))
-        return episode
+            key = request_key(episode.plan, max_steps=max_steps, rewards=self._rewards)
+            await self._writer.write(episode, key=key)
+
+    # --- groups ---
+
+    @property
+    def _compares_siblings(self) -> bool:
+        return self._rewards is not None and self._rewards.compares_siblings
+
+    def _jobs_of_groups(
+        self, jobs: Iterator[tuple[EpisodePlan, Job[list[Episode]]]], max_steps: int
+    ) -> Iterator[tuple[EpisodePlan, Job[list[Episode]]]]:
+        """The same jobs; the one that finishes a group returns all of its episodes, and the others none."""
+        waiting = list(jobs)
+        num_left = Counter(_group_of(plan) for plan, _ in waiting)
+        done: defaultdict[str | int, list[Episode]] = defaultdict(list)
+
+        async def run(plan: EpisodePlan, job: Job[list[Episode]]) -> list[Episode]:
+            episodes, group = await job(), _group_of(plan)
+            done[group] += episodes
+            num_left[group] -= 1
+            if num_left[group]:
+                return []
+            await self.finish_group(done[group], max_steps=max_steps)
+            return done.pop(group)
+
+        return ((plan, partial(run, plan, job)) for plan, job in waiting)
+
+    async def finish_group(self, episodes: Sequence[Episode], *, max_steps: int) -> None:
+        """Apply the scorers that compare the episodes of a group, and write the episodes. Nothing to do without such scorers."""
+        finished = [episode for episode in episodes if episode.failure is None]
+        if self._rewards is None or not self._compares_siblings or not any(e.num_attempts for e in finished):
+            return
+        rollouts = [rollout for episode in finished for rollout in episode.rollouts]
+        await score_or_record(rollouts, partial(self._rewards.score_group, rollouts))
+        for episode in finished:
+            if episode.failure is not None:
+                self._failures.add(episode.plan, episode.failure, is_retried=False)
+            if episode.num_attempts:
+                await self._write(episode, max_steps)
+
+
+def _group_of(plan: EpisodePlan) -> str | int:
+    """The id of a plan's group; an episode without one is a group alone."""
+    return plan.index if plan.group_id is None else plan.group_id
+
+
+async def _read(plan: EpisodePlan, stored: StoredEpisode) -> list[Episode]:
+    return [await asyncio.to_thread(read_episode, plan, stored)]

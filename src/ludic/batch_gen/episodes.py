@@ -16,8 +16,9 @@ from typing import Any
 from ludic import registry
 from ludic.envs import LudicEnv
 from ludic.envs.threads import opened, time_limit
-from ludic.interaction import InteractionProtocol, run_or_record
+from ludic.interaction import InteractionProtocol, run_or_record, score_or_record
 from ludic.interaction.base import AnyEnv
+from ludic.rewards import Rewards
 from ludic.types import ConfigError, Failure, LudicError, Rollout, RolloutRequest, UnknownName, derive_seed, new_id
 from ludic.types.rollout import plain_fields
 
@@ -276,8 +277,9 @@ async def run_episode(
     limits: EpisodeLimits,
     failures: FailureLog | None = None,
     running: RunningEpisode | None = None,
+    rewards: Rewards | None = None,
 ) -> Episode:
-    """Run the episode of a plan, retry it if it fails, and return the last attempt. `running` exposes its progress."""
+    """Run the episode of a plan, retry it if it fails, and return the last attempt, scored. `running` exposes its progress."""
     failures, running = failures or FailureLog(), running or RunningEpisode(plan)
     num_attempts = 0
     while True:
@@ -285,11 +287,16 @@ async def run_episode(
         rollouts = await _run_once(running, factories, limits)
         episode = Episode(plan=plan, rollouts=rollouts, num_attempts=num_attempts)
         if episode.failure is None:
-            return episode
+            break
         is_retried = num_attempts <= limits.max_retries
         failures.add(plan, episode.failure, is_retried=is_retried)
         if not is_retried:
             return episode
+    if rewards is not None:
+        await score_or_record(rollouts, partial(rewards.score_episode, rollouts))
+        if episode.failure is not None:  # not retried: the episode itself is fine, and would be the same again
+            failures.add(plan, episode.failure, is_retried=False)
+    return episode
 
 
 async def _run_once(running: RunningEpisode, factories: Factories, limits: EpisodeLimits) -> list[Rollout]:

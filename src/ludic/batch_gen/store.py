@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from ludic.batch_gen.episodes import Episode, EpisodePlan
+from ludic.rewards import Rewards
 from ludic.types import BackendExtensions, ConfigError, InferenceSpec, ReturnSpec, Rollout, SamplingParams
 from ludic.types.files import MEMBER_BYTES, Line, LineWriter, read_lines, repair
 from ludic.types.rollout import json_number, request_meta_in, stored_rollouts
@@ -193,20 +194,22 @@ def _readable(path: Path) -> Iterator[tuple[Line, Rollout]]:
 # --- resume ---
 
 
-def request_key(plan: EpisodePlan, *, max_steps: int) -> str | None:
-    """Hash (32 hex digits) of everything that determines an episode: env, protocol, seeds, sampling, number of turns.
+def request_key(plan: EpisodePlan, *, max_steps: int, rewards: Rewards | None = None) -> str | None:
+    """Hash (32 hex digits) of everything that determines an episode: env, protocol, seeds, sampling, number of turns, rewards.
 
     An interrupted run finds its finished episodes by it. None if an argument of the request is not JSON: its text may differ in
     another process.
     """
     request = plan.request
-    identity = {
+    identity: dict[str, Any] = {
         "env": [request.env.kind, dict(request.env.kwargs)],
         "protocol": [request.protocol.kind, dict(request.protocol.kwargs)],
         "seeds": [plan.env_seed, plan.sampling_seed],
         "inference": request.inference,
         "max_steps": max_steps,
     }
+    if rewards is not None:
+        identity["rewards"] = rewards.identity
     try:
         text = json.dumps(identity, sort_keys=True, default=_plain)
     except TypeError:
@@ -226,13 +229,13 @@ class Resumed:
     """The plans of a resumed run, and those of its episodes that are in the file."""
 
     plans: list[EpisodePlan]
-    keys: dict[int, str] = field(default_factory=dict)
-    """Request keys by the plan's index."""
     stored: dict[int, StoredEpisode] = field(default_factory=dict)
     """By the plan's index."""
 
 
-def resume_plans(plans: Iterable[EpisodePlan], finished: FinishedEpisodes, *, max_steps: int) -> Resumed:
+def resume_plans(
+    plans: Iterable[EpisodePlan], finished: FinishedEpisodes, *, max_steps: int, rewards: Rewards | None = None
+) -> Resumed:
     """Match plans with finished episodes.
 
     A plan takes over the group id in the file: ids are new in every run, and a group may be finished over two runs.
@@ -240,13 +243,12 @@ def resume_plans(plans: Iterable[EpisodePlan], finished: FinishedEpisodes, *, ma
     resumed = Resumed(list(plans))
     names: dict[str | None, str] = {}
     for plan in resumed.plans:
-        key = request_key(plan, max_steps=max_steps)
+        key = request_key(plan, max_steps=max_steps, rewards=rewards)
         if key is None:
             raise ConfigError(
                 f"resume=True cannot identify the request for env {plan.request.env.kind!r} in the file, because its arguments "
                 "are not all JSON. Put plain values into EnvSpec.kwargs and ProtocolSpec.kwargs and build objects in the factory."
             )
-        resumed.keys[plan.index] = key
         found = finished.take(key)
         if found is not None:
             resumed.stored[plan.index] = found

@@ -34,7 +34,7 @@ ExternalToolHandler: TypeAlias = Callable[[list[ToolCall]], ToolAnswers | Awaita
 
 RESERVED_INFO_KEYS = frozenset(
     {"parse_error", "parse_feedback_obs", "incomplete_completion", "tool_parse_error", "truncation_reason",
-     "finish_reason", "final_obs", "new_segment"}
+     "finish_reason", "final_obs", "new_segment", "scores"}
 )  # fmt: skip
 """Facts that Ludic states about a step; an env cannot overwrite them."""
 
@@ -170,6 +170,20 @@ async def run_or_record(
     for rollout in rollouts:
         rollout.meta = {**meta, **rollout.meta}
     return rollouts
+
+
+async def score_or_record(rollouts: Sequence[Rollout], score: Callable[[], Awaitable[None]]) -> None:
+    """Await `score`, which adds rewards to finished rollouts; if it raises, mark them as failed. Only ConfigError is re-raised."""
+    try:
+        await score()
+    except BaseException as error:
+        if not _is_failure(error) and not isinstance(
+            error, PolicyGone
+        ):  # a judge's server may be gone, the policy's is not
+            raise
+        for rollout in rollouts:
+            if rollout.failure is None:
+                rollout.stop, rollout.failure = StopReason.FAILED, Failure.from_exception(error)
 
 
 def _is_failure(error: BaseException) -> bool:

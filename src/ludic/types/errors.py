@@ -158,6 +158,10 @@ class ParserContractError(LudicError, TypeError):
     """A parser returned something other than a ParseResult."""
 
 
+class ScorerContractError(LudicError, TypeError):
+    """A scorer returned something other than one mapping of finite numbers per rollout."""
+
+
 class TokenMismatch(LudicError, RuntimeError):
     """A client's response has other prompt tokens than the request; training on them would be silently wrong."""
 

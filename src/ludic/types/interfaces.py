@@ -140,6 +140,20 @@ class ChecksSamples(Protocol):
     def use_sample_check(self, check: SampleCheck) -> None: ...
 
 
+@runtime_checkable
+class Scorer(Protocol):
+    """Gives rewards to finished episodes: a judge, a reward function, a penalty. `ludic.rewards.Rewards` applies it."""
+
+    name: str
+    """Of its components: a scorer "judge" returns {"judge": 0.5}, or {"judge/style": 1.0, "judge/fact": 0.0}."""
+    by_group: bool
+    """True: it sees all siblings of a group at once; False: the rollouts of one episode."""
+
+    async def score(self, rollouts: Sequence[Rollout]) -> list[Mapping[str, float]]:
+        """One mapping of named components per rollout, in order; {} for a rollout that it does not score."""
+        ...
+
+
 class CreditAssigner(Protocol):
     """From finished rollouts to one weight per step; it sees a whole batch, so siblings can be compared."""
 

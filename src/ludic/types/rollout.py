@@ -17,7 +17,16 @@ import numpy as np
 from ludic.types.errors import EnvContractError, Failure, LudicError
 from ludic.types.files import Line, LineWriter, read_lines
 from ludic.types.messages import MessageView
-from ludic.types.steps import AgentStep, EnvironmentStep, Step, StopReason, Turn, is_parse_failure, new_id
+from ludic.types.steps import (
+    AgentStep,
+    EnvironmentStep,
+    Step,
+    StopReason,
+    Turn,
+    components_of,
+    is_parse_failure,
+    new_id,
+)
 from ludic.types.tokens import TokenLog, TokenTrace
 
 logger = logging.getLogger(__name__)
@@ -194,6 +203,16 @@ class Rollout:
     def total_reward(self) -> float:
         """Environment rewards plus the penalties of replies that never reached the environment."""
         return sum(step.reward for step in self.steps if step.kind == "env" or is_parse_failure(step))
+
+    @property
+    def reward_components(self) -> dict[str, float]:
+        """What each named component adds to `total_reward`."""
+        totals: dict[str, float] = {}
+        for step in self.steps:
+            if step.kind == "env" or is_parse_failure(step):
+                for name, value in components_of(step).items():
+                    totals[name] = totals.get(name, 0.0) + value
+        return totals
 
     def total_reward_all(self) -> float:
         return sum(step.reward for step in self.steps)

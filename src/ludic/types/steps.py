@@ -183,6 +183,13 @@ def is_parse_failure(step: Step) -> bool:
     return isinstance(step, AgentStep) and step.action_target == "env" and bool(step.info.get("parse_error"))
 
 
+def components_of(step: Step) -> dict[str, float]:
+    """The named parts of a step's reward. A reward without names is the env's, or the parser's if the env did not see the reply."""
+    if step.reward_components or not step.reward:
+        return step.reward_components
+    return {"env" if step.kind == "env" else "parser": step.reward}
+
+
 def was_rejected_as_cut_off(step: Step) -> bool:
     """True for a reply that could not be read because it ran out of tokens."""
     return is_parse_failure(step) and step.trace is not None and step.trace.finish_reason == "length"

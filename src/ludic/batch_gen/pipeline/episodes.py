@@ -15,7 +15,7 @@ from ludic.batch_gen.engine import RolloutEngine
 from ludic.batch_gen.episodes import Episode, EpisodeLimits, TooManyFailures
 from ludic.batch_gen.requests.groups import RequestGroup
 from ludic.tasks import as_finished
-from ludic.types import ConfigError, RolloutRequest, derive_seed
+from ludic.types import ConfigError, Failure, RolloutRequest, derive_seed
 
 _NUM_SHOWN = 3
 
@@ -75,6 +75,9 @@ class GroupRunner:
         finally:
             self._num_open -= num_left
         episodes.sort(key=lambda episode: episode.plan.index)
+        await self._engine.finish_group(episodes, max_steps=self._max_steps)
+        failures += [_why(episode, episode.failure) for episode in episodes if episode.failure is not None]
+        episodes = [episode for episode in episodes if episode.failure is None]
         is_compared = any(request.group_id is not None for request in group)
         return FinishedGroup(episodes=episodes, failures=failures, is_whole=not (failures and is_compared))
 
@@ -82,12 +85,21 @@ class GroupRunner:
         async with self._places:
             try:
                 [episode] = await self._engine.run_episodes(
-                    [request], max_steps=self._max_steps, timeout_s=self._timeout_s, concurrency=1, first_index=index
+                    [request],
+                    max_steps=self._max_steps,
+                    timeout_s=self._timeout_s,
+                    concurrency=1,
+                    first_index=index,
+                    has_whole_groups=False,
                 )
             except TooManyFailures as error:  # one failure of one episode; RecentFailures holds the limit over groups
                 return str(error)
         failure = episode.failure
-        return episode if failure is None else f"episode {index}: {failure.error}: {failure.message}"
+        return episode if failure is None else _why(episode, failure)
+
+
+def _why(episode: Episode, failure: Failure) -> str:
+    return f"episode {episode.plan.index}: {failure.summary}"
 
 
 def single_episodes(group: RequestGroup) -> Iterator[RolloutRequest]:

@@ -33,6 +33,8 @@ NAMES = {
     "ludic.interaction": "InteractionProtocol SingleAgentProtocol SingleAgentSyncProtocol MultiAgentProtocol "
     "DelegatingProtocol TraceCollector ExternalToolHandler merge_step_info split_parser_reward RESERVED_INFO_KEYS",
     "ludic.rewards": "Rewards FunctionScorer as_scorer scores_of remove_scores",
+    "ludic.judges": "LLMJudge RubricJudge Criterion read_criteria GroupJudge PairwiseJudge PositionBias JudgeModel JudgeAgent "
+    "JudgeCost VerdictCache Case case_of JudgeError UnreadableVerdict read_verdict Agreement agreement pair_accuracy",
     "ludic.batch_gen": "RolloutEngine RolloutBatchSource AsyncRolloutBatchSource OfflineBatchSource RequestStrategy "
     "IdentityStrategy GRPORequestStrategy RequestsExhausted make_requests_fn_from_queue make_dataset_queue_requests_fn "
     "make_dataset_sequence_requests_fn make_chat_template_step_to_item DynamicSampling Curriculum TooManyFailures "

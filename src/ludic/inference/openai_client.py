@@ -2,8 +2,8 @@
 
 Such an endpoint takes messages and returns text, usually without its tokens, while agents work on tokens. `ByteTemplate`
 bridges the two without loss: it writes messages as bytes with a mark per role, and the client reads the messages back. The
-"tokens" of such a rollout are bytes: an exact record, but useless for training. The number of real completion tokens is in
-each step's info ("completion_tokens") if the endpoint reports it.
+"tokens" of such a rollout are bytes: an exact record, but useless for training. The numbers of real tokens are in each step's
+info ("prompt_tokens", "completion_tokens") if the endpoint reports them.
 
 vLLM's and Ludic's servers return tokens (`return_token_ids`): `complete_messages` gives them.
 """
@@ -187,8 +187,8 @@ def _read_choice(answer: Mapping[str, Any]) -> tuple[str, str | None]:
 
 
 def _info(answer: Mapping[str, Any]) -> Info:
-    used = (answer.get("usage") or {}).get("completion_tokens")
-    return {} if used is None else {"completion_tokens": used}
+    usage = answer.get("usage") or {}
+    return {name: usage[name] for name in ("prompt_tokens", "completion_tokens") if usage.get(name) is not None}
 
 
 def _refusal(url: str, answer: Answer) -> LudicError:

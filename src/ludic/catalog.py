@@ -136,7 +136,7 @@ _CELL = Suggested(
 )
 
 _ALGORITHMS = (
-    "grpo", "dr_grpo", "maxrl", "dapo", "gspo", "cispo", "sapo", "gmpo", "gigpo", "rloo", "reinforce", "reinforce_baseline",
+    "grpo", "dr_grpo", "maxrl", "echo", "dapo", "gspo", "cispo", "sapo", "gmpo", "gigpo", "rloo", "reinforce", "reinforce_baseline",
     "reinforce_pp", "ppo", "scalerl", "sft", "rft", "opd", "grpo_opd", "mopd",
 )  # fmt: skip
 

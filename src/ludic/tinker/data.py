@@ -46,6 +46,7 @@ def check_loss(loss: Loss, name: str) -> None:
         "the policy's entropy": loss.needs.entropy,
         "a reference": loss.needs.reference,
         "a teacher's whole vocabulary": loss.needs.teacher_kl is not None,
+        "log-probs of observations": loss.needs.observations,
         "whole logits": loss.needs.logits,
     }
     missing = [what for what, is_needed in needs.items() if is_needed]

@@ -258,6 +258,12 @@ class SAWItem:
     def num_action_tokens(self) -> int:
         return int(np.count_nonzero(self.action_mask))
 
+    @property
+    def observation_mask(self) -> npt.NDArray[np.bool_]:
+        """State tokens behind its first action token: answers of the env and of tools, with the template's tokens around them."""
+        state = ~self.action_mask if self.attention_mask is None else self.attention_mask & ~self.action_mask
+        return np.logical_or.accumulate(self.action_mask) & state
+
     def record(self) -> dict[str, Any]:
         """Meta and origin as one mapping, for reducers. Known facts of the origin win over keys of meta."""
         num_actions = self.num_action_tokens

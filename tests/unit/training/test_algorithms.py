@@ -101,6 +101,15 @@ PRESETS = {
         TokenClippedSurrogateLoss,
         {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "reduction": Reduction("sample_sum"), "ratio_clip": None},
     ),
+    "echo": (
+        {
+            "group_size": 8, "group_normalize_adv": True, "observation_coeff": 0.05, "clip_eps_low": 0.2, "clip_eps_high": 0.2,
+            "ratio_clip": None, **SUMS,
+        },
+        GroupNormalizedReturn,
+        CompositeLoss,
+        {"needs": Needs(observations=True)},
+    ),
     "dapo": (
         {"group_size": 8, "clip_eps_low": 0.2, "clip_eps_high": 0.28, "filter_zvp": True, "zvp_filter_eps": 1e-6},
         GroupNormalizedReturn,
@@ -440,12 +449,12 @@ def test_a_preset_has_a_page_that_names_every_metric_of_its_loss(name):
     assert [line[3:] for line in text.splitlines() if line.startswith("## ")] == HEADINGS
     attached = SampleAttachments(actor_logps=ActorTokenLogps([-1.0]))
     batch = collate_saw_items([SAWItem([1, 2], None, [0, 1], 1.0, {}, attached)], pad_token_id=0)
-    tokens = tokens_from_logits(torch.zeros(1, 2, 4), batch)
+    tokens = tokens_from_logits(torch.zeros(1, 2, 4), batch, with_observed=True)
     if name == "ppo":
         tokens = replace(tokens, values=torch.zeros(1), returns=torch.ones(1), old_values=torch.zeros(1))
     _, stats = maker(name)().loss(tokens)
     stats = effective_sample_size(dict.fromkeys(stats, 1.0))  # as it is logged
-    stats = {metric.split("/")[-1] for metric in stats} if name == "ppo" else stats
+    stats = {metric.split("/")[-1] for metric in stats} if name in ("ppo", "echo") else stats
     assert {metric for metric in stats if f"`{metric}`" not in text} == set()
 
 

@@ -23,6 +23,7 @@ from ludic.training.losses import (
     DistillationLoss,
     ForeignLoss,
     LossTerm,
+    ObservationLoss,
     ReinforceLoss,
     RoutedLoss,
     SequenceRejection,
@@ -38,6 +39,7 @@ EQUAL = 1e-6
 """Of log-probs and gradients in fp32, relative to the largest of them, beyond the rounding of unshared packing itself."""
 GRPO = TokenClippedSurrogateLoss()
 LOSSES = {
+    "observations": ObservationLoss(),
     **test_loss_rules.LOSSES,
     "distillation": DistillationLoss(),
     "rejected": CorrectedLoss(GRPO, [SequenceRejection(3.0)]),

@@ -8,7 +8,7 @@ from ludic.training.credit_assignment import (
     StateGroupReturn,
     observation_before,
 )
-from ludic.training.losses import Reduction, TokenClippedSurrogateLoss
+from ludic.training.losses import CompositeLoss, LossTerm, ObservationLoss, Reduction, TokenClippedSurrogateLoss
 
 
 def make_grpo(
@@ -94,6 +94,33 @@ def make_maxrl(
             reduction=reduction,
         ),
         preprocess=checked(drop_zero_weight=drop_zero_weight, drop_zero_weight_eps=drop_zero_weight_eps),
+    )
+
+
+def make_echo(
+    *,
+    group_size: int = 8,
+    group_normalize_adv: bool = True,
+    observation_coeff: float = 0.05,
+    clip_eps_low: float = 0.2,
+    clip_eps_high: float = 0.2,
+    reduction: Reduction | str | None = None,
+    ratio_clip: float | None = None,
+    name: str = "echo",
+) -> RLAlgorithm:
+    """ECHO (arXiv 2605.24517): GRPO plus `observation_coeff` · cross-entropy on what the env answered, in the same forward pass.
+
+    No sample is dropped: a group that all solve, or none, still says how the env responds.
+    """
+    policy = TokenClippedSurrogateLoss(
+        clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, ratio_clip=ratio_clip, reduction=reduction
+    )
+    observed = ObservationLoss(coeff=observation_coeff)
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=GroupNormalizedReturn(group_size, group_normalize_adv),
+        loss=CompositeLoss([LossTerm(name="policy", loss=policy), LossTerm(name="observation", loss=observed)]),
+        preprocess=checked(),
     )
 
 

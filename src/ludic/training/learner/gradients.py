@@ -20,6 +20,7 @@ from ludic.training.learner.frozen import Reference
 from ludic.training.learner.metrics import MetricSums
 from ludic.training.learner.packing import (
     PADDING_ITEM,
+    ObservationFields,
     PackedBatch,
     collate_saw_items,
     episode_of,
@@ -28,7 +29,7 @@ from ludic.training.learner.packing import (
 )
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.learner.token_recorder import StepRecord
-from ludic.training.losses import ActionTokens, BatchFacts, Loss, mismatch_stats
+from ludic.training.losses import ActionTokens, BatchFacts, Loss, ObservedTokens, mismatch_stats
 from ludic.training.losses.tokens import MAX_LOG_RATIO, Stats, sum_and_count
 from ludic.types import SAWItem, spread_of
 
@@ -52,6 +53,7 @@ def _facts(items: Sequence[SAWItem]) -> BatchFacts:
     return BatchFacts(
         num_items=len(items),
         num_tokens=num_tokens.total(),
+        num_observed=sum(int(np.count_nonzero(item.observation_mask)) for item in items),
         weight_mean=float(weights.mean()),
         weight_std=spread_of(weights),
         num_episodes=len(named) + num_alone,
@@ -116,7 +118,8 @@ def accumulate_gradients(
 
 def _zero_loss(tokens: ActionTokens) -> Tensor:
     """Zero, computed from everything that a loss could use, so that all gradients exist and are zero."""
-    used = (tokens.logps, tokens.entropy, tokens.values, tokens.teacher_kl)
+    observed = None if tokens.observed is None else tokens.observed.logps
+    used = (tokens.logps, tokens.entropy, tokens.values, tokens.teacher_kl, observed)
     return sum((values.sum() for values in used if values is not None), torch.zeros(())) * 0.0
 
 
@@ -133,28 +136,29 @@ def action_tokens(
 ) -> ActionTokens:
     """What the loss sees of one micro-batch."""
     entropy_mode: EntropyMode | None = "train" if loss.needs.entropy else "watch" if watch_entropy else None
-    hidden_AD: Tensor | None = None
+    observations = batch.observations() if loss.needs.observations else None
     padded: tuple[Tensor, dict[str, Tensor]] | None = None
     if loss.needs.logits:
         logits_BLV = policy.whole_logits(batch)
-        logps, entropy = policy.logps_of(logits_BLV, batch, entropy=entropy_mode)
+        outputs = policy.outputs_of(logits_BLV, batch, entropy=entropy_mode, observations=observations)
         padded = logits_BLV, collate_saw_items(batch.items, pad_token_id=pad_token_id, device=policy.device)
     else:
-        hidden_AD, logps, entropy = policy.outputs(batch, entropy=entropy_mode)
+        outputs = policy.outputs(batch, entropy=entropy_mode, observations=observations)
+    hidden_AD = outputs.hidden_AD
     teacher_kl: Tensor | None = None
     if teacher is not None and loss.needs.teacher_kl is not None:
         own_AD = policy.action_hidden(batch) if hidden_AD is None else hidden_AD
         teacher_kl = policy.kl_to(teacher, own_AD, batch, loss.needs.teacher_kl)
     actions = batch.actions
     return ActionTokens(
-        logps=logps,
+        logps=outputs.logps_A,
         weights=actions.weight_A,
         item_index=actions.item_A,
         num_items=actions.num_items,
         facts=facts,
         old_logps=actions.old_logp_A,
         ref_logps=reference.logps(batch) if reference is not None and loss.needs.reference else None,
-        entropy=entropy,
+        entropy=outputs.entropy_A,
         teacher_kl=teacher_kl,
         values=critic.values(batch, hidden_AD, policy) if critic is not None else None,
         returns=actions.return_A,
@@ -162,8 +166,14 @@ def action_tokens(
         objectives=actions.objectives,
         episodes=actions.episodes,
         without_old_logps=actions.without_old_logps,
+        observed=None if observations is None else _observed(observations, outputs.observed_O),
         padded=padded,
     )
+
+
+def _observed(observations: ObservationFields, logps_O: Tensor | None) -> ObservedTokens:
+    assert logps_O is not None, "the policy was asked for them"
+    return ObservedTokens(logps=logps_O, item_index=observations.item_O)
 
 
 class DriftProbe:

@@ -207,6 +207,15 @@ class ActionFields:
 
 
 @dataclass(frozen=True, slots=True)
+class ObservationFields:
+    """The same of every observation token (`SAWItem.observation_mask`); O of them."""
+
+    predictor_O: Tensor
+    target_O: Tensor
+    item_O: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class PackedBatch:
     """Samples end to end; padded, each as long as the longest."""
 
@@ -215,6 +224,8 @@ class PackedBatch:
     lengths: list[int]
     actions: ActionFields
     items: list[SAWItem]
+    paths: Sequence[np.ndarray]
+    """Where the tokens of each sample are in `ids_T`."""
     is_padded: bool = False
     tree: TokenTree | None = None
     """If samples share prefixes: `ids_T` and `positions_T` are its tokens, each once."""
@@ -223,6 +234,18 @@ class PackedBatch:
     def num_computed(self) -> int:
         """Tokens of the forward pass, padding left out."""
         return sum(self.lengths) if self.tree is None else self.tree.num_tokens
+
+    def observations(self) -> ObservationFields:
+        """The observation tokens of its samples, for losses that ask for them."""
+        own = [np.flatnonzero(item.observation_mask) for item in self.items]
+        where = np.concatenate([path[at - 1] for path, at in zip(self.paths, own, strict=True)])
+        targets = np.concatenate([item.input_ids[at] for item, at in zip(self.items, own, strict=True)])
+        device = self.ids_T.device
+        return ObservationFields(
+            predictor_O=to_device(where.astype(np.int64), device),
+            target_O=to_device(targets.astype(np.int64), device),
+            item_O=to_device(np.repeat(np.arange(len(own)), [len(at) for at in own]), device),
+        )
 
 
 def pack(items: Sequence[SAWItem], device: torch.device | str, *, share_prefixes: bool = False) -> PackedBatch:
@@ -237,15 +260,18 @@ def pack(items: Sequence[SAWItem], device: torch.device | str, *, share_prefixes
             lengths=lengths,
             actions=action_fields(items, tree.paths, device),
             items=list(items),
+            paths=tree.paths,
             tree=tree,
         )
     starts = np.concatenate([[0], np.cumsum(lengths)])[:-1]
+    paths = [np.arange(a, a + n) for a, n in zip(starts, lengths, strict=True)]
     return PackedBatch(
         ids_T=to_device(np.concatenate([item.input_ids for item in items]).astype(np.int64), device),
         positions_T=to_device(np.concatenate([np.arange(n) for n in lengths]), device),
         lengths=lengths,
-        actions=action_fields(items, [np.arange(a, a + n) for a, n in zip(starts, lengths, strict=True)], device),
+        actions=action_fields(items, paths, device),
         items=list(items),
+        paths=paths,
     )
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,10 +30,28 @@ from ludic.models.llama.training import fused_decoder
 from ludic.models.packed_attention import PackedSequences
 from ludic.models.teacher_kl import VocabularyKL, vocabulary_kl
 from ludic.models.tree_attention import TreeSequences
-from ludic.training.learner.packing import PADDING_ITEM, PackedBatch, action_fields, pack, prefix_pair
+from ludic.training.learner.packing import (
+    PADDING_ITEM,
+    ObservationFields,
+    PackedBatch,
+    action_fields,
+    pack,
+    prefix_pair,
+)
 from ludic.types import ConfigError, SAWItem
 
 logger = logging.getLogger(__name__)
+
+
+class Outputs(NamedTuple):
+    """What one forward pass says of a micro-batch."""
+
+    hidden_AD: Tensor | None
+    """The hidden states that predict the action tokens; None if the model only returns logits."""
+    logps_A: Tensor
+    entropy_A: Tensor | None
+    observed_O: Tensor | None = None
+    """Log-probs of observation tokens, at temperature 1."""
 
 
 class TrainedPolicy:
@@ -83,23 +101,39 @@ class TrainedPolicy:
 
     def logps(self, batch: PackedBatch, *, entropy: EntropyMode | None = None) -> tuple[Tensor, Tensor | None]:
         """[A] log-probs of the action tokens under the distributions they were drawn from, and entropies if asked for."""
-        return self.outputs(batch, entropy=entropy)[1:]
+        found = self.outputs(batch, entropy=entropy)
+        return found.logps_A, found.entropy_A
 
     def outputs(
-        self, batch: PackedBatch, *, entropy: EntropyMode | None = None
-    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        """The same, after the hidden states [A, D] that predict the action tokens; None if the model only returns logits."""
+        self,
+        batch: PackedBatch,
+        *,
+        entropy: EntropyMode | None = None,
+        observations: ObservationFields | None = None,
+    ) -> Outputs:
+        """The same with the hidden states that predict the action tokens, and log-probs of observation tokens if they are given."""
 
-        def work() -> tuple[Tensor | None, Tensor, Tensor | None]:
+        def work() -> Outputs:
             if self._head is None:
-                return None, *self.logps_of(self._whole_logits(batch), batch, entropy=entropy)
-            hidden_AD, actions = self._action_hidden(batch), batch.actions
-            scale_A, candidates = actions.inverse_temperature_A, actions.candidates
+                return self.outputs_of(self._whole_logits(batch), batch, entropy=entropy, observations=observations)
+            actions = batch.actions
             with self._precision():
-                found = chosen_logps(
-                    hidden_AD, self.head, actions.target_A, scale_A, entropy=entropy, candidates=candidates
+                hidden_TD = self._hidden(batch)
+                hidden_AD = hidden_TD.index_select(0, actions.predictor_A)
+                logps_A, entropy_A = chosen_logps(
+                    hidden_AD,
+                    self.head,
+                    actions.target_A,
+                    actions.inverse_temperature_A,
+                    entropy=entropy,
+                    candidates=actions.candidates,
                 )
-            return hidden_AD, *found
+                if observations is None:
+                    return Outputs(hidden_AD, logps_A, entropy_A)
+                hidden_OD = hidden_TD.index_select(0, observations.predictor_O)
+                return Outputs(
+                    hidden_AD, logps_A, entropy_A, chosen_logps(hidden_OD, self.head, observations.target_O)[0]
+                )
 
         return compute(self.model, work)
 
@@ -107,15 +141,28 @@ class TrainedPolicy:
         """[B, L, V] of a padded micro-batch."""
         return compute(self.model, lambda: self._whole_logits(batch))
 
-    def logps_of(
-        self, logits_BLV: Tensor, batch: PackedBatch, *, entropy: EntropyMode | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """`logps` from the whole logits of a padded micro-batch."""
-        actions = batch.actions
-        logits_AV = logits_BLV.flatten(0, 1).index_select(0, actions.predictor_A)
-        return logps_of_logits(
-            logits_AV, actions.target_A, actions.inverse_temperature_A, entropy=entropy, candidates=actions.candidates
+    def outputs_of(
+        self,
+        logits_BLV: Tensor,
+        batch: PackedBatch,
+        *,
+        entropy: EntropyMode | None = None,
+        observations: ObservationFields | None = None,
+    ) -> Outputs:
+        """`outputs` from the whole logits of a padded micro-batch, without hidden states."""
+        actions, logits_TV = batch.actions, logits_BLV.flatten(0, 1)
+        logps_A, entropy_A = logps_of_logits(
+            logits_TV.index_select(0, actions.predictor_A),
+            actions.target_A,
+            actions.inverse_temperature_A,
+            entropy=entropy,
+            candidates=actions.candidates,
         )
+        if observations is None:
+            return Outputs(None, logps_A, entropy_A)
+        logits_OV = logits_TV.index_select(0, observations.predictor_O)
+        scale_O = torch.ones_like(observations.target_O, dtype=torch.float32)
+        return Outputs(None, logps_A, entropy_A, logps_of_logits(logits_OV, observations.target_O, scale_O)[0])
 
     def _whole_logits(self, batch: PackedBatch) -> Tensor:
         with self._precision():
@@ -235,11 +282,13 @@ def _padded(items: Sequence[SAWItem], pad_token_id: int, device: torch.device) -
     ids_BL = np.full((len(items), longest), pad_token_id, dtype=np.int64)
     for row, item in enumerate(items):
         ids_BL[row, : lengths[row]] = item.input_ids
+    paths = list(np.arange(ids_BL.size).reshape(ids_BL.shape))
     return PackedBatch(
         ids_T=torch.from_numpy(ids_BL.reshape(-1)).to(device),
         positions_T=torch.from_numpy(np.tile(np.arange(longest), len(items))).to(device),
         lengths=lengths,
-        actions=action_fields(items, list(np.arange(ids_BL.size).reshape(ids_BL.shape)), device),
+        actions=action_fields(items, paths, device),
         items=list(items),
+        paths=paths,
         is_padded=True,
     )

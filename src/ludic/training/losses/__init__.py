@@ -29,7 +29,8 @@ from ludic.training.losses.corrections import (
     mismatch_stats,
 )
 from ludic.training.losses.kl import EntropyBonus, KLEstimator, KLLoss, TokenKLLoss
-from ludic.training.losses.tokens import ActionTokens, BatchFacts, Reduction, Stats
+from ludic.training.losses.observations import ObservationLoss
+from ludic.training.losses.tokens import ActionTokens, BatchFacts, ObservedTokens, Reduction, Stats
 
 if TYPE_CHECKING:
     from ludic.training.algorithms import (
@@ -45,11 +46,10 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "Loss", "Needs", "ForeignLoss", "as_loss", "ActionTokens", "BatchFacts", "Reduction", "Stats",
-    "TokenClippedSurrogateLoss", "KLLoss", "TokenKLLoss", "KLEstimator", "EntropyBonus",
-    "BatchNormalized", "LossTerm", "CompositeLoss", "RoutedLoss",
-    "CorrectedLoss", "Correction", "TokenTruncation", "SequenceTruncation", "TokenRejection", "SequenceRejection",
-    "TokenMask", "SequenceMask", "mismatch_stats", "selective_log_softmax", "tokens_from_logits",
+    "Loss", "Needs", "ForeignLoss", "as_loss", "ActionTokens", "BatchFacts", "Reduction", "Stats", "TokenClippedSurrogateLoss",
+    "KLLoss", "TokenKLLoss", "KLEstimator", "EntropyBonus", "ObservationLoss", "ObservedTokens", "BatchNormalized", "LossTerm",
+    "CompositeLoss", "RoutedLoss", "CorrectedLoss", "Correction", "TokenTruncation", "SequenceTruncation", "TokenRejection",
+    "SequenceRejection", "TokenMask", "SequenceMask", "mismatch_stats", "selective_log_softmax", "tokens_from_logits",
     "ReinforceLoss", "ReinforceBaselineLoss", "ClippedSurrogateLoss", "CISPOLoss", "SAPOLoss", "GMPOLoss",
     "MaskedCausalLMCrossEntropyLoss", "DistillationLoss", "ValueLoss",
 ]  # fmt: skip

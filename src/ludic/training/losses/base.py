@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ludic.models.teacher_kl import VocabularyKL
-from ludic.training.losses.tokens import ActionTokens, BatchFacts, Stats, sum_and_count
+from ludic.training.losses.tokens import ActionTokens, BatchFacts, ObservedTokens, Stats, sum_and_count
 from ludic.types import ConfigError, spread_of
 
 _E = TypeVar("_E", bound=StrEnum)
@@ -32,6 +32,8 @@ class Needs:
     entropy: bool = False
     values: bool = False
     """Values and returns of a critic."""
+    observations: bool = False
+    """Log-probs of observation tokens (`ActionTokens.observed`)."""
     logits: bool = False
     """`ActionTokens.padded`: all logits of a micro-batch in memory at once."""
     teacher_kl: VocabularyKL | None = None
@@ -63,7 +65,9 @@ class Loss(ABC):
 
     def compute(self, logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of a whole padded batch: logits [B, T, V] and the tensors of `collate_saw_items`."""
-        loss, stats = self(tokens_from_logits(logits, batch, with_entropy=self.needs.entropy))
+        loss, stats = self(
+            tokens_from_logits(logits, batch, with_entropy=self.needs.entropy, with_observed=self.needs.observations)
+        )
         means = {name: torch.as_tensor(total) / max(count, 1e-12) for name, (total, count) in stats.items()}
         return loss, {"loss": loss.detach(), **means}
 
@@ -133,7 +137,9 @@ def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
     return logits.gather(-1, index[..., None])[..., 0] - logits.logsumexp(dim=-1)
 
 
-def tokens_from_logits(logits: Tensor, batch: Mapping[str, Tensor], *, with_entropy: bool = False) -> ActionTokens:
+def tokens_from_logits(
+    logits: Tensor, batch: Mapping[str, Tensor], *, with_entropy: bool = False, with_observed: bool = False
+) -> ActionTokens:
     """The action tokens of a padded batch; logits at t predict token t + 1."""
     ids, mask = batch["input_ids"], batch["action_mask"]
     if ids.shape[1] < 2:
@@ -152,9 +158,11 @@ def tokens_from_logits(logits: Tensor, batch: Mapping[str, Tensor], *, with_entr
     episode_tokens: Counter[str] = Counter()
     for name, count in zip(episodes, mask[:, 1:].bool().sum(1).tolist() if episodes else (), strict=True):
         episode_tokens[name] += count
+    observed = _observed(logits, batch) if with_observed else None
     facts = BatchFacts(
         num_items=ids.shape[0],
         num_tokens=rows.shape[0],
+        num_observed=0 if observed is None else observed.logps.shape[0],
         num_episodes=len(episode_tokens),
         episode_tokens=episode_tokens,
         weight_mean=float(weight_B.mean()),
@@ -170,6 +178,7 @@ def tokens_from_logits(logits: Tensor, batch: Mapping[str, Tensor], *, with_entr
         ref_logps=_at_actions(batch, "ref_logps", rows, columns),
         entropy=entropy,
         episodes=episodes,
+        observed=observed,
     )
     if tokens.old_logps is not None or "old_logp_action" not in batch:
         return tokens
@@ -177,6 +186,15 @@ def tokens_from_logits(logits: Tensor, batch: Mapping[str, Tensor], *, with_entr
     current = tokens.logps.detach()
     difference_B = (batch["old_logp_action"] - tokens.item_sum(current)) / tokens.lengths
     return replace(tokens, old_logps=current + tokens.spread(difference_B))
+
+
+def _observed(logits: Tensor, batch: Mapping[str, Tensor]) -> ObservedTokens:
+    """As `SAWItem.observation_mask`, on a padded batch."""
+    ids, is_action = batch["input_ids"], batch["action_mask"].bool()
+    is_observed = (is_action.cumsum(1) > 0) & ~is_action & batch["attention_mask"].bool()
+    rows, columns = is_observed[:, 1:].nonzero(as_tuple=True)
+    logps = selective_log_softmax(logits[rows, columns], ids[rows, columns + 1])
+    return ObservedTokens(logps=logps, item_index=rows)
 
 
 def _at_actions(batch: Mapping[str, Tensor], key: str, rows: Tensor, columns: Tensor) -> Tensor | None:

@@ -86,6 +86,8 @@ class BatchFacts:
     """Over samples."""
     weight_std: float = 1.0
     """Over samples, of the population; 0 where they differ by no more than rounding."""
+    num_observed: int = 0
+    """Observation tokens (`SAWItem.observation_mask`)."""
     num_episodes: int = 0
     """Episodes that the samples are parts of; 0 if each sample is one."""
     episode_tokens: Mapping[str, int] = field(default_factory=dict)
@@ -94,7 +96,17 @@ class BatchFacts:
     """The same of the samples of each objective, where samples name one."""
 
 
-# Letters: A action tokens of the micro-batch, B its samples.
+# Letters: A action tokens of the micro-batch, B its samples, O its observation tokens.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObservedTokens:
+    """The observation tokens of one micro-batch. No policy sampled them, so there are no old log-probs and no weights."""
+
+    logps: Tensor
+    """[O] under the policy that is trained, at temperature 1; carries the gradient."""
+    item_index: Tensor
+    """[O] the sample of the micro-batch that each belongs to."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActionTokens:
     """The action tokens of one micro-batch."""
@@ -129,6 +141,8 @@ class ActionTokens:
     """[B] the episode of each sample; None, or empty: the sample is one by itself."""
     without_old_logps: tuple[int, ...] = ()
     """Samples whose old_logps are not known, where those of others are."""
+    observed: ObservedTokens | None = None
+    """For losses that ask for them (`Needs.observations`)."""
     padded: tuple[Tensor, Mapping[str, Tensor]] | None = None
     """Logits [B, L, V] and the tensors of `collate_saw_items`, for losses that ask for them (`Needs.logits`)."""
 
@@ -185,6 +199,7 @@ class ActionTokens:
             objectives=tuple(self.objectives[index] for index in chosen) if self.objectives else (),
             episodes=tuple(self.episodes[index] for index in chosen) if self.episodes else (),
             without_old_logps=tuple(new for new, old in enumerate(chosen) if old in self.without_old_logps),
+            observed=self._observed_of(place_B),
             padded=self._rows_of(chosen),
         )
         knows_none = len(part.without_old_logps) == len(chosen)
@@ -194,6 +209,12 @@ class ActionTokens:
             old_logps=None if knows_none else part.old_logps,
             without_old_logps=() if knows_none else part.without_old_logps,
         )
+
+    def _observed_of(self, place_B: Tensor) -> ObservedTokens | None:
+        if self.observed is None:
+            return None
+        place_O = place_B[self.observed.item_index]
+        return ObservedTokens(logps=self.observed.logps[place_O >= 0], item_index=place_O[place_O >= 0])
 
     def _rows_of(self, chosen: Sequence[int]) -> tuple[Tensor, Mapping[str, Tensor]] | None:
         if self.padded is None:

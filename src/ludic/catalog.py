@@ -235,6 +235,22 @@ BUILTINS: Mapping[str, Mapping[str, Entry]] = {
         "python": Entry("ludic.tools.python_tool:python_tool"),
         "search": Entry("ludic.tools.search:DocumentSearch", example={"documents": ["Alders grow on wet ground."]}),
     },
+    "filter": {
+        name: Entry(f"ludic.training.filters:{name}", bind=True)
+        for name in (
+            "drop_truncated",
+            "drop_incomplete_completions",
+            "drop_parse_errors",
+            "keep_env_steps",
+            "keep_agent_steps",
+        )
+    },
+    "curriculum": {
+        "uniform": Entry("ludic.batch_gen.requests.curriculum:UniformCurriculum"),
+        "easiest_first": Entry("ludic.batch_gen.requests.curriculum:EasiestFirstCurriculum"),
+        "success_band": Entry("ludic.batch_gen.requests.curriculum:SuccessBandCurriculum"),
+        "prioritised": Entry("ludic.batch_gen.requests.curriculum:PrioritisedCurriculum"),
+    },
     "algorithm": {name: Entry(f"ludic.training.algorithms:make_{name}") for name in _ALGORITHMS}
     | {"spo": Entry("ludic.training.algorithms:spo_algorithm")},
 }

@@ -2,8 +2,9 @@
 
 One registry per kind of part. Built-in ids are `name` (long form `ludic/name`), all others `namespace/name`. An installed package
 adds its parts through entry points of the groups `ludic.envs`, `ludic.agents`, `ludic.contexts`, `ludic.protocols`,
-`ludic.parsers`, `ludic.tools` and `ludic.algorithms`; their ids are `<distribution>/<entry point name>`. Your own part needs no
-registration: every id may also be `path/to/file.py:name` or `module:name`.
+`ludic.parsers`, `ludic.tools`, `ludic.filters`, `ludic.curriculums` and `ludic.algorithms`; their ids are
+`<distribution>/<entry point name>`. Your own part needs no registration: every id may also be `path/to/file.py:name` or
+`module:name`.
 
     from ludic import registry
     env = registry.envs.make("tic_tac_toe", agent_starts=False)
@@ -42,6 +43,8 @@ from ludic.types.errors import (
 
 _ID = re.compile(r"[A-Za-z0-9_.\-]+(/[A-Za-z0-9_.\-]+)?")
 _HOME = "ludic/"
+_GIVEN_AS_FUNCTIONS = ("parser", "tool", "filter")
+"""Kinds whose part is a function itself, and not what a function returns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,9 +145,7 @@ class Registry:
         """The spec of a registered part, or of a `file.py:name` or `module:name`, which is loaded."""
         if ":" in id:
             found = _load_own(id, self.kind)
-            is_part = self.kind in ("parser", "tool") and not inspect.isclass(
-                found
-            )  # a function, not a class or factory
+            is_part = self.kind in _GIVEN_AS_FUNCTIONS and not inspect.isclass(found)
             return EntrySpec(id=id, kind=self.kind, target=found, bind=is_part)
         key = id.removeprefix(_HOME)
         if key not in self._entries:
@@ -193,7 +194,7 @@ class Registry:
             owner = point.dist.name if point.dist is not None else "plugin"
             key = point.name if self._packages.get(point.name) == owner else f"{owner}/{point.name}"
             if key not in self._entries:
-                bind = self.kind in ("parser", "tool")
+                bind = self.kind in _GIVEN_AS_FUNCTIONS
                 self._entries[key] = EntrySpec(id=key, kind=self.kind, target=point.value, bind=bind)
                 self._unread.add(key)
 
@@ -335,13 +336,15 @@ contexts = Registry("context")
 protocols = Registry("protocol")
 parsers = Registry("parser")
 tools = Registry("tool")
+filters = Registry("filter")
+curricula = Registry("curriculum")
 algorithms = Registry("algorithm")
 
-_BY_KIND = {r.kind: r for r in (envs, agents, contexts, protocols, parsers, tools, algorithms)}
+_BY_KIND = {r.kind: r for r in (envs, agents, contexts, protocols, parsers, tools, filters, curricula, algorithms)}
 
 
 def of(kind: str) -> Registry:
-    """The registry of a kind: "env", "agent", "context", "protocol", "parser", "tool" or "algorithm"."""
+    """The registry of a kind: "env", "agent", "context", "protocol", "parser", "tool", "filter", "curriculum" or "algorithm"."""
     if kind not in _BY_KIND:
         raise UnknownName.among("kind of part", kind, _BY_KIND)
     return _BY_KIND[kind]

@@ -33,6 +33,7 @@ Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 Engine: TypeAlias = Literal["local", "vllm", "pipeline"]
 Push: TypeAlias = Literal["merged", "adapter"]
 AgentSandbox: TypeAlias = Literal["bubblewrap", "none"]
+KLEstimate: TypeAlias = Literal["k1", "k2", "k3"]
 Averaging: TypeAlias = Literal["token_mean", "sample_mean", "episode_mean", "sample_sum"]
 LoggerName: TypeAlias = Literal["rich", "print", "tensorboard", "wandb", "trackio", "none"]
 
@@ -187,6 +188,18 @@ class AlgoSettings:
     reduction: Averaging | None = None
     """What the loss of all action tokens is divided by: their number, each sample's number and then samples, each episode's
     number and then episodes, or samples. Default: token_mean, or what the algorithm itself does where it is a mean."""
+    entropy_bonus: float = 0.0
+    """Above 0, the policy is rewarded for the entropy of its choices, by so much: it goes on exploring."""
+    kl_coeff: float = 0.0
+    """Above 0, the policy is held near a frozen reference by so much KL."""
+    kl_estimator: KLEstimate = "k3"
+    """How that KL is estimated (docs/algorithms/README.md)."""
+    reference: str | None = None
+    """The frozen reference, a model as for --model. Default: the weights that the run begins with; of a LoRA run the model under
+    the adapter, which takes no memory."""
+    filter: tuple[str, ...] = ()
+    """Which samples are trained on (`ludic parts filter`), or file.py:function, which is called with a sample. Several: those that
+    all keep."""
     teacher: str | None = None
     """For algorithms that learn from a teacher (opd, grpo_opd, mopd): a model as for --model, or the URL of a vLLM server."""
     teacher_tokenizer: str | None = None
@@ -194,6 +207,7 @@ class AlgoSettings:
 
     def __post_init__(self) -> None:
         at_least(1, group_size=self.group_size)
+        at_least(0, entropy_bonus=self.entropy_bonus, kl_coeff=self.kl_coeff)
         if self.teacher is not None and self.teacher_is_served:
             refuse_login("teacher", self.teacher, PUT_LOGIN)
         if self.teacher_tokenizer is not None and not self.teacher_is_served:
@@ -212,6 +226,12 @@ class RolloutSettings:
 
     rollouts_per_update: int = 128
     """Episodes per update; a multiple of group_size."""
+    dynamic_sampling: int = 0
+    """Above 1, groups of equal returns are replaced by fresh tasks, in at most so many rounds of an update. 0: they stay."""
+    curriculum: str | None = None
+    """What chooses the next tasks (`ludic parts curriculum`), or file.py:Class. Default: the data in random order, or new seeds."""
+    curriculum_set: Arguments = field(default_factory=dict)
+    """Argument of the curriculum."""
     concurrency: int | None = None
     """Episodes at a time. It changes the speed, not the episodes. Default: as many as the engine computes together (512 on a GPU,
     64 on a CPU); with servers 64."""
@@ -251,7 +271,13 @@ class RolloutSettings:
             refuse_login("server", url, PUT_LOGIN)
         self.tokens_every  # noqa: B018 - raises
         at_least(1, rollouts_per_update=self.rollouts_per_update, concurrency=self.concurrency)
-        at_least(0, max_lag=self.max_lag)
+        at_least(0, max_lag=self.max_lag, dynamic_sampling=self.dynamic_sampling)
+        if self.dynamic_sampling == 1:
+            raise ConfigError(
+                "dynamic_sampling = 1 leaves no round to replace groups in; give 2 or more, or 0 for none."
+            )
+        if self.curriculum_set and self.curriculum is None:
+            raise ConfigError("curriculum_set holds arguments of a curriculum, but none is named; give --curriculum.")
 
     @property
     def tokens_every(self) -> int:

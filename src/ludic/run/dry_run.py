@@ -20,6 +20,7 @@ from ludic.run.model import (
 )
 from ludic.run.parts import eval_samples, first_env, make_algorithm, outside_agent, train_samples
 from ludic.run.resolve import ResolvedRun
+from ludic.run.sources import check_source
 from ludic.types import ConfigError
 
 _SMOLLM2_PARAMETERS = 134_515_008
@@ -32,6 +33,7 @@ def plan_lines(run: ResolvedRun, start: ResumePoint) -> list[str]:
     first_env(run)
     outside = outside_agent(run.config.agent, run.parts)
     check_teacher(run, make_algorithm(run))
+    check_source(run)
     tasks = "each group with its own seed"
     if samples is not None:
         tasks = f"{steps * run.num_groups / len(samples):.2f} passes over {len(samples):,} samples"
@@ -47,8 +49,32 @@ def plan_lines(run: ResolvedRun, start: ResumePoint) -> list[str]:
         *_model_lines(run),
         f"{steps} updates × {total} rollouts ({run.num_groups} groups of {run.group_size}): {steps * total:,} episodes, {tasks}.",
         tokens,
+        *_feature_lines(run),
         f"Updates {start.first_step + 1} to {steps}; everything is written to {run.folder}.",
     ]
+
+
+def _feature_lines(run: ResolvedRun) -> list[str]:
+    """What the settings add to a plain run."""
+    algo, rollouts = run.config.algo, run.config.rollouts
+    lines = []
+    if rollouts.dynamic_sampling:
+        lines.append(
+            f"Groups of equal returns are replaced by fresh tasks, so an update plays up to "
+            f"{rollouts.dynamic_sampling} times as many episodes."
+        )
+    if rollouts.curriculum is not None:
+        lines.append(f"The curriculum {rollouts.curriculum} chooses the tasks.")
+    if algo.filter:
+        lines.append(f"Samples are trained on where {' and '.join(algo.filter)} keep them.")
+    if algo.kl_coeff:
+        what = algo.reference or (
+            "the model under the adapter" if run.config.model.lora_rank else "a frozen copy of its first weights"
+        )
+        lines.append(f"The policy is held near {what}: {algo.kl_coeff:g} × KL ({algo.kl_estimator}).")
+    if algo.entropy_bonus:
+        lines.append(f"Entropy is rewarded: {algo.entropy_bonus:g} × its mean over tokens.")
+    return lines
 
 
 def _model_lines(run: ResolvedRun) -> list[str]:

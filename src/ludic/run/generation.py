@@ -34,11 +34,11 @@ from ludic.run.parts import (
     make_algorithm,
     make_episode_setup,
     make_evaluator,
-    make_source,
     outside_agent,
     play,
 )
 from ludic.run.resolve import ResolvedRun
+from ludic.run.sources import check_source, make_source
 from ludic.training import RLAlgorithm
 from ludic.training.credit_assignment import EpisodeCredit, HybridNormalizedReturn
 from ludic.training.learner.stop import run_sync
@@ -68,6 +68,7 @@ class Generation(ABC):
         """ConfigError for what cannot work, before weights are loaded."""
         outside_agent(run.config.agent, run.parts)
         check_teacher(run, make_algorithm(run))
+        check_source(run)
 
     def begin(self, *, resume: bool, first_step: int) -> None:
         """Called once, before the first batch; the run folder is there."""

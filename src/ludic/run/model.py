@@ -3,6 +3,7 @@
 `ludic eval` uses the same functions.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -16,6 +17,7 @@ from ludic.inference import HFChatTemplate, tool_parser_for
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot
 from ludic.models import SMOLLM2, TINY
+from ludic.models.head import plain_model
 from ludic.models.loading import LoadedModel, best_dtype, load_gguf_tokenizer, load_model
 from ludic.models.tiny import character_tokenizer
 from ludic.run.config import CHECKPOINTS, ModelSettings, RunConfig
@@ -83,6 +85,27 @@ def _load_adapter(folder: Path, settings: ModelSettings) -> LoadedModel:
     return replace(loaded, name=str(folder))
 
 
+def load_reference(config: RunConfig, loaded: LoadedModel, given: LoadedModel | None) -> Any:
+    """A frozen model to compare the policy with. None where the policy is an adapter and the settings name no other model: the
+    trainer uses the model under the adapter."""
+    name = config.algo.reference
+    if name is None and plain_model(loaded.model) is not loaded.model:
+        return None
+    if name is None and given is not None:
+        return copy.deepcopy(loaded.model)  # the trainer has not loaded a checkpoint into it yet
+    settings = (
+        config.model
+        if name is None
+        else ModelSettings(model=name, dtype=config.model.dtype, device=config.model.device)
+    )
+    found = load_policy(settings, seed=config.trainer.seed)
+    if dict(found.tokenizer.get_vocab()) != dict(loaded.tokenizer.get_vocab()):
+        raise ConfigError(
+            f"reference = {name!r} has another tokenizer than the policy; take a model of the same family."
+        )
+    return found.model
+
+
 def without_adapter(settings: ModelSettings) -> ModelSettings:
     """The model of a process that only samples: it is sent all weights, adapters merged, so it needs no adapter."""
     return replace(base_settings(settings), lora_rank=0, fork_from=None)
@@ -147,6 +170,8 @@ def with_pinned_checkpoints(config: RunConfig) -> RunConfig:
         values["fork_from"] = checkpoint_in(config.model.fork_from) or config.model.fork_from
     if config.algo.teacher is not None and not config.algo.teacher_is_served:
         values["teacher"] = str(checkpoint_in(Path(config.algo.teacher)) or config.algo.teacher)
+    if config.algo.reference is not None:
+        values["reference"] = str(checkpoint_in(Path(config.algo.reference)) or config.algo.reference)
     return with_values(config, values)
 
 

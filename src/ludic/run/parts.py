@@ -21,7 +21,6 @@ from ludic.batch_gen import (
     IdentityStrategy,
     RequestsFn,
     RequestStrategy,
-    RolloutBatchSource,
     RolloutEngine,
     make_dataset_sequence_requests_fn,
 )
@@ -33,7 +32,7 @@ from ludic.gateway.session import SessionLimits
 from ludic.inference import ChatTemplate
 from ludic.interaction import InteractionProtocol, MultiAgentProtocol, SingleAgentProtocol
 from ludic.interaction.base import AnyEnv
-from ludic.run.config import AgentSettings, EnvSettings
+from ludic.run.config import AgentSettings, AlgoSettings, EnvSettings
 from ludic.run.folder import METRICS, wandb_id
 from ludic.run.resolve import EnvFactory, Parts, ResolvedRun
 from ludic.run.settings import values_of
@@ -338,8 +337,8 @@ def fixed_requests(
 
 
 def make_algorithm(run: ResolvedRun) -> RLAlgorithm:
-    """The given or named algorithm, with the group size if it takes one, the reduction, and a given loss. For agents behind the
-    gateway its credit is that of whole episodes."""
+    """The given or named algorithm, with the group size if it takes one, reduction, regularisers, a given loss. For agents behind
+    the gateway its credit is that of whole episodes."""
     from ludic.training import RLAlgorithm, with_episode_credit
 
     config, given = run.config.algo, run.parts.algorithm
@@ -356,22 +355,22 @@ def make_algorithm(run: ResolvedRun) -> RLAlgorithm:
         )
     if uses_gateway(run.config.agent, run.parts):
         given = with_episode_credit(given)  # a session with several threads counts once
-    return given if run.parts.loss is None else replace(given, loss=run.parts.loss)
+    given = given if run.parts.loss is None else replace(given, loss=run.parts.loss)
+    return _regularised(given, config)
 
 
-def make_source(
-    run: ResolvedRun, setup: EpisodeSetup, algorithm: RLAlgorithm, *, jsonl_path: Path | None
-) -> RolloutBatchSource:
-    """Fresh rollouts by the engine of this run."""
-    rollouts = run.config.rollouts
-    return RolloutBatchSource(
-        setup.engine(jsonl_path=jsonl_path, seed=run.seed, max_failed_share=rollouts.max_failed_share),
-        requests_fn=train_requests(run, setup),
-        strategy=request_strategy(run, run.seed),
-        algorithm=algorithm,
-        max_steps=run.max_steps,
-        concurrency=rollouts.concurrency or setup.concurrency,
-    )
+def _regularised(algorithm: RLAlgorithm, settings: AlgoSettings) -> RLAlgorithm:
+    """The algorithm with an entropy bonus and a KL to the frozen reference, where the settings ask for them."""
+    from ludic.training.losses import EntropyBonus, Loss, Regularized, TokenKLLoss
+
+    terms: dict[str, Loss] = {}
+    if settings.kl_coeff:
+        terms["reference"] = TokenKLLoss(
+            coeff=settings.kl_coeff, to="reference", estimator=settings.kl_estimator, reduction="token_mean"
+        )
+    if settings.entropy_bonus:
+        terms["bonus"] = EntropyBonus(coeff=settings.entropy_bonus)
+    return replace(algorithm, loss=Regularized(algorithm.loss, terms)) if terms else algorithm
 
 
 def eval_requests(run: ResolvedRun, setup: EpisodeSetup) -> list[RolloutRequest]:

@@ -194,6 +194,7 @@ def resolve(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> R
     filled = with_values(resolve_play(config, env.suggested), values)
     _check_numbers(filled, size)
     _check_engine(filled, parts)
+    _check_tasks(filled, size)
     _check_data(filled, env, parts)
     folder = config.run.runs / name
     max_tokens, max_steps = filled.agent.max_tokens or 1, filled.env.max_steps or 1
@@ -278,6 +279,24 @@ def _check_engine(config: RunConfig, parts: Parts) -> None:
         raise ConfigError(
             "eval_in_background needs an engine that can keep a copy of the weights: local. A vLLM server has one set of weights, "
             "and they change with every update. Evaluate without it."
+        )
+
+
+def _check_tasks(config: RunConfig, group_size: int) -> None:
+    rollouts = config.rollouts
+    if rollouts.dynamic_sampling and group_size == 1:
+        raise ConfigError(
+            f"dynamic_sampling = {rollouts.dynamic_sampling} replaces groups of equal returns, but group_size = 1: there are none."
+        )
+    own = {
+        "dynamic_sampling": rollouts.dynamic_sampling,
+        "curriculum": rollouts.curriculum,
+        "filter": config.algo.filter,
+    }
+    if config.is_pipeline and any(own.values()):
+        given = ", ".join(name for name, value in own.items() if value)
+        raise ConfigError(
+            f"{given}: for runs that play their own episodes (engine = local or vllm); in a pipeline actors play them."
         )
 
 

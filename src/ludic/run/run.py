@@ -33,7 +33,7 @@ from ludic.run.folder import (
     write_config,
 )
 from ludic.run.generation import GENERATIONS, Generation
-from ludic.run.model import load_policy, use_threads, with_pinned_checkpoints
+from ludic.run.model import load_policy, load_reference, use_threads, with_pinned_checkpoints
 from ludic.run.parts import make_loggers
 from ludic.run.resolve import EnvFactory, Parts, ResolvedRun, env_factory, name_of, resolve
 from ludic.run.settings import read_toml, with_given, with_values
@@ -124,6 +124,7 @@ class Run:
         with self._explained():
             self.trainer = Trainer(
                 model=self._loaded.model,
+                reference=self._reference(generation),
                 critic=self._load(start).model if generation.algorithm.critic is CriticKind.SEPARATE else None,
                 algo=generation.algorithm,
                 batch_source=generation.source,
@@ -252,6 +253,12 @@ class Run:
         if start.first_step and not settings.lora_rank:
             settings = replace(settings, fork_from=None)  # the checkpoint holds all weights; the fork may be gone
         return load_policy(settings, seed=self.resolved.seed, given=self.resolved.parts.model)
+
+    def _reference(self, generation: Generation) -> Any:
+        """Also on a resume the weights that the run began with."""
+        if not generation.algorithm.loss.needs.reference:
+            return None
+        return load_reference(self.config, self._loaded, self.resolved.parts.model)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

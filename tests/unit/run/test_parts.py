@@ -20,11 +20,11 @@ from ludic.run.parts import (
     fixed_requests,
     make_algorithm,
     make_episode_setup,
-    make_source,
     train_requests,
 )
 from ludic.run.resolve import ResolvedRun, env_factory, resolve
 from ludic.run.settings import with_values
+from ludic.run.sources import make_source
 from ludic.tasks import long_lived_objects_exempt
 from ludic.training.losses import ActionTokens, BatchFacts, Loss
 from ludic.types import ConfigError, InferenceSpec, ReturnSpec, SamplingParams, TemplateError, load_rollouts

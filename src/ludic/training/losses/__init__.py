@@ -28,7 +28,7 @@ from ludic.training.losses.corrections import (
     TokenTruncation,
     mismatch_stats,
 )
-from ludic.training.losses.kl import EntropyBonus, KLEstimator, KLLoss, TokenKLLoss
+from ludic.training.losses.kl import EntropyBonus, KLEstimator, KLLoss, Regularized, TokenKLLoss
 from ludic.training.losses.observations import ObservationLoss
 from ludic.training.losses.tokens import ActionTokens, BatchFacts, ObservedTokens, Reduction, Stats
 
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Loss", "Needs", "ForeignLoss", "as_loss", "ActionTokens", "BatchFacts", "Reduction", "Stats", "TokenClippedSurrogateLoss",
-    "KLLoss", "TokenKLLoss", "KLEstimator", "EntropyBonus", "ObservationLoss", "ObservedTokens", "BatchNormalized", "LossTerm",
-    "CompositeLoss", "RoutedLoss", "CorrectedLoss", "Correction", "TokenTruncation", "SequenceTruncation", "TokenRejection",
+    "KLLoss", "TokenKLLoss", "KLEstimator", "EntropyBonus", "Regularized", "ObservationLoss", "ObservedTokens", "BatchNormalized",
+    "LossTerm",    "CompositeLoss", "RoutedLoss", "CorrectedLoss", "Correction", "TokenTruncation", "SequenceTruncation", "TokenRejection",
     "SequenceRejection", "TokenMask", "SequenceMask", "mismatch_stats", "selective_log_softmax", "tokens_from_logits",
     "ReinforceLoss", "ReinforceBaselineLoss", "ClippedSurrogateLoss", "CISPOLoss", "SAPOLoss", "GMPOLoss",
     "MaskedCausalLMCrossEntropyLoss", "DistillationLoss", "ValueLoss",

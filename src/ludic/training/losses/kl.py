@@ -8,6 +8,7 @@ itself sampled:
 - k3: e^{−d} − 1 + d, never negative, of low variance; its gradient (1 − e^{−d}) ∇ℓ is that of KL(reference ‖ policy).
 """
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Literal
 
@@ -99,6 +100,23 @@ class KLLoss(_KLLoss):
         difference_B = combine(self._difference(tokens))
         terms_B = kl_terms(difference_B, combine(tokens.logps), self.estimator)
         return self.coeff * tokens.reduce_items(terms_B), {"kl_mean": sum_and_count(difference_B)}
+
+
+class Regularized(Loss):
+    """The loss plus regularisers, on the same tokens. Its statistics keep their names; those of a regulariser get its name."""
+
+    def __init__(self, loss: Loss, regularisers: Mapping[str, Loss]) -> None:
+        self.loss, self.regularisers = loss, dict(regularisers)
+        self.needs = Needs.of_parts([loss, *regularisers.values()])
+
+    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+        total, stats = self.loss(tokens)
+        stats = dict(stats)
+        for name, regulariser in self.regularisers.items():
+            loss, own = regulariser(tokens)
+            total = total + loss
+            stats |= {f"{name}/{key}": value for key, value in own.items()}
+        return total, stats
 
 
 class EntropyBonus(Loss):

@@ -1,0 +1,262 @@
+"""What `ludic train` adds to a plain run, each feature in a small run: its values, its errors, a resume."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ludic.training.loggers import read_metrics
+from ludic.types import load_rollouts
+from tests.unit.cli.train_parts import RUN, SMALL, Ended, command_in
+
+PARTS = '''
+import random
+
+from ludic.envs import SingleAgentEnv
+from ludic.types import StepOutcome
+
+
+class Sometimes(SingleAgentEnv):
+    """A capital letter earns 1 on odd seeds; on even ones every reply does."""
+
+    def env_reset(self, *, seed=None):
+        self.easy = seed % 2 == 0
+        return "?", {"easy": self.easy}
+
+    def env_step(self, action):
+        return StepOutcome("", reward=float(self.easy or action.isupper()), terminated=True)
+
+
+def first_half(item):
+    """Keeps samples that earned something."""
+    return item.origin.total_reward > 0
+
+
+class Backwards:
+    """The last tasks first."""
+
+    def __init__(self, tasks, batch_size, seed, step=1):
+        self.tasks, self.batch_size, self.step = tasks, batch_size, step
+        self.next = len(tasks)
+
+    def next_requests(self):
+        self.next -= self.batch_size * self.step
+        return [self.tasks[(self.next + i) % len(self.tasks)] for i in range(self.batch_size)]
+
+    def observe(self, rollouts):
+        pass
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+def longer(request):
+    return len(request.env.kwargs["sample"]["question"])
+'''
+
+
+@pytest.fixture
+def ludic(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(PARTS)
+    return command_in(tmp_path, monkeypatch, capsys)
+
+
+def logged(name: str, run: str = "first") -> list[float]:
+    return [row[name] for row in read_metrics(Path("runs") / run / "metrics.jsonl") if name in row]
+
+
+def weights(run: str, step: int = 2) -> dict[str, torch.Tensor]:
+    return load_file(Path("runs") / run / "checkpoints" / f"step_{step:06d}" / "model.safetensors")
+
+
+def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def played(run: str = "first") -> list:
+    return [r for file in sorted(Path("runs", run, "rollouts").glob("*.gz")) for r in load_rollouts(file)]
+
+
+def done(ended: Ended) -> Ended:
+    assert ended.code == 0, ended.err
+    return ended
+
+
+def resumes_as_if_uninterrupted(ludic, *flags: str) -> None:
+    """Two updates, and one update that is resumed for another, end with the same weights."""
+    once = ["train", *RUN, "--threads", "1", *flags]
+    done(ludic(*once, "--name", "whole"))
+    done(ludic(*once, "--name", "parts", "--steps", "1"))
+    done(ludic("train", "runs/parts", "--resume", "--steps", "2"))
+    assert are_equal(weights("whole"), weights("parts"))
+
+
+# --- dynamic sampling ---
+
+
+def test_dynamic_sampling_replaces_groups_of_equal_returns(ludic):
+    env = ["mine.py:Sometimes", *SMALL, "--steps", "2", "--name", "first"]
+    done(ludic("train", *env, "--dynamic-sampling", "8", "--rollouts-per-update", "16"))
+    assert all(rounds > 1 for rounds in logged("train/num_sampling_rounds"))
+    assert all(flat > 0 for flat in logged("train/num_zero_variance_groups"))
+    assert logged("train/num_rollouts") == [16.0, 16.0], "full batches in spite of the easy seeds"
+
+
+def test_dynamic_sampling_resumes(ludic):
+    resumes_as_if_uninterrupted(ludic, "--dynamic-sampling", "4")
+
+
+# --- filters ---
+
+
+def test_filters_leave_samples_out(ludic):
+    done(ludic("train", *RUN, "--filter", "mine.py:first_half", "drop_truncated"))
+    kept, all_samples = logged("train/num_samples"), logged("train/num_samples_before_filter")
+    rewarded = [sum(r.total_reward > 0 for r in played()[start : start + 8]) for start in (0, 8)]
+    assert kept == [float(number) for number in rewarded] and all_samples == [8.0, 8.0]
+
+
+# --- curricula ---
+
+
+def questions(path: Path, count: int = 12) -> str:
+    path.write_text("".join(json.dumps({"question": "?" * (i + 1), "level": -i}) + "\n" for i in range(count)))
+    return str(path)
+
+
+ASK = ["letter.py:Question", *SMALL, "--steps", "2", "--name", "first", "--data", "q.jsonl"]
+
+
+def asked(run: str = "first") -> list[int]:
+    """Number of the sample of each group, in order."""
+    return [rollout.request_meta["sample_index"] for rollout in played(run)[::4]]
+
+
+def test_the_easiest_tasks_come_first_by_a_number_of_the_sample(ludic, tmp_path):
+    questions(tmp_path / "q.jsonl")
+    easiest = ["--curriculum", "easiest_first", "--curriculum-set", "difficulty=level"]
+    done(ludic("train", *ASK, *easiest, "--concurrency", "1"))
+    assert set(asked()) == {10, 11}, "the lowest level, and no more before they are solved"
+
+
+def test_difficulty_and_curriculum_may_be_functions_of_ones_own(ludic, tmp_path):
+    questions(tmp_path / "q.jsonl")
+    own = ["--curriculum", "easiest_first", "--curriculum-set", "difficulty=mine.py:longer"]
+    done(ludic("train", *ASK, *own, "--concurrency", "1"))
+    assert set(asked()) == {0, 1}
+    own = ["--curriculum", "mine.py:Backwards", "--curriculum-set", "step=2", "--name", "own", "--concurrency", "1"]
+    done(ludic("train", *ASK, *own))
+    assert asked("own") == [8, 9, 4, 5]
+
+
+def test_a_curriculum_over_seeds_resumes(ludic):
+    resumes_as_if_uninterrupted(ludic, "--curriculum", "success_band", "--curriculum-set", "num_tasks=6")
+
+
+def test_prioritised_tasks_follow_what_the_algorithm_tracks(ludic, tmp_path):
+    questions(tmp_path / "q.jsonl")
+    spo = ["--algo", "spo", "--group-size", "1", "--curriculum", "prioritised", "--curriculum-set", "eps=0.1"]
+    done(ludic("train", *ASK, *spo))
+    assert logged("train/num_rollouts") == [8.0, 8.0]
+
+
+# --- regularisers ---
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_to_the_first_weights_is_0_at_first_and_changes_the_second_update(ludic, estimator):
+    done(ludic("train", *RUN, "--name", "plain"))
+    done(ludic("train", *RUN, "--kl-coeff", "5", "--kl-estimator", estimator))
+    first, second = logged("train/reference/kl_mean")
+    assert first == pytest.approx(0, abs=1e-6) and second > 1e-4
+    assert not are_equal(weights("plain"), weights("first"))
+    assert logged("train/grad_norm", "plain")[1] != logged("train/grad_norm")[1]
+
+
+def test_a_resumed_run_keeps_its_first_weights_as_reference(ludic):
+    resumes_as_if_uninterrupted(ludic, "--kl-coeff", "1")
+
+
+def test_the_reference_may_be_another_run_and_is_fixed_to_its_checkpoint(ludic):
+    done(ludic("train", *RUN, "--name", "other", "--seed", "7"))
+    done(ludic("train", *RUN, "--kl-coeff", "1", "--reference", "runs/other"))
+    assert logged("train/reference/kl_mean")[0] > 1e-4, "the other run's weights, not the first ones"
+    assert 'reference = "runs/other/checkpoints/step_000002"' in Path("runs/first/config.toml").read_text()
+
+
+def test_an_algorithm_that_needs_a_reference_gets_one(ludic):
+    done(ludic("train", *RUN, "--algo", "reinforce_pp", "--algo-set", "kl_coeff=0.1"))
+    assert len(logged("train/kl/kl_mean")) == 2
+
+
+def test_an_adapter_is_held_near_the_model_under_it(ludic):
+    done(ludic("train", *RUN, "--lora-rank", "2", "--kl-coeff", "1"))
+    first, second = logged("train/reference/kl_mean")
+    assert first == pytest.approx(0, abs=1e-6) and second > 0
+
+
+def test_the_entropy_bonus_raises_entropy_where_rewards_teach_nothing(ludic):
+    flat = ["letter.py:Flat", *SMALL, "--steps", "3", "--lr", "1e-3", "--weight-decay", "0"]
+    done(ludic("train", *flat, "--name", "plain"))
+    done(ludic("train", *flat, "--name", "first", "--entropy-bonus", "0.5"))
+    before, after = logged("train/entropy")[0], logged("train/entropy")[-1]
+    assert logged("train/entropy", "plain") == pytest.approx([before] * 3, abs=1e-6), "equal rewards teach nothing"
+    assert after > before + 1e-3
+
+
+# --- mistakes, and the plan ---
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--filter", "drop_trunkated"], "Did you mean 'drop_truncated'"),
+        (["--curriculum", "easyest_first"], "Did you mean 'easiest_first'"),
+        (["--curriculum", "easiest_first"], "difficulty"),
+        (["--curriculum", "success_band", "--curriculum-set", "lo=0.1"], "lo"),
+        (["--curriculum", "prioritised"], "tracks none"),
+        (["--curriculum", "uniform", "--curriculum-set", "num_tasks=1"], "batch_size=2 of 1 tasks"),
+        (["--curriculum-set", "low=0.1"], "none is named"),
+        (["--dynamic-sampling", "1"], "give 2 or more"),
+        (["--dynamic-sampling", "4", "--algo", "reinforce", "--group-size", "1"], "there are none"),
+        (["--reference", "tiny"], "give --kl-coeff"),
+        (["--kl-coeff", "-1"], "at least 0"),
+        (["--kl-estimator", "k4"], "k1"),
+        (["--dynamic-sampling", "4", "--engine", "pipeline"], "play their own episodes"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)  # fmt: skip
+def test_mistakes_are_named_before_weights_are_loaded(ludic, flags, says):
+    for how in ([], ["--dry-run"]):
+        ended = ludic("train", *RUN, *flags, *how)
+        assert ended.code == 2 and says in ended.err.replace("\n", " "), ended.err
+
+
+def test_the_plan_names_what_a_run_adds(ludic):
+    flags = ["--dynamic-sampling", "4", "--filter", "drop_truncated", "--curriculum", "uniform", "--kl-coeff", "0.1"]
+    out = done(ludic("train", *RUN, *flags, "--entropy-bonus", "0.01", "--dry-run")).out
+    for part in ("up to 4 times", "curriculum uniform", "drop_truncated", "0.1 × KL (k3)", "0.01 × its mean"):
+        assert part in out
+    assert "Entropy" not in done(ludic("train", *RUN, "--dry-run")).out
+
+
+# --- the page ---
+
+PAGE = Path(__file__).parents[3] / "docs" / "ludic-train.md"
+ENV_OF_PAGE = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)[0]
+FILES = re.findall(r"```toml\n(.*?)```", PAGE.read_text().split("## Which tasks, which samples")[1], flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("text", FILES, ids=[str(number) for number in range(len(FILES))])
+def test_every_file_of_the_page_runs(ludic, tmp_path, text):
+    (tmp_path / "rps.py").write_text(ENV_OF_PAGE)
+    (tmp_path / "run.toml").write_text(text)
+    small = ["--model", "tiny", "--max-tokens", "1", "--group-size", "16", "--logger", "none"]
+    done(ludic("train", "run.toml", *small, "--steps", "1", "--name", "first"))
+    assert len(logged("train/grad_norm")) == 1

@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Loss", "Needs", "ForeignLoss", "as_loss", "ActionTokens", "BatchFacts", "Reduction", "Stats", "TokenClippedSurrogateLoss",
     "KLLoss", "TokenKLLoss", "KLEstimator", "EntropyBonus", "Regularized", "ObservationLoss", "ObservedTokens", "BatchNormalized",
-    "LossTerm",    "CompositeLoss", "RoutedLoss", "CorrectedLoss", "Correction", "TokenTruncation", "SequenceTruncation", "TokenRejection",
+    "LossTerm", "CompositeLoss", "RoutedLoss", "CorrectedLoss", "Correction", "TokenTruncation", "SequenceTruncation",
+    "TokenRejection",
     "SequenceRejection", "TokenMask", "SequenceMask", "mismatch_stats", "selective_log_softmax", "tokens_from_logits",
     "ReinforceLoss", "ReinforceBaselineLoss", "ClippedSurrogateLoss", "CISPOLoss", "SAPOLoss", "GMPOLoss",
     "MaskedCausalLMCrossEntropyLoss", "DistillationLoss", "ValueLoss",

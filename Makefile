@@ -91,15 +91,10 @@ test:
 	$(MAKE) -j 3 -O style try-vllm system
 	$(MAKE) -j 2 types tests
 
-# What the workers import is compiled once, on the core that mypy leaves, and not by each of them.
-$(VENV)/.compiled: $(VENV)/.ready-all
-	-OMP_NUM_THREADS=1 $(BIN)/pytest --collect-only -q tests > /dev/null 2>&1
-	touch $@
-
-# A file's tests share models and servers, so a file stays with one worker; each computes with one thread. Two cores have three
-# workers: tests/conftest.py says which tests the third one takes while others wait, and puts the longest files first.
-tests: $(VENV)/.compiled
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 30 tests
+# A file's tests share models and servers, so a file stays with one worker; each computes with one thread. Two cores have four
+# workers: tests/conftest.py says which tests each of them takes, and puts the longest files first.
+tests: $(VENV)/.ready-all
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 30 tests
 
 test-fast: $(VENV)/.ready-all
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/contract tests/golden -m "not integration and not slow and not diagnostic"

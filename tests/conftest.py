@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests import warm_python
+
 TABLE = Path(__file__).with_name("seconds.json")
 MEASURED = json.loads(TABLE.read_text())
 SLOW_TESTS = frozenset(MEASURED["slow_tests"])
@@ -28,13 +30,11 @@ SLOW_TO_IMPORT = ("adapters/test_verifiers.py", "adapters/test_reasoning_gym.py"
 TOGETHER = {
     "one vLLM server": (
         "test_live_vllm_client.py", "test_vllm_adapter.py", "test_vllm_server.py", "test_vllm_training.py", "test_vllm_weights.py",
+        "test_gateway_vllm.py",
     ),
     "one SmolLM2": ("test_local_engine_smollm2.py", "test_smollm2_template.py", "test_gateway_clients.py"),
 }  # fmt: skip
 """These share what a session has once: one worker takes all of them."""
-FILLS_IN = "gw2"
-"""The third worker has the cores while the others wait: for servers, limits and processes that end. It takes only tests that
-compute and leaves the cores to the others whenever they want them, so what is held to a time limit has a core."""
 COMPUTING = (
     "tests/golden/", "tests/contract/", "tests/unit/training/", "tests/unit/models/", "tests/unit/scaling/", "tests/unit/minimal/",
     "tests/unit/envs/adapters/", "tests/unit/inference/test_real_templates.py", "tests/examples/test_folding_example.py",
@@ -46,6 +46,18 @@ HURRIED = (
     "models/test_prefix_tree.py",
 )  # fmt: skip
 """These compute as well, but hold something to a limit: a process, a coroutine, or an example of Hypothesis (0.2 s)."""
+WAITING = (
+    "one vLLM server", "test_two_hosts.py", "test_fsdp_endings.py", "test_pipeline_faults.py", "test_launch_process.py",
+    "test_gateway_faults.py", "test_sandbox_lifetime.py", "test_sandbox_hostile.py", "test_vllm_process.py", "test_supervisor.py",
+)  # fmt: skip
+"""These wait most of their time: for servers that start, limits that pass, processes that end."""
+ORDERS = {"gw2": ("waits", "other"), "gw3": ("computes",)}
+"""What a worker takes, by preference; those that are not here: other, waits, computes. Four share two cores: the third takes what
+waits, the fourth only what computes, and leaves the cores to the others whenever they want them, so what is held to a limit has
+a core."""
+FILLS_IN = "gw3"
+UNKNOWN_S = {"tests/integration/": 20.0, "tests/examples/": 5.0}
+"""What a file that is not in the table weighs: it must not begin last."""
 
 gc.disable()  # until everything is imported: nothing is garbage yet, and going through it takes seconds
 
@@ -61,6 +73,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--write-seconds"):
         config.pluginmanager.register(Stopwatch())
+    if config.getvalue("dist") == "loadfile" and not hasattr(config, "workerinput"):
+        program = warm_python.start_collected("-m", config.option.markexpr, *config.args)
+        os.environ[warm_python.COLLECTED] = program
+        config.option.tx = [f"popen//python={program}" for _ in config.option.tx]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -99,7 +115,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getvalue("dist") == "loadfile":
         weights: dict[str, float] = defaultdict(float)
         for file in {file_of(item.nodeid) for item in items}:
-            weights[scope_of(file)] += MEASURED["files"].get(file, 0.0)
+            unknown = next((seconds for folder, seconds in UNKNOWN_S.items() if file.startswith(folder)), 0.0)
+            weights[scope_of(file)] += MEASURED["files"].get(file, unknown)
         items.sort(key=lambda item: -weights[scope_of(file_of(item.nodeid))])
 
 
@@ -119,8 +136,10 @@ def scope_of(file: str) -> str:
     return next((what for what, files in TOGETHER.items() if file.endswith(files)), file)
 
 
-def computes(scope: str) -> bool:
-    return scope.startswith(COMPUTING) and not scope.endswith(HURRIED)
+def kind_of(scope: str) -> str:
+    if scope.startswith(COMPUTING) and not scope.endswith(HURRIED):
+        return "computes"
+    return "waits" if scope.endswith(WAITING) else "other"
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -134,10 +153,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return scope_of(super()._split_scope(nodeid))
 
         def _suitable(self, node: Any) -> str | None:
-            """The next scope for a worker. Others than the third compute when nothing else is left."""
-            fills_in = node.gateway.id == FILLS_IN
-            first = None if fills_in else next(iter(self.workqueue))
-            return next((scope for scope in self.workqueue if computes(scope) == fills_in), first)
+            """The next scope for a worker; None if it takes none of those that are left."""
+            for kind in ORDERS.get(node.gateway.id, ("other", "waits", "computes")):
+                if found := next((scope for scope in self.workqueue if kind_of(scope) == kind), None):
+                    return found
+            return None
 
         def _assign_work_unit(self, node: Any) -> None:
             self.workqueue.move_to_end(self._suitable(node) or next(iter(self.workqueue)), last=False)

@@ -19,12 +19,13 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, spawn
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from ludic.inference.vllm.command import free_port
+from tests import warm_python
 
 ROOT = Path(__file__).parents[1]
 PRELOADED = [
@@ -82,7 +83,8 @@ def call(function: Callable[..., Any], *arguments: Any, name: str = "") -> Any:
     """A function in a separate process: a multiprocessing.Process that has been started."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    with mock.patch.dict(os.environ, ALWAYS):
+    python = os.environ.get(warm_python.COLLECTED, sys.executable)
+    with mock.patch.dict(os.environ, ALWAYS), mock.patch.object(spawn, "_python_exe", os.fsencode(python)):
         forkserver.ensure_running()
     process = context.Process(target=function, args=arguments, name=name or None, daemon=True)
     process.start()

@@ -174,6 +174,10 @@ RUNS: dict[str, Run] = {
     "critic_apart": Run(make_algo=lambda: make_ppo(critic="detached", over="turns"), cfg={"critic_lr": 1e-3}),
     "tracked_values": Run(make_algo=lambda: make_spo()[0]),
     "mixed": Run(make_algo=_mixed),
+    # Two steps on the first batch and one on the second, whose samples are one episode.
+    "mini_batches": Run(
+        make_algo=lambda: make_ppo(behavior_cap=2.0), cfg={"mini_batches": 2, "sync_every_steps": 1}, steps=3
+    ),
 }
 SPECIAL_RUNS: dict[str, Run] = {
     "half_precision": Run(dtype=torch.bfloat16, tied=True),

@@ -225,7 +225,7 @@ class RolloutSettings:
     """How episodes are played."""
 
     rollouts_per_update: int = 128
-    """Episodes per update; a multiple of group_size."""
+    """Episodes per batch; a multiple of group_size. A batch is one update, unless updates_per_batch or mini_batches is above 1."""
     dynamic_sampling: int = 0
     """Above 1, groups of equal returns are replaced by fresh tasks, in at most so many rounds of an update. 0: they stay."""
     curriculum: str | None = None
@@ -236,8 +236,8 @@ class RolloutSettings:
     """Episodes at a time. It changes the speed, not the episodes. Default: as many as the engine computes together (512 on a GPU,
     64 on a CPU); with servers 64."""
     max_lag: int | None = None
-    """Above 0, the next batch is generated while this one is trained on, at most so many versions behind. Default: 0; in a
-    pipeline 4."""
+    """Above 0, the next batch is generated while this one is trained on, at most so many versions behind; each update makes one.
+    Default: 0; in a pipeline those of 4 batches."""
     engine: Engine = "local"
     """What generates: local is the engine inside this process; vllm a server, or several; pipeline separate actor processes
     (`ludic actor`, or `ludic launch` for all of it)."""
@@ -296,7 +296,7 @@ class TrainSettings:
     """How the weights are changed."""
 
     steps: int = 30
-    """Updates."""
+    """Updates: optimizer steps."""
 
     def __post_init__(self) -> None:
         at_least(1, steps=self.steps)
@@ -404,7 +404,7 @@ class RunConfig:
                 name: f"trainer.{name}"
                 for name in (
                     "critic_lr", "weight_decay", "max_grad_norm", "max_seq_len", "too_long", "micro_token_budget",
-                    "share_prefixes", "gradient_checkpointing", "compile", "seed",
+                    "share_prefixes", "gradient_checkpointing", "compile", "seed", "updates_per_batch", "mini_batches",
                 )
             },
         },

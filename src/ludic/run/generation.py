@@ -139,7 +139,11 @@ class EmbeddedGeneration(Generation):
             scorer, fingerprint = teacher_scorer(run, self._closing), tokenizer_fingerprint(loaded.tokenizer)
             source = TeacherAnnotatedBatchSource(source, scorer, tokenizer_fingerprint=fingerprint)
         source = source if run.parts.source is None else run.parts.source(source)
-        self.source = source if run.max_lag == 0 else AsyncRolloutBatchSource(source, max_lag=run.max_lag)
+        versions = run.trainer.steps_per_batch
+        ahead = (
+            AsyncRolloutBatchSource(source, max_lag=run.max_lag, versions_per_batch=versions) if run.max_lag else source
+        )
+        self.source = ahead
 
     @staticmethod
     def check(run: ResolvedRun) -> None:
@@ -251,7 +255,12 @@ class PipelineGeneration(Generation):
         self.publisher = FolderPublisher(run.folder / WEIGHTS) if self._served is None else self._served.publisher
         pipeline, size = run.config.pipeline, run.config.rollouts.rollouts_per_update
         self.source = self._queue = PipelineBatchSource(
-            redis_url(pipeline), run.queue_key, size, max_lag=run.max_lag, acknowledge=pipeline.acknowledge
+            redis_url(pipeline),
+            run.queue_key,
+            size,
+            max_lag=run.max_lag,
+            acknowledge=pipeline.acknowledge,
+            versions_per_batch=run.trainer.steps_per_batch,
         )
 
     @staticmethod

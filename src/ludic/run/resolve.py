@@ -184,7 +184,7 @@ def resolve(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> R
     """Fill in every default and check the settings as a whole. Nothing is loaded and nothing is written."""
     parts = parts or Parts()
     size, name, lag = _group_size(config.algo, parts), config.run.name or default_name(config), config.rollouts.max_lag
-    max_lag = (DEFAULT_MAX_LAG if config.is_pipeline else 0) if lag is None else lag
+    max_lag = (DEFAULT_MAX_LAG * config.trainer.steps_per_batch if config.is_pipeline else 0) if lag is None else lag
     queue_key = config.pipeline.queue_key or f"ludic:{name}"
     max_waiting = config.pipeline.max_waiting or max(64, 4 * (config.rollouts.rollouts_per_update // size))
     values: dict[str, Any] = {"group_size": size, "reduction": _reduction(config.algo, parts), "name": name}

@@ -28,7 +28,7 @@ def built_in_of(loss: Loss) -> BuiltInLoss | None:
         return BuiltInLoss("cross_entropy")
     if type(loss) is CISPOLoss:
         return BuiltInLoss("cispo", _thresholds(loss.clip_eps_low, loss.clip_eps_high))
-    if type(loss) is TokenClippedSurrogateLoss and loss.ratio_clip is None:
+    if type(loss) is TokenClippedSurrogateLoss and loss.ratio_clip is None and loss.behavior_cap is None:
         if loss.clip_eps_low >= 1 and loss.clip_eps_high == float("inf"):
             return BuiltInLoss("importance_sampling")  # a ratio is never below 0
         return BuiltInLoss("ppo", _thresholds(loss.clip_eps_low, loss.clip_eps_high))
@@ -45,6 +45,7 @@ def check_loss(loss: Loss, name: str) -> None:
         "a critic": loss.needs.values,
         "the policy's entropy": loss.needs.entropy,
         "a reference": loss.needs.reference,
+        "the old policy's log-probs": loss.needs.proximal,
         "a teacher's whole vocabulary": loss.needs.teacher_kl is not None,
         "log-probs of observations": loss.needs.observations,
         "whole logits": loss.needs.logits,

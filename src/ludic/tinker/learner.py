@@ -25,6 +25,7 @@ from ludic.training.config import TrainerConfig
 from ludic.training.learner.batches import RankBatch
 from ludic.training.learner.interface import Learner, OnCommitted
 from ludic.training.learner.metrics import MetricSums
+from ludic.training.learner.publish import is_due
 from ludic.training.losses import ActionTokens, BatchFacts, Loss, mismatch_stats
 from ludic.training.losses.corrections import effective_sample_size
 from ludic.training.trainer import TrainingLoop
@@ -113,9 +114,8 @@ class TinkerLearner(Learner):
         named = {_plain(name): value for name, value in trained.metrics.items()}
         return {**stats, **named, "lr": adam["learning_rate"]}
 
-    def publish(self, step: int) -> bool:
-        every = 1 if self.cfg.sync_every_steps is None else self.cfg.sync_every_steps
-        if not every or step % every:
+    def publish(self, step: int, since: int) -> bool:
+        if not is_due(self.cfg.sync_every_steps, step, since):
             return False
         self.policy.publish(step)
         return True

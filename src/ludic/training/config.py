@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from ludic.types import ConfigError
 
 LengthPolicy: TypeAlias = Literal["raise", "truncate", "drop"]
+_COUNTS = ("max_empty_batches", "log_every", "eval_concurrency", "updates_per_batch", "mini_batches")
 _OPTIONAL_COUNTS = ("max_lag", "sync_every_steps", "eval_every_n_steps")
 ScheduleKind: TypeAlias = Literal["constant", "linear", "cosine", "wsd"]
 
@@ -110,6 +111,13 @@ class TrainerConfig:
     mixed_precision_dtype: Literal["bf16"] | None = "bf16"
     """On a GPU, fp32 parameters are used in this precision; on a CPU it has no effect. (fp16 would need its loss scaled.)"""
 
+    updates_per_batch: int = 1
+    """Passes over each batch. A batch takes updates_per_batch × mini_batches optimizer steps; weights are published after the
+    last of them."""
+    mini_batches: int = 1
+    """Parts of a batch, of whole groups, with one optimizer step each. Every pass deals the groups out again, from the seed. A
+    batch of fewer groups has fewer parts."""
+
     watch_entropy: bool = True
     """Report the entropy of the policy at action tokens, at a small cost."""
     max_lag: int | None = None
@@ -117,7 +125,8 @@ class TrainerConfig:
     max_empty_batches: int = 8
     """The run stops with an error after so many batches in a row with nothing to train on."""
     sync_every_steps: int | None = None
-    """Publish after every n-th step; None is 1 with a publisher and never without, 0 is never."""
+    """Publish after every n-th step, or where a batch takes several, after the batch in which it is; None is 1 with a publisher and
+    never without, 0 is never."""
 
     model_device: str | None = None
     """Where to train; None is where the model is."""
@@ -129,7 +138,7 @@ class TrainerConfig:
     eval_at_start: bool = False
     """Evaluate before the first update."""
     eval_every_n_steps: int | None = None
-    """Evaluate after every n-th update; 0 or None never."""
+    """Evaluate after every n-th update, or after its batch; 0 or None never."""
     eval_in_background: bool = False
     """Train on while evaluating; at most one evaluation runs beside the steps. With shared weights it needs a snapshot."""
     eval_concurrency: int | None = None
@@ -165,7 +174,7 @@ class TrainerConfig:
             )
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed={self.seed}; a seed lies between -2^63 and 2^63 - 1.")
-        at_least_one = [(name, 1) for name in ("max_empty_batches", "log_every", "eval_concurrency")]
+        at_least_one = [(name, 1) for name in _COUNTS]
         for name, least in (*at_least_one, *((each, 0) for each in _OPTIONAL_COUNTS)):
             count = getattr(self, name)
             if count is not None and count < least:
@@ -176,6 +185,11 @@ class TrainerConfig:
         if self.mixed_precision_dtype not in ("bf16", None):
             raise ConfigError(f"mixed_precision_dtype={self.mixed_precision_dtype!r}; there are 'bf16' and None.")
         self.pad_token_id = _pad_id(self.pad_token_id)
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps on a batch that has enough groups."""
+        return self.updates_per_batch * self.mini_batches
 
 
 @dataclass(frozen=True, slots=True)

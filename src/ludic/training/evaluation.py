@@ -37,9 +37,10 @@ class Evaluation:
         """The evaluation that runs while training continues, or whose result was not yet looked at."""
         self._task_step = 0
 
-    def is_due(self, step: int) -> bool:
+    def is_due(self, step: int, since: int) -> bool:
+        """Whether one of the updates after `since` is to be evaluated."""
         every = self._cfg.eval_every_n_steps
-        return every is not None and every > 0 and step % every == 0
+        return every is not None and every > 0 and step // every > since // every
 
     async def run(self, step: int, stop: StopSignal) -> None:
         """Evaluate the weights of this step; in the background, if the settings say so."""

@@ -90,6 +90,11 @@ def _check(trainers: Mapping[str, Trainer]) -> None:
     for name, trainer in trainers.items():
         if not trainer.learner.is_alone:
             raise ConfigError(f"The trainer of {name!r} has several ranks, which train_policies cannot keep in step.")
+        if trainer.cfg.steps_per_batch > 1:
+            raise ConfigError(
+                f"The trainer of {name!r} takes {trainer.cfg.steps_per_batch} optimizer steps per batch, but train_policies keeps "
+                "its trainers in step by one each. Leave updates_per_batch and mini_batches at 1."
+            )
         if trainer.cfg.eval_at_start or trainer.cfg.eval_every_n_steps:
             raise ConfigError(
                 f"The trainer of {name!r} is set to evaluate, which train_policies does not do: call trainer.eval() between two "

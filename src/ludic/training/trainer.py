@@ -1,7 +1,8 @@
 """`Trainer`: batches in, weights out. It knows nothing of episodes; how a policy is trained is its `Learner`'s part.
 
-One step is: fetch a batch, update, publish, report; between steps it evaluates and saves. What takes long runs in a thread, so
-that the next batch is generated meanwhile. Each of several ranks runs this loop, and the learner shares every batch out.
+One step is: fetch a batch, update, publish, report; between steps it evaluates and saves. Where a batch takes several steps,
+it is fetched before the first and the weights are published after the last. What takes long runs in a thread, so that the next
+batch is generated meanwhile. Each of several ranks runs this loop, and the learner shares every batch out.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from ludic.training.guards import check_parity
 from ludic.training.learner.batches import PreparedBatch, RankBatch, data_states, describe, fetch, load_data_states
 from ludic.training.learner.interface import Learner
 from ludic.training.learner.metrics import prefixed
+from ludic.training.learner.mini_batches import BatchInProgress, groups_of
 from ludic.training.learner.publish import ParamFilter
 from ludic.training.learner.stop import StopRequested, StopSignal, run_sync
 from ludic.training.learner.token_recorder import TokenRecorder
@@ -44,6 +46,8 @@ from ludic.types import (
 )
 
 logger = logging.getLogger(__name__)
+
+_UNFINISHED = "unfinished_batch"
 
 
 class TrainingLoop:
@@ -70,6 +74,10 @@ class TrainingLoop:
         self._last_saved: int | None = None
         self._data_before_batch: dict[str, Any] | None = None
         """The data's position before the batch that is being fetched or trained on; None between steps."""
+        self._unfinished: BatchInProgress | None = None
+        """The batch that the next step goes on with; None if it fetches one."""
+        self._batch_began = 0
+        """The step from which the latest batch was trained on."""
         self._num_fetched = 0
         """How many samples of the current batch came from this process's source."""
         learner.check(lambda: self._check(resume_from))
@@ -114,7 +122,7 @@ class TrainingLoop:
                         logger.info("training ends at step %d: %s", self.step, reason or type(reason).__name__)
                         break
                     self._evaluation.check()
-                    if self._evaluation.is_due(self.step):
+                    if self._unfinished is None and self._evaluation.is_due(self.step, self._batch_began):
                         await self._evaluate()  # before saving: it may decide which checkpoint is the best
                     await self._save_if_due(stats)
                 if self.checkpointer is not None:
@@ -127,7 +135,7 @@ class TrainingLoop:
         return stats
 
     async def train_step(self) -> dict[str, float]:
-        """One batch, one optimizer step."""
+        """One optimizer step, on a new batch or on the next part of the last one."""
         with self.learner.watch():
             stats = await self._step()
             await self._save_if_due(stats)
@@ -135,21 +143,28 @@ class TrainingLoop:
 
     async def _step(self) -> dict[str, float]:
         started, step = time.perf_counter(), self.step
-        self._data_before_batch = data_states(self.algo, self.batch_source)
-        await asyncio.to_thread(self.learner.check_servers, step)
-        batch = await self._next_batch()
-        fetched = time.perf_counter()
-        found = await asyncio.to_thread(self.learner.update, step, batch, self._note_trained)
+        if self._unfinished is None:
+            self._data_before_batch = data_states(self.algo, self.batch_source)
+            await asyncio.to_thread(self.learner.check_servers, step)
+            shared = await self._next_batch()
+            fetched = time.perf_counter()
+            batch, part = await asyncio.to_thread(self._begin_batch, shared)
+        else:
+            fetched, batch = started, self._unfinished
+            part = await asyncio.to_thread(self.learner.share_part, batch.part())
+        found = await asyncio.to_thread(self.learner.update, step, part, partial(self._note_trained, batch))
         updated = time.perf_counter()
         if step == 0 and self.learner.is_first:
             check_parity(found, self.cfg.parity_tolerance)
-        await asyncio.to_thread(self._publish)
+        if batch.is_finished:
+            await asyncio.to_thread(self._publish)
         published = time.perf_counter()
         times = {"fetch_s": fetched - started, "update_s": updated - fetched, "publish_s": published - updated}
-        speed = {"tokens_per_s": batch.stats["num_tokens"] / times["update_s"]}
+        speed = {"tokens_per_s": part.stats["num_tokens"] / times["update_s"]}
         if "perf/prefix_sharing" in found:
             speed["unique_tokens_per_s"] = speed["tokens_per_s"] / found["perf/prefix_sharing"]
-        return await asyncio.to_thread(self._report, {**batch.stats, **found, **times, **speed}, started)
+        stats = {**batch.stats, **found, **batch.note(found), **times, **speed}
+        return await asyncio.to_thread(self._report, stats, started)
 
     # --- phases ---
 
@@ -163,6 +178,16 @@ class TrainingLoop:
         metrics = partial(describe, step=self.step, reducers=self.reducers, tokenizer=self.learner.tokenizer)
         return await asyncio.to_thread(self.learner.share, own, metrics)
 
+    def _begin_batch(self, shared: RankBatch) -> tuple[BatchInProgress, RankBatch]:
+        """The batch, and this process's part of its first update."""
+        prepared, cfg = self.learner.prepare(shared), self.cfg
+        if cfg.steps_per_batch == 1:
+            return BatchInProgress.begin([], shared.stats, self.step, cfg, num_groups=1), prepared
+        items = self.learner.collect(prepared)
+        num_groups = self.learner.broadcast(len(groups_of(items)))
+        batch = BatchInProgress.begin(items, shared.stats, self.step, cfg, num_groups)
+        return batch, self.learner.share_part(batch.part())
+
     async def _fetch(self) -> PreparedBatch:
         """The batch of this process's source; empty if only the first process has one."""
         if self.stop.is_set:
@@ -171,15 +196,22 @@ class TrainingLoop:
             return PreparedBatch([])
         return await self.stop.unless(fetch(self.batch_source, self.algo, self.cfg, self.step))
 
-    def _note_trained(self) -> None:
-        """Called when the weights have changed: the batch counts as trained on, even if a later phase fails."""
+    def _note_trained(self, batch: BatchInProgress) -> None:
+        """Called when the weights have changed: the batch counts as trained on, even if a later phase fails.
+
+        From its first update on a checkpoint holds what is left of the batch, and its source need not keep it.
+        """
         self.step += 1
+        batch.num_done += 1
         self._data_before_batch = None
+        self._unfinished = None if batch.is_finished else batch
+        self._batch_began = batch.first_step
         if isinstance(self.batch_source, AccountsForItems):
             self.batch_source.notify_trained(self.step, self._num_fetched)
+        self._num_fetched = 0
 
     def _publish(self) -> None:
-        if self.learner.publish(self.step):
+        if self.learner.publish(self.step, self._batch_began):
             self._notify_source()
 
     def _notify_source(self) -> None:
@@ -231,13 +263,15 @@ class TrainingLoop:
         await asyncio.to_thread(self._write, self._state(), metrics)
 
     def _state(self) -> dict[str, Any]:
-        """With the data's position before the first batch that was not trained on: a resumed run makes that one again."""
+        """With the data's position before the first batch that was not trained on: a resumed run makes that one again. A batch that
+        was trained on in part is in the state itself."""
         data = (
             self._data_before_batch
             if self._data_before_batch is not None
             else data_states(self.algo, self.batch_source)
         )
-        return {"step": self.step, "rng": rng_state(), **data}
+        state = {"step": self.step, "rng": rng_state(), **data}
+        return state if self._unfinished is None else {**state, _UNFINISHED: self._unfinished.state_dict()}
 
     def _write(self, state: dict[str, Any], metrics: Mapping[str, float]) -> None:
         if self.checkpointer is None:
@@ -259,6 +293,8 @@ class TrainingLoop:
             state = self.learner.load(path=None if where == "latest" else where)
         self.step = int(state["step"])
         load_data_states(self.algo, self.batch_source, state)
+        if _UNFINISHED in state:
+            self._unfinished = BatchInProgress.load(state[_UNFINISHED], is_first=self.learner.is_first)
         self.learner.begin(self.step, is_resumed=True)
         self._notify_source()
         if isinstance(self.logger, Resumable) and self.learner.is_first:

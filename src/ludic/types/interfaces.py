@@ -121,7 +121,8 @@ class AccountsForItems(Protocol):
     """
 
     def notify_trained(self, step: int, num_items: int) -> None:
-        """An optimizer step is done; it used `num_items` of the items handed out since the last call, and drops the others."""
+        """An optimizer step is done; it used `num_items` of the items handed out since the last call, and drops the others. The
+        further steps on a batch use none: a checkpoint between them holds the batch."""
         ...
 
     def notify_saved(self, step: int) -> None:

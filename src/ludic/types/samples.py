@@ -41,7 +41,9 @@ class ActorTokenLogps:
         return len(self.token_logps)
 
 
-_PER_TOKEN = ("token_weights", "token_rewards", "token_values", "token_returns", "teacher_logps", "token_turns")
+_PER_TOKEN = (
+    "token_weights", "token_rewards", "token_values", "token_returns", "teacher_logps", "token_turns", "proximal_logps",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -69,6 +71,8 @@ class SampleAttachments:
     """Sampling settings that a trainer cannot reproduce ("top_p=0.9"): no ratio can be taken."""
     version_runs: tuple[VersionRun, ...] = ()
     """Which policy version sampled which action tokens, in order; empty if not known."""
+    proximal_logps: LogprobArray | None = None
+    """Log-probability of each action token under the weights from before the batch's first update; the trainer computes it."""
 
     def __post_init__(self) -> None:
         for name in _PER_TOKEN:

@@ -84,7 +84,10 @@ PRESETS = {
         {"normalize": False, "length_normalize": False, "reduction": Reduction("sample_sum")},
     ),
     "grpo": (
-        {**GROUP, "clip_eps_low": 0.2, "clip_eps_high": 0.2, "length_normalize": False, "ratio_clip": None, **SUMS, **DROP},
+        {
+            **GROUP, "clip_eps_low": 0.2, "clip_eps_high": 0.2, "length_normalize": False, "ratio_clip": None,
+            "behavior_cap": None, **SUMS, **DROP,
+        },
         GroupNormalizedReturn,
         TokenClippedSurrogateLoss,
         {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "reduction": Reduction("sample_sum"), "ratio_clip": None},
@@ -171,6 +174,7 @@ PRESETS = {
         {
             "gamma": 1.0, "lam": 0.95, "over": "tokens", "normalize_adv": True, "clip_eps_low": 0.2, "clip_eps_high": 0.2,
             "critic": "shared", "value_coeff": 0.5, "value_clip_eps": 0.2, "entropy_coeff": 0.0,
+            "behavior_cap": None,
         },
         PerStepReward,
         CompositeLoss,

@@ -340,8 +340,8 @@ def test_learning_rate_is_another_name_of_lr():
 # --- stopping and resuming, in separate processes ---
 
 
-def start(folder, steps, pause_s=0.0):
-    return forked.python("-m", "tests.unit.training.bandit_run", folder, steps, pause_s, cwd=ROOT)
+def start(folder, steps, pause_s=0.0, *more):
+    return forked.python("-m", "tests.unit.training.bandit_run", folder, steps, pause_s, *more, cwd=ROOT)
 
 
 def metrics(folder):
@@ -360,14 +360,15 @@ def wait_for_step(folder, step, process, timeout_s=120):
 
 
 @pytest.mark.slow
-def test_killed_run_resumes_to_the_same_ten_steps(tmp_path):
+@pytest.mark.parametrize("more", [(), (2,)], ids=["one step per batch", "four steps per batch"])
+def test_killed_run_resumes_to_the_same_ten_steps(tmp_path, more):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert start(whole, 10).wait(timeout=120) == 0
-    process = start(broken, 10, pause_s=0.2)
+    assert start(whole, 10, 0.0, *more).wait(timeout=120) == 0
+    process = start(broken, 10, 0.2, *more)
     wait_for_step(broken, 7, process)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert start(broken, 10).wait(timeout=120) == 0
+    assert start(broken, 10, 0.0, *more).wait(timeout=120) == 0
     expected, found = metrics(whole), metrics(broken)
     assert list(expected) == list(range(1, 11)) and expected == found
 

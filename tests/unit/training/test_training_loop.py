@@ -31,7 +31,7 @@ class Recorder(Learner):
             raise FloatingPointError("not finite")
         return {"loss": 0.5}
 
-    def publish(self, step):
+    def publish(self, step, since):
         self.calls.append(("publish", step))
         return self.publishes
 

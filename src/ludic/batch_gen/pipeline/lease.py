@@ -72,7 +72,7 @@ class LearnerStatus:
     version: int | None = None
     """The policy version it trains on; None if not known yet."""
     items_per_update: int = 1
-    """Over all ranks."""
+    """Over all ranks; where a batch takes several updates, its share of one."""
     max_lag: int | None = None
     """None: no limit."""
     is_waiting: bool = False

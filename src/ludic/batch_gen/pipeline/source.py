@@ -103,11 +103,12 @@ class DeadLetters:
 class PipelineBatchSource:
     """Batches of whole groups from a queue that actors fill.
 
-    `batch_size` counts items per update over all ranks; a rank's batch has at least its share, because groups stay together. The
-    source polls an empty queue 20 times per `poll_timeout` seconds. It drops groups with a token more than `max_lag` versions
-    away. The trainer calls `notify_version`, `notify_trained` and `notify_saved`, from any thread; `acknowledge` says which of
-    the last two removes a group from the queue. Groups that fail the trainer's check (`use_sample_check`), and groups on which
-    `max_tries` learners died, go to the dead letters. Use `async with`, which detects whether the trainer failed.
+    `batch_size` counts items per batch over all ranks; a rank's batch has at least its share, because groups stay together. A batch
+    takes `versions_per_batch` optimizer steps. The source polls an empty queue 20 times per `poll_timeout` seconds. It drops groups
+    with a token more than `max_lag` versions away. The trainer calls `notify_version`, `notify_trained` and `notify_saved`, from
+    any thread; `acknowledge` says which of the last two removes a group from the queue. Groups that fail the trainer's check
+    (`use_sample_check`), and groups on which `max_tries` learners died, go to the dead letters. Use `async with`, which detects
+    whether the trainer failed.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class PipelineBatchSource:
         patience_s: float = 120.0,
         prefetch: bool = True,
         max_tries: int = MAX_TRIES,
+        versions_per_batch: int = 1,
     ) -> None:
         for is_right, message in (
             (0 <= rank < world_size, f"rank={rank} of world_size={world_size}; ranks go from 0 to world_size - 1."),
@@ -136,6 +138,7 @@ class PipelineBatchSource:
             (poll_timeout > 0, f"poll_timeout={poll_timeout}; it must be more than 0 seconds."),
             (max_lag is None or max_lag >= 0, f"max_lag={max_lag}; it must be 0 or more, or None for no limit."),
             (max_tries >= 1, f"max_tries={max_tries}; it must be at least 1."),
+            (versions_per_batch >= 1, f"versions_per_batch={versions_per_batch}; training on a batch makes a version."),
             (acknowledge in list(Acknowledge), f"acknowledge={acknowledge!r}; it must be {' or '.join(Acknowledge)}."),
         ):
             if not is_right:
@@ -146,6 +149,7 @@ class PipelineBatchSource:
         self._batch_size, self._poll_timeout, self._max_lag = batch_size, poll_timeout, max_lag
         self._world_size, self._limits, self._max_tries = world_size, limits, max_tries
         self._share = math.ceil(batch_size / world_size)
+        self._items_per_version = max(batch_size // versions_per_batch, 1)
         # With several ranks, a group that one rank prefetches is missing for another.
         self._prefetches = prefetch and world_size == 1
         self._lease = Lease(f"learner-{rank}")
@@ -404,7 +408,7 @@ class PipelineBatchSource:
             return LearnerStatus(
                 sequence=next(self._status_numbers),
                 version=self._version,
-                items_per_update=self._batch_size,
+                items_per_update=self._items_per_version,
                 max_lag=self._max_lag,
                 is_waiting=self.is_waiting,
                 items_in_hand=self._ledger.items_in_hand(leaving) + self._num_handing_out,

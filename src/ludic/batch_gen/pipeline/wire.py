@@ -378,6 +378,7 @@ def _attachments(
         decode_candidates(group.candidates, counts, action_ids, limits),
         _untrainable_sampling(group, len(counts)),
         _version_runs(group, counts, limits),
+        [None] * len(counts),  # proximal_logps, which the trainer computes
     )
 
 

@@ -21,11 +21,15 @@ def make_grpo(
     length_normalize: bool = False,
     reduction: Reduction | str | None = None,
     ratio_clip: float | None = None,
+    behavior_cap: float | None = None,
     drop_zero_weight: bool = False,
     drop_zero_weight_eps: float = 1e-4,
     name: str = "grpo",
 ) -> RLAlgorithm:
-    """Return minus the group's mean, over its standard deviation; token ratios clipped to 0.8 … 1.2."""
+    """Return minus the group's mean, over its standard deviation; token ratios clipped to 0.8 … 1.2.
+
+    `behavior_cap` decouples the clip from the policy that sampled (docs/importance_sampling.md).
+    """
     return RLAlgorithm(
         name=name,
         credit_assigner=GroupNormalizedReturn(group_size, group_normalize_adv, positive_only),
@@ -35,6 +39,7 @@ def make_grpo(
             length_normalize=length_normalize,
             ratio_clip=ratio_clip,
             reduction=reduction,
+            behavior_cap=behavior_cap,
         ),
         preprocess=checked(drop_zero_weight=drop_zero_weight, drop_zero_weight_eps=drop_zero_weight_eps),
     )

@@ -58,17 +58,21 @@ def make_ppo(
     value_coeff: float = 0.5,
     value_clip_eps: float | None = 0.2,
     entropy_coeff: float = 0.0,
+    behavior_cap: float | None = None,
     name: str = "ppo",
 ) -> RLAlgorithm:
     """Clipped surrogate and clipped value loss, both as token means. `gamma` and `lam` count what the estimate goes `over`.
 
-    The trainer makes the value head; the model of a "separate" critic is given to it: Trainer(critic=…).
+    `behavior_cap` decouples the clip from the policy that sampled. The trainer makes the value head; the model of a "separate"
+    critic is given to it: Trainer(critic=…).
     """
     if over not in get_args(Over):
         raise ConfigError(f"make_ppo(over={over!r}); there are {', '.join(get_args(Over))}.")
     if critic not in list(CriticKind):
         raise ConfigError(f"make_ppo(critic={critic!r}); there are {', '.join(CriticKind)}.")
-    policy = TokenClippedSurrogateLoss(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, reduction=TOKEN_MEAN)
+    policy = TokenClippedSurrogateLoss(
+        clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, reduction=TOKEN_MEAN, behavior_cap=behavior_cap
+    )
     terms = [
         LossTerm(name="policy", loss=policy),
         LossTerm(name="value", loss=ValueLoss(coeff=value_coeff, clip_eps=value_clip_eps)),

@@ -7,7 +7,7 @@ of a batch before its update, and the state of the data for checkpoints.
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypeAlias
 
@@ -46,6 +46,8 @@ class RankBatch:
     items: list[SAWItem]
     facts: BatchFacts
     stats: dict[str, float]
+    places: list[int] | None = None
+    """Of the items in the whole batch, where it is shared."""
 
 
 Describe: TypeAlias = Callable[[PreparedBatch], dict[str, float]]
@@ -213,7 +215,9 @@ def _make_shares(
     except Exception as error:  # noqa: BLE001 - the other ranks wait for their shares, and get the error instead
         return [RankStop.of(error)] * len(reports)
     shares = balanced_shares(whole.items, num_shares, share_prefixes=share_prefixes)
-    return [RankBatch(shares[rank % num_shares], facts, stats) for rank in range(len(reports))]
+    place_of = {id(item): place for place, item in enumerate(whole.items)}
+    places = [[place_of[id(item)] for item in share] for share in shares]
+    return [RankBatch(shares[n % num_shares], facts, stats, places[n % num_shares]) for n in range(len(reports))]
 
 
 def _common_stop(reports: Sequence[PreparedBatch | RankStop]) -> RankStop | None:
@@ -246,6 +250,29 @@ def _average_numbers(metas: Sequence[tuple[Mapping[str, Any], int]]) -> dict[str
         else:
             together[name] = given[0][0]
     return together
+
+
+def part_of_batch(share: list[SAWItem], items: Sequence[SAWItem]) -> RankBatch:
+    """A rank's share of `items`, which one optimizer step trains on."""
+    return RankBatch(share, batch_facts(items), {"num_tokens": float(sum(len(item.input_ids) for item in items))})
+
+
+def collect_items(ranks: Ranks, batch: RankBatch, num_shares: int) -> list[SAWItem]:
+    """All samples of a batch, in its order, on the first rank; none on the others."""
+    gathered = ranks.gather((batch.places or [], batch.items))
+    found = [] if gathered is None else [pair for share in gathered[:num_shares] for pair in zip(*share, strict=True)]
+    return [item for _, item in sorted(found, key=lambda pair: pair[0])]
+
+
+def scatter_part(ranks: Ranks, items: Sequence[SAWItem], num_shares: int, *, share_prefixes: bool = False) -> RankBatch:
+    """This rank's share of `items`, which the first rank has."""
+    parts: list[RankBatch] | None = None
+    if ranks.is_first:
+        shares = balanced_shares(items, num_shares, share_prefixes=share_prefixes)
+        whole = part_of_batch([], items)
+        parts = [replace(whole, items=shares[rank % num_shares]) for rank in range(ranks.world_size)]
+    received: RankBatch = ranks.scatter(parts)
+    return received
 
 
 def credit_over_ranks(

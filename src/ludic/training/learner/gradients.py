@@ -157,6 +157,8 @@ def action_tokens(
         num_items=actions.num_items,
         facts=facts,
         old_logps=actions.old_logp_A,
+        # In a batch's only update the weights are still those, and no other pass is needed.
+        proximal_logps=outputs.logps_A.detach() if actions.proximal_logp_A is None else actions.proximal_logp_A,
         ref_logps=reference.logps(batch) if reference is not None and loss.needs.reference else None,
         entropy=outputs.entropy_A,
         teacher_kl=teacher_kl,
@@ -174,6 +176,19 @@ def action_tokens(
 def _observed(observations: ObservationFields, logps_O: Tensor | None) -> ObservedTokens:
     assert logps_O is not None, "the policy was asked for them"
     return ObservedTokens(logps=logps_O, item_index=observations.item_O)
+
+
+@torch.no_grad()
+def with_proximal_logps(
+    policy: TrainedPolicy, items: Sequence[SAWItem], *, micro_token_budget: int, pad_token_id: int, ranks: Ranks
+) -> list[SAWItem]:
+    """The samples with their log-probs under the weights as they are."""
+    found: dict[int, np.ndarray] = {}
+    for members in equal_micro_batches(policy, items, micro_token_budget, ranks):
+        logps_A = policy.logps(policy.batch(members, pad_token_id))[0].float().cpu().numpy()
+        ends = np.cumsum([item.num_action_tokens for item in members])[:-1]
+        found |= {id(item): own for item, own in zip(members, np.split(logps_A, ends), strict=True)}
+    return [replace(item, attachments=replace(item.attachments, proximal_logps=found[id(item)])) for item in items]
 
 
 class DriftProbe:

@@ -13,8 +13,9 @@ from typing import Any, TypeAlias, TypeVar
 from ludic.training.algorithms import RLAlgorithm
 from ludic.training.checkpoint.manager import CheckpointManager
 from ludic.training.config import TrainerConfig
-from ludic.training.learner.batches import Describe, PreparedBatch, RankBatch
+from ludic.training.learner.batches import Describe, PreparedBatch, RankBatch, part_of_batch
 from ludic.training.learner.gradients import batch_facts
+from ludic.types import SAWItem
 
 T = TypeVar("T")
 
@@ -71,13 +72,26 @@ class Learner(ABC):
             raise own
         return RankBatch(own.items, batch_facts(own.items), describe(own))
 
+    def prepare(self, batch: RankBatch) -> RankBatch:
+        """Called once for a batch, before its first update: with what has to be computed with the weights from before it."""
+        return batch
+
+    def collect(self, batch: RankBatch) -> list[SAWItem]:
+        """All samples of a batch, on the first process; none on the others."""
+        return batch.items
+
+    def share_part(self, items: list[SAWItem]) -> RankBatch:
+        """This process's part of these samples, which the first process has."""
+        return part_of_batch(items, items)
+
     @abstractmethod
     def update(self, step: int, batch: RankBatch, on_step: Callable[[], None]) -> dict[str, float]:
         """One optimizer step; returns its metrics. `on_step` is called as soon as the weights have changed."""
 
     @abstractmethod
-    def publish(self, step: int) -> bool:
-        """Send the weights to the sampler, if this step is due; returns whether the next samples are of this version."""
+    def publish(self, step: int, since: int) -> bool:
+        """Called after a batch, whose updates were those after `since`: send the weights to the sampler if one of them is due;
+        returns whether the next samples are of this version."""
 
     def broadcast(self, value: T) -> T:
         """The first process's value."""

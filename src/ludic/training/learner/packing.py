@@ -194,6 +194,8 @@ class ActionFields:
     """The critic's value before the update."""
     return_A: Tensor | None = None
     """The return that the critic learns to predict."""
+    proximal_logp_A: Tensor | None = None
+    """Under the weights from before the batch's first update."""
     objectives: tuple[str | None, ...] = ()
     """Of each sample; empty if no sample names one."""
     episodes: tuple[str | None, ...] = ()
@@ -296,6 +298,7 @@ def action_fields(items: Sequence[SAWItem], paths: Sequence[np.ndarray], device:
         candidates=_candidates(items, device),
         value_A=_attached([item.attachments.token_values for item in items], device),
         return_A=_attached([item.attachments.token_returns for item in items], device),
+        proximal_logp_A=_attached([item.attachments.proximal_logps for item in items], device),
         objectives=_objectives(items),
         episodes=tuple(map(episode_of, items)),
         without_old_logps=_without_logps(items),

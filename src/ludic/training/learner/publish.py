@@ -21,6 +21,12 @@ ParamFilter: TypeAlias = Callable[[str, torch.Tensor], bool]
 """Whether the weight of this name is published."""
 
 
+def is_due(every: int | None, version: int, since: int) -> bool:
+    """Whether one of the versions after `since` is published, if every n-th one is; None is 1, 0 is never."""
+    every = 1 if every is None else every
+    return every > 0 and version // every > since // every
+
+
 class WeightUpdates:
     """Publishes the weights of one model. All ranks make the same calls; the first one sends."""
 
@@ -97,11 +103,11 @@ class WeightUpdates:
         """Entered around a change of the weights: an engine that shares them waits, and continues with `version`."""
         return contextlib.nullcontext() if self._in_place is None else self._in_place.updating(version)
 
-    def after_step(self, version: int) -> bool:
-        """Send if due; returns whether the next samples are of this version. An engine that shares the weights has it already."""
+    def after_batch(self, version: int, since: int) -> bool:
+        """Send if one of the versions after `since` is due; returns whether the next samples are of this version. An engine that
+        shares the weights has it already."""
         if self._sends:
-            every = 1 if self._every is None else self._every
-            if not every or version % every:
+            if not is_due(self._every, version, since):
                 return False
             self._send(version)
         return True

@@ -7,7 +7,7 @@ gradient itself is in gradients.py.
 import contextlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -24,9 +24,18 @@ from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManage
 from ludic.training.config import TrainerConfig
 from ludic.training.critic.train import explained_variance, make_critic, value_moments, with_advantages
 from ludic.training.guards import check_model, require_finite
-from ludic.training.learner.batches import Describe, PreparedBatch, RankBatch, RankStop, StopKind, scatter_batch
+from ludic.training.learner.batches import (
+    Describe,
+    PreparedBatch,
+    RankBatch,
+    RankStop,
+    StopKind,
+    collect_items,
+    scatter_batch,
+    scatter_part,
+)
 from ludic.training.learner.frozen import make_reference, make_teacher
-from ludic.training.learner.gradients import DriftProbe, accumulate_gradients, equal_micro_batches
+from ludic.training.learner.gradients import DriftProbe, accumulate_gradients, equal_micro_batches, with_proximal_logps
 from ludic.training.learner.interface import Learner, OnCommitted
 from ludic.training.learner.metrics import merge
 from ludic.training.learner.optimizer import make_adamw
@@ -173,6 +182,14 @@ class TorchLearner(Learner):
                 raise own from None  # the other ranks name this one; here its own error is raised
             raise
 
+    def collect(self, batch: RankBatch) -> list[SAWItem]:
+        return super().collect(batch) if self.is_alone else collect_items(self.ranks, batch, self.plan.num_shares)
+
+    def share_part(self, items: list[SAWItem]) -> RankBatch:
+        if self.is_alone:
+            return super().share_part(items)
+        return scatter_part(self.ranks, items, self.plan.num_shares, share_prefixes=self.policy.share_prefixes)
+
     def _select_device(self) -> None:
         """torch's current GPU is a setting of the thread, and each call may come from another thread."""
         if self.policy.device.type == "cuda":
@@ -180,14 +197,25 @@ class TorchLearner(Learner):
 
     # --- one update ---
 
-    def update(self, step: int, batch: RankBatch, on_step: Callable[[], None]) -> dict[str, float]:
+    def prepare(self, batch: RankBatch) -> RankBatch:
         self._select_device()
         self.optimizer.zero_grad(set_to_none=True)  # a step that failed half way has left some
-        items, facts = batch.items, batch.facts
+        items, facts, cfg = batch.items, batch.facts, self.cfg
         if not self._is_sharing_checked:
-            self._is_sharing_checked = check_shared_prefixes(self.policy, items, self.cfg.parity_tolerance, self.ranks)
+            self._is_sharing_checked = check_shared_prefixes(self.policy, items, cfg.parity_tolerance, self.ranks)
         if self.critic is not None:  # weights from what it expects of these samples now
-            items, facts = with_advantages(self.critic, self.algo, self.policy, batch, self.cfg, self.ranks)
+            items, facts = with_advantages(self.critic, self.algo, self.policy, batch, cfg, self.ranks)
+        if self.algo.loss.needs.proximal and cfg.steps_per_batch > 1:
+            budget, pad = cfg.micro_token_budget, cfg.pad_token_id
+            items = with_proximal_logps(
+                self.policy, items, micro_token_budget=budget, pad_token_id=pad, ranks=self.ranks
+            )
+        return replace(batch, items=items, facts=facts)
+
+    def update(self, step: int, batch: RankBatch, on_step: Callable[[], None]) -> dict[str, float]:
+        self._select_device()
+        self.optimizer.zero_grad(set_to_none=True)
+        items, facts = batch.items, batch.facts
         probe = self._drift_probe(items)
         record = None if self._recorder is None else self._recorder.start(step + 1)
         sums = accumulate_gradients(
@@ -284,9 +312,9 @@ class TorchLearner(Learner):
         self._select_device()
         self.updates.check_servers(step)
 
-    def publish(self, step: int) -> bool:
+    def publish(self, step: int, since: int) -> bool:
         self._select_device()
-        return self.updates.after_step(step)
+        return self.updates.after_batch(step, since)
 
     def save(
         self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float], on_committed: OnCommitted

@@ -27,6 +27,8 @@ class Needs:
 
     old_logps: bool = True
     """Log-probs of the policy that sampled."""
+    proximal: bool = False
+    """Log-probs of the weights from before the batch's first update: the old policy of PPO, where another one sampled."""
     reference: bool = False
     """Log-probs of a frozen reference model."""
     entropy: bool = False

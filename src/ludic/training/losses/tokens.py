@@ -121,6 +121,8 @@ class ActionTokens:
     facts: BatchFacts
     old_logps: Tensor | None = None
     """[A] under the policy that sampled them."""
+    proximal_logps: Tensor | None = None
+    """[A] under the weights from before the batch's first update (`Needs.proximal`)."""
     ref_logps: Tensor | None = None
     """[A] under a frozen reference."""
     entropy: Tensor | None = None
@@ -177,6 +179,17 @@ class ActionTokens:
     def log_ratio(self, who: object) -> Tensor:
         """[A] log of trained over sampled probability, bounded so that its exponential is finite; `who` asks for it."""
         return (self.logps - self.require_old_logps(type(who).__name__)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    def proximal_log_ratios(self, who: object) -> tuple[Tensor, Tensor]:
+        """[A] log of trained over proximal probability, and without a gradient of proximal over sampled; both bounded."""
+        if self.proximal_logps is None:
+            raise KeyError(
+                f"{type(who).__name__} needs log-probs from before the batch's first update: train with Trainer."
+            )
+        old = self.require_old_logps(type(who).__name__)
+        ratios = self.logps - self.proximal_logps, self.proximal_logps - old
+        trained, sampled = (ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) for ratio in ratios)
+        return trained, sampled.detach()
 
     def item_ratio(self, log_ratio_A: Tensor, *, mean: bool) -> Tensor:
         """[B] ratio of each sample's probability, or the geometric mean over its tokens; bounded above."""

@@ -97,6 +97,7 @@ RECIPES = {
     "dr_grpo": Recipe(),
     "maxrl": Recipe(),
     "echo": Recipe(),
+    "gdpo": Recipe(),
     "dapo": Recipe(),
     "gspo": Recipe(settings={"clip_eps_low": 0.2, "clip_eps_high": 0.2}),  # of one token; 3e-4 is meant for long ones
     "cispo": Recipe(),

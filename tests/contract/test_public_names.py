@@ -32,7 +32,7 @@ NAMES = {
     "session_rollouts",
     "ludic.interaction": "InteractionProtocol SingleAgentProtocol SingleAgentSyncProtocol MultiAgentProtocol "
     "DelegatingProtocol TraceCollector ExternalToolHandler merge_step_info split_parser_reward RESERVED_INFO_KEYS",
-    "ludic.rewards": "Rewards FunctionScorer as_scorer scores_of remove_scores",
+    "ludic.rewards": "Rewards FunctionScorer as_scorer remove_scores",
     "ludic.judges": "LLMJudge RubricJudge Criterion read_criteria GroupJudge PairwiseJudge PositionBias JudgeModel JudgeAgent "
     "JudgeCost VerdictCache Case case_of JudgeError UnreadableVerdict read_verdict Agreement agreement pair_accuracy",
     "ludic.batch_gen": "RolloutEngine RolloutBatchSource AsyncRolloutBatchSource OfflineBatchSource RequestStrategy "

@@ -8,7 +8,17 @@ from typing import Any, Protocol
 
 from ludic.batch_gen.episodes import Episode
 from ludic.batch_gen.stitching import stitch_rollout
-from ludic.types import ConfigError, CreditAssigner, Rollout, SampleFilter, SAWBatch, SAWItem, by_session
+from ludic.types import (
+    ConfigError,
+    CreditAssigner,
+    Rollout,
+    SampleFilter,
+    SAWBatch,
+    SAWItem,
+    added,
+    by_session,
+    component_means,
+)
 
 GATEWAY_KINDS = ("healed", "rerendered", "forked", "foreign", "retried", "undelivered", "failed", "limited")
 """Calls of an agent's session that are not plainly continued; each has a metric."""
@@ -122,6 +132,10 @@ def _meta(
         "avg_turns": _mean([sum(map(_num_turns, session)) for session in sessions]),
     }
     averages |= _call_rates(settled.rollouts)
+    averages |= component_means(
+        [added(rollout.reward_components for rollout in session) for session in sessions],
+        [added(rollout.scores for rollout in session) for session in sessions],
+    )
     metrics = {name: float(value) for name, value in {**counts, **averages}.items()}
     return {**counts, **averages, "rollout_metrics": metrics}
 

@@ -23,11 +23,10 @@ from ludic.types import (
     UnknownName,
     components_of,
     is_parse_failure,
+    scores_of,
 )
-from ludic.types.steps import MAX_REWARD
+from ludic.types.steps import MAX_REWARD, SCORES
 
-SCORES = "scores"
-"""Key of a step's info: name → value before the weight."""
 OWN_COMPONENTS = ("env", "parser", "reward", "call")
 """Components that a rollout has without scorers: of the env, the parser, a gateway session and its single calls."""
 
@@ -146,9 +145,8 @@ class Rewards:
 
     def _weight_own(self, rollout: Rollout) -> None:
         for number, step in enumerate(rollout.steps):
-            before = step.info.get(SCORES, {})
-            own = {name: value for name, value in components_of(step).items() if name in OWN_COMPONENTS}
-            raw = {name: before.get(name, value) for name, value in own.items() if self.weight_of(name) != 1}
+            own = {name: value for name, value in scores_of(step).items() if name in OWN_COMPONENTS}
+            raw = {name: value for name, value in own.items() if self.weight_of(name) != 1}
             if raw:
                 rollout.steps[number] = self._with(step, raw)
 
@@ -166,22 +164,13 @@ class Rewards:
         return replace(step, reward=sum(components.values()), reward_components=components, info=info)
 
 
-def scores_of(rollout: Rollout) -> dict[str, float]:
-    """The components before their weights: scores, and what env and parser gave."""
-    totals: dict[str, float] = {}
-    for step in rollout.steps:
-        if step.kind == "env" or is_parse_failure(step):
-            for name, value in {**components_of(step), **step.info.get(SCORES, {})}.items():
-                totals[name] = totals.get(name, 0.0) + value
-    return totals
-
-
 def remove_scores(rollout: Rollout) -> None:
     """Undo `Rewards`: leave the components of the rollout itself, without weights."""
     for number, step in enumerate(rollout.steps):
         if (scores := step.info.get(SCORES)) is not None:
-            raw = {**components_of(step), **scores}
-            own = {name: value for name, value in raw.items() if name in OWN_COMPONENTS or name not in scores}
+            own = {
+                name: value for name, value in scores_of(step).items() if name in OWN_COMPONENTS or name not in scores
+            }
             info = {name: value for name, value in step.info.items() if name != SCORES}
             rollout.steps[number] = replace(step, reward=sum(own.values()), reward_components=own, info=info)
 

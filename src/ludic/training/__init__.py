@@ -30,7 +30,7 @@ _NAMES_BY_MODULE = {
     "ludic.training.algorithms": "RLAlgorithm with_episode_credit make_grpo make_dr_grpo make_dapo make_gspo make_cispo "
     "make_sapo make_gmpo make_rloo make_reinforce make_reinforce_baseline make_reinforce_pp make_ppo make_scalerl make_sft "
     "make_rft mix_objectives Objective make_spo "
-    "make_maxrl make_echo make_opd make_grpo_opd make_mopd make_gigpo",
+    "make_maxrl make_echo make_gdpo make_opd make_grpo_opd make_mopd make_gigpo",
     "ludic.training.critic.gae": "TokenGAE TurnGAE",
     "ludic.training.trainer": "Trainer TrainingLoop",
     "ludic.training.learner.interface": "Learner",

@@ -98,7 +98,8 @@ def _check_numbers(item: SAWItem) -> None:
 
 
 def _check_facts(item: SAWItem) -> None:
-    for reward in (item.origin.reward, item.origin.total_reward):
+    named = [*(item.origin.reward_components or {}).values(), *(item.origin.scores or {}).values()]
+    for reward in (item.origin.reward, item.origin.total_reward, *named):
         if reward is not None and not abs(reward) <= MAX_REWARD:
             raise UntrainableSamples(
                 f"A sample's rollout earned {reward:g}; a reward is a finite number, up to {MAX_REWARD:g}."

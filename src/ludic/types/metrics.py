@@ -4,7 +4,7 @@ A record is a mapping, such as a sample's meta or a line of an evaluation. A red
 combine the values, and what to divide by; a record without the value is skipped.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -102,6 +102,28 @@ def result_names(results: Sequence[str | None]) -> list[str]:
     """The results that occur; for a game all three."""
     seen = {result for result in results if result is not None}
     return [*GAME_RESULTS, *sorted(seen - set(GAME_RESULTS))] if seen & set(GAME_RESULTS) else sorted(seen)
+
+
+def added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The sum of each name."""
+    totals: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            totals[name] = totals.get(name, 0.0) + value
+    return totals
+
+
+def component_means(
+    components: Sequence[Mapping[str, float]], scores: Sequence[Mapping[str, float]]
+) -> dict[str, float]:
+    """`reward/{component}`: what each adds to the mean total reward. `score/{component}`: its mean before the weight, if not 1.
+
+    Both are given by rollout; one without a component counts as 0, as it does in the total.
+    """
+    rewards, before = added(components), added(scores)
+    means = {f"reward/{name}": total / len(components) for name, total in rewards.items()}
+    changed = {name: total for name, total in before.items() if total != rewards.get(name)}
+    return means | {f"score/{name}": total / len(scores) for name, total in changed.items()}
 
 
 def percent_keys(reducers: Mapping[str, Reducer]) -> frozenset[str]:

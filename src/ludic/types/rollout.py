@@ -7,7 +7,7 @@ conversation.
 
 import json
 import logging
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ import numpy as np
 from ludic.types.errors import EnvContractError, Failure, LudicError
 from ludic.types.files import Line, LineWriter, read_lines
 from ludic.types.messages import MessageView
+from ludic.types.metrics import added
 from ludic.types.steps import (
     AgentStep,
     EnvironmentStep,
@@ -26,6 +27,7 @@ from ludic.types.steps import (
     components_of,
     is_parse_failure,
     new_id,
+    scores_of,
 )
 from ludic.types.tokens import TokenLog, TokenTrace
 
@@ -207,12 +209,15 @@ class Rollout:
     @property
     def reward_components(self) -> dict[str, float]:
         """What each named component adds to `total_reward`."""
-        totals: dict[str, float] = {}
-        for step in self.steps:
-            if step.kind == "env" or is_parse_failure(step):
-                for name, value in components_of(step).items():
-                    totals[name] = totals.get(name, 0.0) + value
-        return totals
+        return self._summed(components_of)
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """The same before the weights of `ludic.rewards.Rewards`."""
+        return self._summed(scores_of)
+
+    def _summed(self, parts_of: Callable[[Step], Mapping[str, float]]) -> dict[str, float]:
+        return added(parts_of(step) for step in self.steps if step.kind == "env" or is_parse_failure(step))
 
     def total_reward_all(self) -> float:
         return sum(step.reward for step in self.steps)

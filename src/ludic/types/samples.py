@@ -136,6 +136,10 @@ class SampleOrigin:
     """Of the turns that end in this sample."""
     total_reward: float | None = None
     """Of the whole rollout."""
+    reward_components: dict[str, float] | None = None
+    """What each named component adds to `total_reward`."""
+    scores: dict[str, float] | None = None
+    """The same before their weights; None where every weight is 1."""
     truncated: bool = False
     """Its last step was cut off by a limit of the env or the protocol."""
     terminated: bool = False
@@ -158,10 +162,14 @@ class SampleOrigin:
             value = getattr(self, name)
             if value is not None and type(value) is not float:
                 object.__setattr__(self, name, float(value))  # a queue does not take numpy's floats
+        for name in ("reward_components", "scores"):
+            if (named := getattr(self, name)) is not None:
+                object.__setattr__(self, name, {key: float(value) for key, value in named.items()})
 
     @classmethod
     def of_rollout(cls, rollout: Rollout, **facts: Any) -> "SampleOrigin":
         """The origin of a rollout's sample; `facts` are those of this sample."""
+        components, scores = rollout.reward_components, rollout.scores
         return cls(
             rollout_id=rollout.id,
             episode=rollout.episode_run or rollout.id,
@@ -175,6 +183,8 @@ class SampleOrigin:
             env_seed=rollout.env_seed,
             sampling_seed=rollout.sampling_seed,
             total_reward=rollout.total_reward,
+            reward_components=components or None,
+            scores=None if scores == components else scores,
             stop=rollout.stop,
             **facts,
         )

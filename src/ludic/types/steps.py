@@ -190,6 +190,15 @@ def components_of(step: Step) -> dict[str, float]:
     return {"env" if step.kind == "env" else "parser": step.reward}
 
 
+SCORES = "scores"
+"""Key of a step's info: name → value before the weight, of the components that `ludic.rewards` added or weighted."""
+
+
+def scores_of(step: Step) -> dict[str, float]:
+    """The components of a step before their weights."""
+    return {**components_of(step), **step.info.get(SCORES, {})}
+
+
 def was_rejected_as_cut_off(step: Step) -> bool:
     """True for a reply that could not be read because it ran out of tokens."""
     return is_parse_failure(step) and step.trace is not None and step.trace.finish_reason == "length"

@@ -4,9 +4,10 @@ import pytest
 
 from ludic.batch_gen import TooManyFailures
 from ludic.batch_gen.pipeline.episodes import GroupRunner
+from ludic.batch_gen.pipeline.wire import decode_group, encode_group
 from ludic.rewards import FunctionScorer, Rewards
 from ludic.types import ConfigError, PolicyGone, StopReason, load_rollouts
-from tests.unit.batch_gen.parts import make_engine, request
+from tests.unit.batch_gen.parts import TotalReward, make_engine, request
 
 
 def half(rollout):
@@ -149,3 +150,30 @@ async def test_a_pipeline_actor_scores_episodes_and_groups_and_reports_a_failed_
         done = await GroupRunner(engine, max_steps=1, concurrency=2).run([group("a")])
         assert not done.is_whole and "no verdict" in done.failures[0]
         assert len(done.failures) == (3 if by_group else 1)
+
+
+# --- metrics and samples ---
+
+
+async def test_a_batch_has_the_mean_of_each_component_and_its_samples_have_them_all():
+    rewards = Rewards([FunctionScorer(rank), FunctionScorer(half)], {"rank": 0.5, "half": 0.0})
+    batch = await make_engine(rewards=rewards).generate_batch(
+        [group("a", 4)], max_steps=1, credit_assigner=TotalReward(), concurrency=1
+    )
+    metrics = batch.meta["rollout_metrics"]
+    assert metrics["reward/rank"] == 0.75 and metrics["score/rank"] == 1.5
+    assert metrics["reward/half"] == 0.0 and metrics["score/half"] == 0.5
+    assert "score/env" not in metrics, "its weight is 1"
+    total = sum(value for name, value in metrics.items() if name.startswith("reward/"))
+    assert total == pytest.approx(metrics["avg_total_reward"])
+
+    arrived = decode_group(encode_group(batch.items))
+    assert [item.origin for item in arrived] == [item.origin for item in batch.items]
+    assert [item.origin.reward_components["rank"] for item in arrived] == [0.0, 0.5, 1.0, 1.5]
+    assert [item.origin.scores["half"] for item in arrived] == [0.5] * 4
+    assert arrived[0].record()["reward_components"]["rank"] == 0.0
+
+
+async def test_samples_without_weights_keep_no_second_copy_of_their_components():
+    batch = await make_engine().generate_batch([request()], max_steps=1, credit_assigner=TotalReward())
+    assert batch.items[0].origin.scores is None and batch.items[0].origin.reward_components.keys() == {"env", "parser"}

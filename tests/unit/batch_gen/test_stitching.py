@@ -224,6 +224,7 @@ def test_the_origin_holds_ludics_facts_and_meta_small_ones_of_the_env_that_canno
     assert item.origin == SampleOrigin(
         rollout_id=rollout.id, episode=rollout.id, group_id="g", agent_id="me", policy="m", delegate=None, env_name=None, domain="d", objective=None,
         env_seed=5, sampling_seed=6, segment=0, step_index=3, step_kind="env", num_turns=2, reward=1.5, total_reward=1.5,
+        reward_components={"env": 1.5},
         truncated=False, terminated=True, stop=None, finish_reason="stop", num_parse_errors=0, num_cut_off=0,
     )  # fmt: skip
     assert item.origin.group == GroupKey("g", "me", None) == rollout.group

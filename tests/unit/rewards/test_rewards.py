@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from ludic.inference import ScriptedClient
-from ludic.rewards import FunctionScorer, Rewards, as_scorer, remove_scores, scores_of
+from ludic.rewards import FunctionScorer, Rewards, as_scorer, remove_scores
 from ludic.types import ConfigError, Rollout, Scorer, ScorerContractError, UnknownName
 from tests.unit.batch_gen.parts import make_engine, request
 
@@ -37,7 +37,7 @@ async def test_a_component_is_added_after_its_weight_and_its_value_is_kept():
     assert rollout.reward_components == {**own, "judge/style": 0.5, "judge/fact": 0.125}
     assert rollout.total_reward == sum(rollout.reward_components.values())
     assert rollout.env_steps[-1].info["scores"] == {"judge/style": 1.0, "judge/fact": 0.25}
-    assert scores_of(rollout) == {**own, "judge/style": 1.0, "judge/fact": 0.25}
+    assert rollout.scores == {**own, "judge/style": 1.0, "judge/fact": 0.25}
 
 
 async def test_the_weight_of_a_component_comes_before_that_of_its_scorer():
@@ -51,7 +51,7 @@ async def test_a_weight_for_env_scales_the_envs_reward_and_its_value_is_kept():
     (right, *_) = [rollout for rollout in await played(8) if rollout.total_reward > 1]
     await Rewards([], {"env": 0.25}).score_episode([right])
     assert right.total_reward == 0.25 + 0.1 and right.reward_components == {"env": 0.25, "parser": 0.1}
-    assert scores_of(right) == {"env": 1.0, "parser": 0.1}
+    assert right.scores == {"env": 1.0, "parser": 0.1}
 
 
 async def test_applying_rewards_again_replaces_the_scores_and_removing_them_restores_the_rollout():

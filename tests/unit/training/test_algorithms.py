@@ -29,6 +29,7 @@ from ludic.training.algorithms import (
     spo_algorithm,
 )
 from ludic.training.credit_assignment import (
+    ComponentNormalizedReturn,
     ConstantCredit,
     GroupNormalizedReturn,
     HybridNormalizedReturn,
@@ -112,6 +113,15 @@ PRESETS = {
         GroupNormalizedReturn,
         CompositeLoss,
         {"needs": Needs(observations=True)},
+    ),
+    "gdpo": (
+        {
+            "group_size": 8, "component_weights": None, "normalize_batch": True, "clip_eps_low": 0.2, "clip_eps_high": 0.2,
+            "reduction": None, "ratio_clip": None, **DROP,
+        },
+        ComponentNormalizedReturn,
+        BatchNormalized,
+        {},
     ),
     "dapo": (
         {"group_size": 8, "clip_eps_low": 0.2, "clip_eps_high": 0.28, "filter_zvp": True, "zvp_filter_eps": 1e-6},

@@ -11,6 +11,7 @@ from ludic.training import credit_assignment
 from ludic.training.credit_assignment import (
     GAE,
     BetaValueTracker,
+    ComponentNormalizedReturn,
     ConstantCredit,
     EpisodeCredit,
     EpisodicReturn,
@@ -51,6 +52,7 @@ RULES = {
     "HybridNormalizedReturn": HybridNormalizedReturn(2),
     "LeaveOneOutReturn": LeaveOneOutReturn(2),
     "MaximumLikelihoodReturn": MaximumLikelihoodReturn(2),
+    "ComponentNormalizedReturn": ComponentNormalizedReturn(2),
     "TurnGroupReturn": TurnGroupReturn(2),
     "TurnLeaveOneOutReturn": TurnLeaveOneOutReturn(2),
     "StateGroupReturn": StateGroupReturn(2),
@@ -63,12 +65,12 @@ RULES = {
     "GAE": GAE(0.9, 0.8, no_values),
 }
 GROUPED = [
-    "GroupNormalizedReturn", "HybridNormalizedReturn", "LeaveOneOutReturn", "MaximumLikelihoodReturn", "TurnGroupReturn",
-    "TurnLeaveOneOutReturn", "StateGroupReturn", "EpisodeCredit",
+    "GroupNormalizedReturn", "HybridNormalizedReturn", "LeaveOneOutReturn", "MaximumLikelihoodReturn",
+    "ComponentNormalizedReturn", "TurnGroupReturn", "TurnLeaveOneOutReturn", "StateGroupReturn", "EpisodeCredit",
 ]  # fmt: skip
 GROUP_RULES = [
-    GroupNormalizedReturn, HybridNormalizedReturn, LeaveOneOutReturn, MaximumLikelihoodReturn, TurnGroupReturn,
-    TurnLeaveOneOutReturn, partial(StateGroupReturn, comparison="others"),
+    GroupNormalizedReturn, HybridNormalizedReturn, LeaveOneOutReturn, MaximumLikelihoodReturn,
+    ComponentNormalizedReturn, TurnGroupReturn, TurnLeaveOneOutReturn, partial(StateGroupReturn, comparison="others"),
 ]  # fmt: skip
 
 

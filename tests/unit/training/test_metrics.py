@@ -25,11 +25,11 @@ def test_names_get_their_prefix():
             "eval/x": 6,
             "perf/y": 7,
         }
-        | {"loss/kl": 8, "eval_s": 9}
+        | {"loss/kl": 8, "eval_s": 9, "reward/tokens_s": 10, "score/eval_x": 11}
     )
     assert named == {
         "train/loss": 1, "perf/gpu_mem_alloc_mb": 2, "perf/tokens_per_s": 3, "perf/backward_s": 4, "eval/accuracy": 5,
-        "eval/x": 6, "perf/y": 7, "train/loss/kl": 8, "perf/eval_s": 9,
+        "eval/x": 6, "perf/y": 7, "train/loss/kl": 8, "perf/eval_s": 9, "train/reward/tokens_s": 10, "train/score/eval_x": 11,
     }  # fmt: skip
 
 
@@ -144,6 +144,25 @@ def test_env_results_are_shares_of_all_rollouts():
     assert ended("solved", None)["solved_rate"] == 0.5
     assert not [name for name in ended(None, {"not": "text"}) if name == "None_rate"]
     assert "text 3_rate" not in ended(*(f"text {n}" for n in range(20))), "free text is no result"
+
+
+def test_components_are_means_over_rollouts_and_known_before_their_weights():
+    components = {"env": 1.0, "judge": 0.5}
+    first = {
+        "rollout_id": "a",
+        "total_reward": 1.5,
+        "reward_components": components,
+        "scores": {"env": 1.0, "judge": 1.0},
+    }
+    items = [
+        item([0, 1], **first),
+        item([0, 1], **first),  # rollout a has two items, and counts once
+        item([0, 1], rollout_id="b", total_reward=0.5, reward_components={"env": 0.5}),
+        item([0, 1], rollout_id="c", total_reward=1.0),  # not known
+    ]
+    stats = {name: value for name, value in batch_stats(items).items() if name.startswith(("reward/", "score/"))}
+    assert stats == {"reward/env": 0.75, "reward/judge": 0.25, "score/judge": 0.5}
+    assert batch_stats(items, {"reward/env": 0.25})["reward/env"] == 0.25
 
 
 def test_averages_of_the_source_win_and_counts_are_those_of_the_items():

@@ -21,14 +21,22 @@ from ludic.types import SampleOrigin
 MAX_NAME = 1024
 """Characters of a text in an origin: ids, names and the like."""
 
+MAX_COMPONENTS = 64
+"""Reward components of an item; each is a metric."""
+
+_Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+_TYPES: dict[Any, Any] = {
+    str | None: _Name | None,
+    dict[str, float] | None: Annotated[dict[_Name, float], msgspec.Meta(max_length=MAX_COMPONENTS)] | None,
+}
 _FIELDS = {field.name: field.default for field in fields(SampleOrigin)}
 _facts_of = attrgetter(*_FIELDS)
 
 
 def _column_type(name: str) -> Any:
     hint = get_type_hints(SampleOrigin)[name]
-    value = Annotated[str, msgspec.Meta(max_length=MAX_NAME)] | None if hint == str | None else hint
-    return list[value] | None  # type: ignore[valid-type]
+    value = _TYPES.get(hint, hint)
+    return list[value] | None
 
 
 _encoder = msgspec.msgpack.Encoder()

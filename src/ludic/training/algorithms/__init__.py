@@ -6,7 +6,15 @@ The registry and `run` make them by name. Start with grpo.py; algorithm.py is wh
 from ludic.training.algorithms.algorithm import RLAlgorithm, with_episode_credit
 from ludic.training.algorithms.cispo import CISPOLoss, make_cispo, make_scalerl
 from ludic.training.algorithms.gmpo import GMPOLoss, make_gmpo
-from ludic.training.algorithms.grpo import make_dapo, make_dr_grpo, make_echo, make_gigpo, make_grpo, make_maxrl
+from ludic.training.algorithms.grpo import (
+    make_dapo,
+    make_dr_grpo,
+    make_echo,
+    make_gdpo,
+    make_gigpo,
+    make_grpo,
+    make_maxrl,
+)
 from ludic.training.algorithms.gspo import ClippedSurrogateLoss, make_gspo
 from ludic.training.algorithms.imitation import MaskedCausalLMCrossEntropyLoss, make_rft, make_sft
 from ludic.training.algorithms.mixed import Objective, mix_objectives
@@ -24,9 +32,10 @@ from ludic.training.algorithms.sapo import SAPOLoss, make_sapo
 from ludic.training.algorithms.spo import make_spo, spo_algorithm
 
 __all__ = [
-    "RLAlgorithm", "with_episode_credit", "make_grpo", "make_dr_grpo", "make_maxrl", "make_echo", "make_dapo", "make_gigpo",
-    "make_gspo", "make_cispo", "make_scalerl", "make_sapo", "make_gmpo", "make_reinforce", "make_reinforce_baseline",
-    "make_reinforce_pp", "make_rloo", "make_ppo", "make_spo", "spo_algorithm", "make_sft", "make_rft", "make_opd", "make_grpo_opd",
-    "make_mopd", "Objective", "mix_objectives", "CISPOLoss", "ClippedSurrogateLoss", "DistillationLoss", "GMPOLoss",
-    "MaskedCausalLMCrossEntropyLoss", "ReinforceBaselineLoss", "ReinforceLoss", "SAPOLoss", "ValueLoss",
+    "RLAlgorithm", "with_episode_credit", "make_grpo", "make_dr_grpo", "make_maxrl", "make_echo", "make_gdpo", "make_dapo",
+    "make_gigpo", "make_gspo", "make_cispo", "make_scalerl", "make_sapo", "make_gmpo", "make_reinforce",
+    "make_reinforce_baseline", "make_reinforce_pp", "make_rloo", "make_ppo", "make_spo", "spo_algorithm", "make_sft", "make_rft",
+    "make_opd", "make_grpo_opd", "make_mopd", "Objective", "mix_objectives", "CISPOLoss", "ClippedSurrogateLoss",
+    "DistillationLoss", "GMPOLoss", "MaskedCausalLMCrossEntropyLoss", "ReinforceBaselineLoss", "ReinforceLoss", "SAPOLoss",
+    "ValueLoss",
 ]  # fmt: skip

@@ -1,14 +1,24 @@
 """GRPO (arXiv 2402.03300) and its variants: a group of samples per prompt, each compared with its siblings, under PPO's clip."""
 
+from collections.abc import Mapping
+
 from ludic.training.algorithms.algorithm import RLAlgorithm, checked
 from ludic.training.credit_assignment import (
+    ComponentNormalizedReturn,
     GroupNormalizedReturn,
     MaximumLikelihoodReturn,
     StateFn,
     StateGroupReturn,
     observation_before,
 )
-from ludic.training.losses import CompositeLoss, LossTerm, ObservationLoss, Reduction, TokenClippedSurrogateLoss
+from ludic.training.losses import (
+    BatchNormalized,
+    CompositeLoss,
+    LossTerm,
+    ObservationLoss,
+    Reduction,
+    TokenClippedSurrogateLoss,
+)
 
 
 def make_grpo(
@@ -126,6 +136,34 @@ def make_echo(
         credit_assigner=GroupNormalizedReturn(group_size, group_normalize_adv),
         loss=CompositeLoss([LossTerm(name="policy", loss=policy), LossTerm(name="observation", loss=observed)]),
         preprocess=checked(),
+    )
+
+
+def make_gdpo(
+    *,
+    group_size: int = 8,
+    component_weights: Mapping[str, float] | None = None,
+    normalize_batch: bool = True,
+    clip_eps_low: float = 0.2,
+    clip_eps_high: float = 0.2,
+    reduction: Reduction | str | None = None,
+    ratio_clip: float | None = None,
+    drop_zero_weight: bool = False,
+    drop_zero_weight_eps: float = 1e-4,
+    name: str = "gdpo",
+) -> RLAlgorithm:
+    """GDPO (arXiv 2601.05242): GRPO for several rewards, each divided by its own deviation in the group before they are added.
+
+    `normalize_batch`: the sums are centred and scaled over the batch, so that their size does not grow with the number of rewards.
+    """
+    loss = TokenClippedSurrogateLoss(
+        clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, ratio_clip=ratio_clip, reduction=reduction
+    )
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=ComponentNormalizedReturn(group_size, dict(component_weights or {})),
+        loss=BatchNormalized(loss) if normalize_batch else loss,
+        preprocess=checked(drop_zero_weight=drop_zero_weight, drop_zero_weight_eps=drop_zero_weight_eps),
     )
 
 

@@ -7,6 +7,7 @@ weight. Start with group.py (GRPO's advantage) or returns.py.
 from ludic.training.credit_assignment.combine import RoutedCredit, ScaledCredit
 from ludic.training.credit_assignment.episodes import EpisodeCredit
 from ludic.training.credit_assignment.group import (
+    ComponentNormalizedReturn,
     GroupNormalizedReturn,
     HybridNormalizedReturn,
     LeaveOneOutReturn,
@@ -37,8 +38,8 @@ from ludic.training.credit_assignment.value import GAE, BetaValueTracker, Tracke
 
 __all__ = [
     "MonteCarloReturn", "EpisodicReturn", "PerStepReward", "ConstantCredit", "GroupNormalizedReturn", "HybridNormalizedReturn",
-    "LeaveOneOutReturn", "MaximumLikelihoodReturn", "RoleBaselineReturn", "RoleFn", "agent_in_env", "TurnGroupReturn",
-    "TurnLeaveOneOutReturn", "StateGroupReturn", "StateFn", "observation_before", "TrackedValueReturn", "BetaValueTracker", "GAE",
-    "ValueFn", "gae", "KLCreditModifier", "ScaledCredit", "RoutedCredit", "EpisodeCredit", "Relabelled", "Relabel",
-    "with_turn_rewards", "PotentialShaping", "PotentialFn", "info_potential", "returns_to_go",
+    "LeaveOneOutReturn", "MaximumLikelihoodReturn", "ComponentNormalizedReturn", "RoleBaselineReturn", "RoleFn", "agent_in_env",
+    "TurnGroupReturn", "TurnLeaveOneOutReturn", "StateGroupReturn", "StateFn", "observation_before", "TrackedValueReturn",
+    "BetaValueTracker", "GAE", "ValueFn", "gae", "KLCreditModifier", "ScaledCredit", "RoutedCredit", "EpisodeCredit",
+    "Relabelled", "Relabel", "with_turn_rewards", "PotentialShaping", "PotentialFn", "info_potential", "returns_to_go",
 ]  # fmt: skip

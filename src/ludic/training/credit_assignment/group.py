@@ -1,6 +1,6 @@
-"""Better or worse than the siblings of the group (GRPO, Dr. GRPO, MaxRL, ScaleRL, RLOO), or than the role's average (SPIRAL)."""
+"""Better or worse than the siblings of the group (GRPO, MaxRL, GDPO, ScaleRL, RLOO), or than the role's average (SPIRAL)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, TypeAlias
@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ludic.training.credit_assignment.grouping import (
+    EPS,
     GroupRule,
     Weights,
     compared,
@@ -15,7 +16,7 @@ from ludic.training.credit_assignment.grouping import (
     finished,
     same_on_every_step,
 )
-from ludic.types import ConfigError, Rollout
+from ludic.types import ConfigError, Rollout, scores_of, spread_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,32 @@ class MaximumLikelihoodReturn(GroupRule):
         mean = totals_G.mean()
         centred_G = compared(totals_G, made_of=totals_G, scaled=False)
         return same_on_every_step(members, centred_G / mean if mean else centred_G)
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentNormalizedReturn(GroupRule):
+    """Σ_k w_k · (r_k − mean of the group) / (its std + 1e-8) over the reward components k, the same on every step (GDPO).
+
+    GRPO adds components up before it divides, so those with a large spread drown the others, and different combinations with
+    equal totals get equal credit. The weights are those of `ludic.rewards.Rewards`: a component is divided by the spread of its
+    score before the weight. A component that a rollout does not have counts as 0, as it does in the total.
+    """
+
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Further factors by component, or by the name before its "/"; 1 if not given. For components that no `Rewards` weighted."""
+
+    def _compare(self, members: list[Rollout]) -> Weights:
+        components = [rollout.reward_components for rollout in members]
+        scores = [rollout.scores for rollout in members]
+        advantages_G = np.zeros(len(members))
+        for name in dict.fromkeys(name for own in components for name in own):
+            weighted_G = np.array([own.get(name, 0.0) for own in components])
+            scores_G = [own.get(name, 0.0) for own in scores]
+            parts = [scores_of(step).get(name, 0.0) for rollout in members for step in rollout.steps]
+            if spread := spread_of(scores_G, parts):
+                factor = self.weights.get(name, self.weights.get(name.split("/")[0], 1.0))
+                advantages_G += factor * (weighted_G - weighted_G.mean()) / (spread + EPS)
+        return same_on_every_step(members, advantages_G)
 
 
 @dataclass(frozen=True, slots=True)

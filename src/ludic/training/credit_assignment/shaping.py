@@ -27,6 +27,7 @@ from ludic.types import (
     Turn,
     is_parse_failure,
 )
+from ludic.types.steps import SCORES
 
 Relabel: TypeAlias = Callable[[Rollout], Rollout]
 """From a finished rollout to a copy with other rewards; `with_turn_rewards` makes one. It must not change its input."""
@@ -68,7 +69,13 @@ class Relabelled(RuleOfRules):
 def with_turn_rewards(rollout: Rollout, rewards: Sequence[float] | Floats) -> Rollout:
     """A copy in which turn t earned rewards[t] and nothing else."""
     paid = {_payee(turn).id: float(reward) for turn, reward in zip(rollout.turns(), rewards, strict=True)}
-    return replace(rollout, steps=[replace(step, reward=paid.get(step.id, 0.0)) for step in rollout.steps])
+    return replace(rollout, steps=[_paid(step, paid.get(step.id, 0.0)) for step in rollout.steps])
+
+
+def _paid(step: Step, reward: float) -> Step:
+    """A copy that earned this, as one component without a name."""
+    info = {name: fact for name, fact in step.info.items() if name != SCORES}
+    return replace(step, reward=reward, reward_components={}, info=info)
 
 
 def _payee(turn: Turn) -> Step:

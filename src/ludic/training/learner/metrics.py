@@ -15,7 +15,9 @@ from ludic.types import (
     ConfigError,
     Reducer,
     SAWItem,
+    added,
     apply_reducers_to_records,
+    component_means,
     default_reducers,
     result_rates,
     samples_by_session,
@@ -33,6 +35,8 @@ def prefixed_name(name: str) -> str:
     """`eval_x` is eval/x; `gpu_x` and every `x_s` are under perf/; a name with a prefix keeps it; the rest is under train/."""
     if name.startswith(PREFIXES):
         return name
+    if name.startswith(("reward/", "score/")):  # a user's name follows
+        return f"train/{name}"
     if name.startswith("gpu_") or name.endswith("_s"):  # seconds, and things per second
         return f"perf/{name}"
     if name.startswith("eval_"):
@@ -173,6 +177,7 @@ def batch_stats(
         "truncated_rate": _mean(any(map(_is_truncated, own)) for own in rollouts),
         "over_limit_rate": _mean(any(_is_truncated(i) or i.origin.num_cut_off > 0 for i in own) for own in rollouts),
         **result_rates([_result(own) for own in rollouts]),
+        **_components(rollouts),
     }
     reduced = apply_reducers_to_records(
         [item.record() for item in items],
@@ -188,6 +193,16 @@ def _total_reward(items: Sequence[SAWItem]) -> float | None:
     """Of a rollout and its threads; None if it is not known."""
     rewards = {item.origin.rollout_id: item.origin.total_reward for item in items}
     return None if None in rewards.values() else float(sum(filter(None, rewards.values())))
+
+
+def _components(rollouts: Sequence[Sequence[SAWItem]]) -> dict[str, float]:
+    """Of the rollouts whose components are known."""
+    origins = [list({item.origin.rollout_id: item.origin for item in own}.values()) for own in rollouts]
+    known = [own for own in origins if all(origin.reward_components is not None for origin in own)]
+    components = [added(origin.reward_components or {} for origin in own) for own in known]
+    return component_means(
+        components, [added(origin.scores or origin.reward_components or {} for origin in own) for own in known]
+    )
 
 
 def _is_truncated(item: SAWItem) -> bool:

@@ -30,6 +30,7 @@ ORIGIN_VALUES: dict[Any, st.SearchStrategy] = {
     str | None: st.none() | texts,
     int | None: st.none() | ints,
     float | None: st.none() | st.floats(),
+    dict[str, float] | None: st.none() | st.dictionaries(texts, st.floats(), max_size=3),
     StopReason | None: st.none() | st.sampled_from(StopReason),
     Literal["agent", "env"] | None: st.sampled_from([None, "agent", "env"]),
     int: ints,

@@ -1,0 +1,19 @@
+"""docs/rewards.md: its program prints what it says, its table leaves no scorer out."""
+
+from ludic import rewards
+from ludic.rewards import shaping
+from tests.contract.pages import BLOCK, DOCS, run
+
+PAGE = (DOCS / "rewards.md").read_text()
+
+
+def test_the_program_prints_what_the_page_says(tmp_path):
+    (code,) = (text for kind, text in BLOCK.findall(PAGE) if kind == "python")
+    (promised,) = (text for kind, text in BLOCK.findall(PAGE) if kind == "text")
+    assert run("python", code, tmp_path) == promised
+
+
+def test_every_scorer_is_on_the_page():
+    scorers = [name for part in (rewards, shaping) for name, made in vars(part).items() if hasattr(made, "score")]
+    assert {"LengthPenalty", "FunctionScorer"} <= set(scorers)
+    assert [name for name in scorers if f"`{name}(" not in PAGE and name != "Scorer"] == []

@@ -243,6 +243,7 @@ async def run(options: argparse.Namespace) -> list[Row]:
             asking = JudgeModel(
                 judge.client, model=judge.model, chat_template=judge.template, sampling=sampling,
                 concurrency=concurrency, max_retries=options.retries, seed=options.seed, cache=options.cache,
+                prefill=options.prefill,
             )  # fmt: skip
             rows.append(await measure(kind, asking, rollouts, correct, samples))
             print(f"  {kind}: {rows[-1].seconds:.1f} s", file=sys.stderr, flush=True)
@@ -263,6 +264,7 @@ def main() -> None:
     arguments.add_argument("--judge-tokens", type=int, default=512, help="of a verdict")
     arguments.add_argument("--judge-temperature", type=float, default=0.0)
     arguments.add_argument("--retries", type=int, default=2, help="after an unreadable verdict")
+    arguments.add_argument("--prefill", action="store_true", help="begin the verdict for the judge; for small models")
     arguments.add_argument("--judges", nargs="+", choices=KINDS, default=list(KINDS))
     arguments.add_argument("--cache", type=Path, help="JSONL file of verdicts; by default memory")
     arguments.add_argument("--seed", type=int, default=0)

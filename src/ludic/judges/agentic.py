@@ -32,7 +32,7 @@ class JudgeAgent(Asking):
     def identity(self) -> Any:
         return self._identity
 
-    async def reply_to(self, messages: list[Message], seed: int) -> str:
+    async def reply_to(self, messages: list[Message], opening: str, seed: int) -> str:
         agent = self._make_agent()
         agent.begin_episode()
         try:

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ludic.inference import ByteTemplate, ChatTemplate
+from ludic.inference import ByteTemplate, ChatTemplate, HFChatTemplate
+from ludic.inference.templates.conversation import encode_text
 from ludic.judges.verdicts import (
     Form,
     JudgeError,
@@ -21,6 +22,7 @@ from ludic.judges.verdicts import (
     UnreadableVerdict,
     Verdict,
     mark_of,
+    opening_of,
     read_verdict,
     request_for,
 )
@@ -35,6 +37,7 @@ from ludic.types import (
     derive_seed,
 )
 from ludic.types.files import LineWriter, is_compressed, read_lines
+from ludic.types.messages import encodable
 
 DEFAULT_SAMPLING = SamplingParams(temperature=0.0, max_tokens=512)
 
@@ -150,8 +153,9 @@ class Asking:
         self.quote = Quoting(chat_template)
         self._loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _OfLoop] = weakref.WeakKeyDictionary()
 
-    async def reply_to(self, messages: list[Message], seed: int) -> str:
-        """The answer to a conversation; `count` is called for each model call."""
+    async def reply_to(self, messages: list[Message], opening: str, seed: int) -> str:
+        """The answer to a conversation; `count` is called for each model call. `opening`: how a verdict begins, for models whose
+        reply can be begun for them."""
         raise NotImplementedError
 
     def identity(self) -> Any:
@@ -190,7 +194,7 @@ class Asking:
         for attempt in range(self.max_retries + 1):
             try:
                 async with self._of_loop().calls:
-                    answer = self.reply_to(messages, derive_seed(self.seed, attempt))
+                    answer = self.reply_to(messages, opening_of(form, mark), derive_seed(self.seed, attempt))
                     reply = await asyncio.wait_for(answer, self.timeout_s)
             except Exception as error:
                 # Also an error that would end the run where the policy raised it: a judge fails the reward of one episode.
@@ -241,20 +245,33 @@ class JudgeModel(Asking):
         model: str,
         chat_template: ChatTemplate | None = None,
         sampling: SamplingParams = DEFAULT_SAMPLING,
+        prefill: bool = False,
         **limits: Any,
     ) -> None:
         """`chat_template`: the model's, for clients that take its tokens; without it, ByteTemplate, for an OpenAIChatClient.
-        `limits`: see `Asking`. `cache` is the file to keep verdicts in, by default memory alone; `use_cache=False` is for a judge
-        whose weights change."""
+        `prefill` begins the verdict for the model, up to its first field: a small model then keeps the format, a thinking model
+        does not think. `limits`: see `Asking`. `cache` is the file to keep verdicts in, by default memory alone; `use_cache=False`
+        is for a judge whose weights change."""
         super().__init__(model=model, chat_template=chat_template or ByteTemplate(), sampling=sampling, **limits)
         self.client = client
+        self.prefill = prefill
+        if prefill and not isinstance(self.chat_template, HFChatTemplate):
+            raise ConfigError(
+                "prefill=True needs a client that takes the model's tokens and its HFChatTemplate; an endpoint that takes messages "
+                "begins the reply itself."
+            )
 
-    async def reply_to(self, messages: list[Message], seed: int) -> str:
+    def identity(self) -> Any:
+        return {"prefill": self.prefill}
+
+    async def reply_to(self, messages: list[Message], opening: str, seed: int) -> str:
         template = self.chat_template
         prompt = template.apply(messages)
-        request = TokenCompletionRequest(
-            self.model, prompt.prompt_token_ids, prompt.prompt_text, self.sampling, ReturnSpec.for_eval(), seed
-        )
+        ids, text, begun = prompt.prompt_token_ids, prompt.prompt_text, template.reply_prefix
+        if self.prefill and isinstance(template, HFChatTemplate):
+            text, begun = text + opening, begun + opening
+            ids = encode_text(template.tokenizer, encodable(text))
+        request = TokenCompletionRequest(self.model, ids, text, self.sampling, ReturnSpec.for_eval(), seed)
         response, info = await self.client.complete_tokens(request)
-        self.count(info, len(prompt.prompt_token_ids), len(response.completion_token_ids))
-        return template.reply_prefix + response.text
+        self.count(info, len(ids), len(response.completion_token_ids))
+        return begun + response.text

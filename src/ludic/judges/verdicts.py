@@ -212,6 +212,7 @@ Verdict: TypeAlias = dict[str, Any]
 _REPLY = re.compile(
     r"\s*(?:<think>.*?</think>)?\s*(?:```(?:json)?\s*(?P<fenced>\{.*\})\s*```|(?P<plain>\{.*\}))\s*", re.DOTALL
 )
+_QUOTE = '"'
 _NO_ESCAPE = re.compile(r'(?P<pair>\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))|\\')
 
 
@@ -219,6 +220,12 @@ def request_for(form: Form, mark: str) -> str:
     """The end of a judge's prompt: the format of the verdict."""
     fields = [f'"mark": "{mark}"', *(f'"{name}": {_shown(kind)}' for name, kind in form.items())]
     return f"Answer with one JSON object in this format, and nothing else:\n{{{', '.join(fields)}}}"
+
+
+def opening_of(form: Form, mark: str) -> str:
+    """How a verdict begins, up to the value of its first field; of a text, after its quotation mark."""
+    name, kind = next(iter(form.items()))
+    return f'{{"mark": "{mark}", "{name}": {_QUOTE if isinstance(kind, Words) else ""}'
 
 
 def _shown(kind: FieldKind | Mapping[str, FieldKind]) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from ludic.agents import ReActAgent
 from ludic.batch_gen import RolloutEngine
 from ludic.envs import DatasetQAEnv
-from ludic.inference import ScriptedClient
+from ludic.inference import HFChatTemplate, ScriptedClient
 from ludic.inference.openai_client import OpenAIChatClient
 from ludic.interaction import SingleAgentProtocol
 from ludic.judges import (
@@ -36,6 +37,7 @@ from ludic.types import (
     Scorer,
 )
 from tests.fakes import make_agent
+from tests.unit.inference.test_real_templates import tokenizer_of
 from tests.unit.judges.cases import judge_model, mark_in, prompt_of, rollout, section_in
 
 VERDICT = '{"mark": "MARK", "reason": "Fine.", "score": %d}'
@@ -238,6 +240,25 @@ async def test_several_processes_write_one_file(tmp_path: Path):
     for name in "abc":
         for number in range(200):
             assert await cache.get(f"{name}-{number}") == "x" * number
+
+
+# --- a reply that is begun ---
+
+
+async def test_a_small_model_gets_the_beginning_of_its_verdict():
+    tokenizer = tokenizer_of("qwen2_5")
+    seen = []
+
+    def reply(request):
+        seen.append(tokenizer.decode(request.prompt_token_ids.tolist()))
+        return 'Fine.", "score": 8}'
+
+    client = ScriptedClient(reply, tokenizer=tokenizer)
+    model = JudgeModel(client, model="m", chat_template=HFChatTemplate(tokenizer), prefill=True)
+    assert await LLMJudge(model, "?").score([rollout("4")]) == [{"judge": 0.8}]
+    assert re.search(r'assistant\n\{"mark": "[0-9a-f]{8}", "reason": "\Z', seen[0])
+    with pytest.raises(ConfigError, match="prefill"):
+        judge_model(grade, prefill=True)
 
 
 # --- rubrics ---

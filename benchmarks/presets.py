@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -91,6 +91,37 @@ class RightAnswers:
         return SAWItem([*prompt, answer], None, [0] * len(prompt) + [1], 1.0, origin=SampleOrigin(total_reward=1.0))
 
 
+class Preferences(RightAnswers):
+    """A right and a wrong answer to each question: as pairs, or (KTO) labelled answers, each beside that of another question."""
+
+    def __init__(self, *, labelled: bool = False) -> None:
+        super().__init__()
+        self._labelled, self._number = labelled, 0
+
+    async def next_batch(self) -> SAWBatch:
+        return SAWBatch(items=[item for _ in range(BATCH_SIZE // 2) for item in self._comparison()])
+
+    def _comparison(self) -> list[SAWItem]:
+        self._number += 1
+        origin = SampleOrigin(comparison=str(self._number))
+        answered = [self._item() for _ in range(4 if self._labelled else 1)]
+        if not self._labelled:
+            return [replace(item, weight=weight, origin=origin) for item, weight in self._both(answered[0])]
+        labelled = [self._both(item)[number % 2] for number, item in enumerate(answered)]
+        others = [
+            self._answered(item, int(other.input_ids[-1]))
+            for item, other in zip(answered, answered[1:] + answered[:1], strict=True)
+        ]
+        weighed = [*labelled, *((item, 0.0) for item in others)]
+        return [replace(item, weight=weight, origin=origin) for item, weight in weighed]
+
+    def _both(self, item: SAWItem) -> list[tuple[SAWItem, float]]:
+        return [(item, 1.0), (self._answered(item, int(item.input_ids[-1]) ^ 128), -1.0)]
+
+    def _answered(self, item: SAWItem, answer: int) -> SAWItem:
+        return replace(item, input_ids=np.append(item.input_ids[:-1], answer))
+
+
 UNGROUPED = Recipe(is_grouped=False)
 RECIPES = {
     "grpo": Recipe(),
@@ -113,6 +144,9 @@ RECIPES = {
     "spo": Recipe(is_grouped=False, choose=prioritised),
     "sft": Recipe(is_grouped=False, feed=lambda source, teacher: RightAnswers()),
     "rft": UNGROUPED,
+    "dpo": Recipe(is_grouped=False, feed=lambda source, teacher: Preferences()),
+    "ipo": Recipe(is_grouped=False, feed=lambda source, teacher: Preferences()),
+    "kto": Recipe(is_grouped=False, feed=lambda source, teacher: Preferences(labelled=True)),
     "opd": Recipe(is_grouped=False, feed=annotated),
     "grpo_opd": Recipe(feed=annotated),
     "mopd": Recipe(feed=annotated_by_domain),
@@ -145,6 +179,7 @@ async def run(name: str, teacher: LocalTeacher) -> tuple[Result, Trainer]:
         num_prompts=BATCH_SIZE // size,
         curriculum=recipe.choose(algorithm),
         make_source=lambda source: recipe.feed(source, teacher),
+        reference=tiny_llama() if algorithm.loss.needs.reference else None,
         critic=tiny_llama(seed=1) if recipe.settings.get("critic") == "separate" else None,
     )
     before, began = await reward_of(engine), time.perf_counter()

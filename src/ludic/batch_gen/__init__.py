@@ -29,6 +29,7 @@ from ludic.batch_gen.requests.groups import GRPORequestStrategy, IdentityStrateg
 from ludic.batch_gen.sources.asynchronous import AsyncRolloutBatchSource
 from ludic.batch_gen.sources.mixed import MixedBatchSource, MixedPart, ReplayBatchSource
 from ludic.batch_gen.sources.offline import OfflineBatchSource, make_chat_template_step_to_item
+from ludic.batch_gen.sources.preferences import PreferenceBatchSource
 from ludic.batch_gen.sources.rollouts import DynamicSampling, RolloutBatchSource
 from ludic.batch_gen.sources.shared import PolicyBatchSource, SharedRollouts
 from ludic.batch_gen.sources.teachers import (
@@ -50,6 +51,7 @@ __all__ = [
     "make_dataset_queue_requests_fn", "make_dataset_sequence_requests_fn",
     "stitch_rollout", "stitch_rollouts",
     "RolloutBatchSource", "AsyncRolloutBatchSource", "OfflineBatchSource", "make_chat_template_step_to_item",
+    "PreferenceBatchSource",
     "MixedBatchSource", "MixedPart", "ReplayBatchSource",
     "TeacherAnnotatedBatchSource", "Teachers", "DomainTeachers", "PrivilegedTeacher", "hint_first",
     "AssignedRequests", "assign_roles", "SharedRollouts", "PolicyBatchSource",

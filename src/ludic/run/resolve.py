@@ -301,6 +301,10 @@ def _check_tasks(config: RunConfig, group_size: int) -> None:
 
 
 def _group_size(algo: AlgoSettings, parts: Parts) -> int:
+    if algo.algo in ("dpo", "ipo", "kto"):
+        raise ConfigError(
+            f"algo = {algo.algo!r} learns from stored preferences, but a run plays its own episodes. See examples/dpo.py."
+        )
     if algo.algo == "sft":
         raise ConfigError(
             "algo = 'sft' imitates recorded rollouts, but a run plays its own. See examples/tic_tac_toe for supervised "

@@ -15,7 +15,7 @@ _NAMES_BY_MODULE = {
     "ludic.batch_gen": "RolloutEngine RolloutBatchSource AsyncRolloutBatchSource OfflineBatchSource MixedBatchSource MixedPart "
     "ReplayBatchSource TeacherAnnotatedBatchSource DomainTeachers PrivilegedTeacher hint_first GRPORequestStrategy "
     "IdentityStrategy RequestsExhausted make_requests_fn_from_queue make_dataset_queue_requests_fn "
-    "make_dataset_sequence_requests_fn make_chat_template_step_to_item",
+    "make_dataset_sequence_requests_fn make_chat_template_step_to_item PreferenceBatchSource",
     "ludic.training.credit_assignment": "MonteCarloReturn GroupNormalizedReturn HybridNormalizedReturn EpisodicReturn "
     "PerStepReward ConstantCredit TurnGroupReturn LeaveOneOutReturn TrackedValueReturn BetaValueTracker GAE gae "
     "TurnLeaveOneOutReturn StateGroupReturn RoleBaselineReturn Relabelled with_turn_rewards PotentialShaping info_potential "
@@ -29,7 +29,7 @@ _NAMES_BY_MODULE = {
     "ObservationLoss DistillationLoss Needs",
     "ludic.training.algorithms": "RLAlgorithm with_episode_credit make_grpo make_dr_grpo make_dapo make_gspo make_cispo "
     "make_sapo make_gmpo make_rloo make_reinforce make_reinforce_baseline make_reinforce_pp make_ppo make_scalerl make_sft "
-    "make_rft mix_objectives Objective make_spo "
+    "make_rft make_dpo make_ipo make_kto mix_objectives Objective make_spo "
     "make_maxrl make_echo make_gdpo make_opd make_grpo_opd make_mopd make_gigpo",
     "ludic.training.critic.gae": "TokenGAE TurnGAE",
     "ludic.training.trainer": "Trainer TrainingLoop",

@@ -122,6 +122,8 @@ class SampleOrigin:
     """As the request names it (`RolloutRequest.meta["domain"]`); chooses among teachers."""
     objective: str | None = None
     """The objective, if one batch mixes several; set by the request or a source of a mixture."""
+    comparison: str | None = None
+    """Samples with the same one are compared by their loss (a preference), and stay in one micro-batch."""
     env_seed: int | None = None
     sampling_seed: int | None = None
     segment: int = 0

@@ -50,8 +50,10 @@ from ludic.training.losses import (
     CompositeLoss,
     CorrectedLoss,
     GMPOLoss,
+    KTOLoss,
     MaskedCausalLMCrossEntropyLoss,
     Needs,
+    PreferencePairLoss,
     Reduction,
     ReinforceBaselineLoss,
     ReinforceLoss,
@@ -205,6 +207,14 @@ PRESETS = {
         ConstantCredit,
         MaskedCausalLMCrossEntropyLoss,
         {"reduction": Reduction("sample_sum")},
+    ),
+    "dpo": ({"beta": 0.1, "length_normalize": False}, ConstantCredit, PreferencePairLoss, {"kind": "dpo", "beta": 0.1}),
+    "ipo": ({"beta": 0.1, "length_normalize": False}, ConstantCredit, PreferencePairLoss, {"kind": "ipo", "beta": 0.1}),
+    "kto": (
+        {"beta": 0.1, "wanted": 1.0, "unwanted": 1.0, "length_normalize": False},
+        ConstantCredit,
+        KTOLoss,
+        {"beta": 0.1, "wanted": 1.0, "unwanted": 1.0},
     ),
     "opd": (
         {
@@ -363,9 +373,11 @@ def logps():
 
 DISTILLED = {"opd", "grpo_opd", "mopd"}
 """They take only samples that a teacher has seen."""
+COMPARING = {"dpo", "ipo", "kto"}
+"""They take stored preferences and a reference; tests/golden/test_preferences.py."""
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS.keys() - DISTILLED - {"sft", "rft"}))
+@pytest.mark.parametrize("name", sorted(PRESETS.keys() - DISTILLED - COMPARING - {"sft", "rft"}))
 def test_a_preset_whose_loss_uses_ratios_asks_for_the_samplers_log_probs(name):
     made = maker(name)()
     assert made.loss.needs.old_logps
@@ -428,7 +440,9 @@ class Bigram(torch.nn.Module):
         return SimpleNamespace(logits=self.table[input_ids])
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name != "ppo"])  # a critic needs hidden states
+@pytest.mark.parametrize(
+    "name", [name for name in PRESETS if name not in {"ppo", *COMPARING}]
+)  # a critic needs hidden states
 def test_one_step_raises_the_good_sample_and_lowers_the_bad_one(name):
     attached = SampleAttachments(actor_logps=ActorTokenLogps([-log(12)] * 2))  # on-policy: all 12 words alike
     good = SAWItem([9, 9, 9], None, [0, 1, 1], 1.0, {}, attached)
@@ -454,7 +468,8 @@ HEADINGS = ["Idea", "Usage", "Metrics", "Details", "Paper settings"]
 
 
 def page_of(name):
-    return PAGES / f"{'reinforce' if name == 'reinforce_baseline' else name}.md"
+    shared = {"reinforce_baseline": "reinforce", "ipo": "dpo", "kto": "dpo"}
+    return PAGES / f"{shared.get(name, name)}.md"
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -466,6 +481,12 @@ def test_a_preset_has_a_page_that_names_every_metric_of_its_loss(name):
     tokens = tokens_from_logits(torch.zeros(1, 2, 4), batch, with_observed=True)
     if name == "ppo":
         tokens = replace(tokens, values=torch.zeros(1), returns=torch.ones(1), old_values=torch.zeros(1))
+    if name in COMPARING:
+        two = collate_saw_items(
+            [SAWItem([1, 2], None, [0, 1], weight) for weight in (1.0, 0.0 if name == "kto" else -1.0)], pad_token_id=0
+        )
+        tokens = tokens_from_logits(torch.zeros(2, 2, 4), {**two, "ref_logps": torch.zeros(2, 2)})
+        tokens = replace(tokens, comparisons=("a", "a"))
     _, stats = maker(name)().loss(tokens)
     stats = effective_sample_size(dict.fromkeys(stats, 1.0))  # as it is logged
     stats = {metric.split("/")[-1] for metric in stats} if name in ("ppo", "echo") else stats

@@ -29,6 +29,7 @@ from ludic.types import (
     SAWItem,
     Step,
     StepSelector,
+    TokenArray,
     derive_seed,
     is_parse_failure,
     was_rejected_as_cut_off,
@@ -270,24 +271,31 @@ def make_chat_template_step_to_item(tokenizer: Any = None, *, chat_template: Cha
     template = chat_template if chat_template is not None else HFChatTemplate(tokenizer)
 
     def step_to_item(rollout: Rollout, step: Step, weight: float) -> SAWItem:
-        messages, completion = _conversation(rollout, step)
-        prompt = template.apply(messages, add_generation_prompt=True).prompt_token_ids
-        reply = {"role": "assistant", "content": completion}
-        full = template.apply([*messages, reply], add_generation_prompt=False).prompt_token_ids
-        num_prompt = len(prompt)
-        if not np.array_equal(full[:num_prompt], prompt):
-            raise ValueError(
-                f"The chat template renders step {step.index} of rollout {rollout.id} with its reply differently from its "
-                "prompt alone, so the reply's tokens cannot be located. Use a template that only appends."
-            )
-        if len(full) == num_prompt:
-            raise ValueError(f"Step {step.index} of rollout {rollout.id} has an empty completion.")
+        what = f"step {step.index} of rollout {rollout.id}"
+        full, num_prompt = rendered_reply(template, *_conversation(rollout, step), what)
         mask = np.zeros(len(full), dtype=np.bool_)
         mask[num_prompt:] = True
         meta = {"request_meta": rollout.request_meta}
         return SAWItem(full, None, mask, weight, meta, origin=_origin(rollout, step))
 
     return step_to_item
+
+
+def rendered_reply(
+    template: ChatTemplate, messages: Sequence[Message], completion: str, what: str
+) -> tuple[TokenArray, int]:
+    """The tokens of a prompt and its reply, and how many are the prompt's; `what` it is, for errors."""
+    prompt = template.apply(messages, add_generation_prompt=True).prompt_token_ids
+    reply = {"role": "assistant", "content": completion}
+    full = template.apply([*messages, reply], add_generation_prompt=False).prompt_token_ids
+    if not np.array_equal(full[: len(prompt)], prompt):
+        raise ValueError(
+            f"The chat template renders {what} with its reply differently from its prompt alone, so the reply's tokens cannot be "
+            "located. Use a template that only appends."
+        )
+    if len(full) == len(prompt):
+        raise ValueError(f"{what[0].upper()}{what[1:]} has an empty completion.")
+    return full, len(prompt)
 
 
 def _conversation(rollout: Rollout, step: Step) -> tuple[list[Message], str]:

@@ -20,6 +20,7 @@ from ludic.training.algorithms.imitation import MaskedCausalLMCrossEntropyLoss, 
 from ludic.training.algorithms.mixed import Objective, mix_objectives
 from ludic.training.algorithms.opd import DistillationLoss, make_grpo_opd, make_mopd, make_opd
 from ludic.training.algorithms.ppo import ValueLoss, make_ppo
+from ludic.training.algorithms.preferences import KTOLoss, PreferencePairLoss, make_dpo, make_ipo, make_kto
 from ludic.training.algorithms.reinforce import (
     ReinforceBaselineLoss,
     ReinforceLoss,
@@ -33,9 +34,9 @@ from ludic.training.algorithms.spo import make_spo, spo_algorithm
 
 __all__ = [
     "RLAlgorithm", "with_episode_credit", "make_grpo", "make_dr_grpo", "make_maxrl", "make_echo", "make_gdpo", "make_dapo",
-    "make_gigpo", "make_gspo", "make_cispo", "make_scalerl", "make_sapo", "make_gmpo", "make_reinforce",
-    "make_reinforce_baseline", "make_reinforce_pp", "make_rloo", "make_ppo", "make_spo", "spo_algorithm", "make_sft", "make_rft",
-    "make_opd", "make_grpo_opd", "make_mopd", "Objective", "mix_objectives", "CISPOLoss", "ClippedSurrogateLoss",
-    "DistillationLoss", "GMPOLoss", "MaskedCausalLMCrossEntropyLoss", "ReinforceBaselineLoss", "ReinforceLoss", "SAPOLoss",
-    "ValueLoss",
+    "make_gigpo", "make_gspo", "make_cispo", "make_scalerl", "make_sapo", "make_gmpo", "make_reinforce", "make_reinforce_baseline",
+    "make_reinforce_pp", "make_rloo", "make_ppo", "make_spo", "spo_algorithm", "make_sft", "make_rft", "make_dpo", "make_ipo",
+    "make_kto", "PreferencePairLoss", "KTOLoss", "make_opd", "make_grpo_opd", "make_mopd", "Objective", "mix_objectives",
+    "CISPOLoss", "ClippedSurrogateLoss", "DistillationLoss", "GMPOLoss", "MaskedCausalLMCrossEntropyLoss", "ReinforceBaselineLoss",
+    "ReinforceLoss", "SAPOLoss", "ValueLoss",
 ]  # fmt: skip

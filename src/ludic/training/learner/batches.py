@@ -6,6 +6,7 @@ of a batch before its update, and the state of the data for checkpoints.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -84,6 +85,8 @@ def prepare(batch: SAWBatch, algo: RLAlgorithm, cfg: TrainerConfig, step: int) -
     require_trainable_sampling(kept.items, algo.loss)
     fitted = fit_length(kept.items, cfg.max_seq_len, cfg.too_long)
     items = [item for item in fitted.items if item.num_action_tokens]
+    if len(items) < len(kept.items):
+        items = _whole_comparisons(items, kept.items)
     counts = {
         "num_stale": float(num_received - len(fresh)),
         "num_filtered": float(len(fresh) - len(kept.items)),
@@ -92,6 +95,13 @@ def prepare(batch: SAWBatch, algo: RLAlgorithm, cfg: TrainerConfig, step: int) -
         "num_without_action": float(len(fitted.items) - len(items)),
     }
     return PreparedBatch(items, kept.meta, counts)
+
+
+def _whole_comparisons(items: list[SAWItem], all_items: Sequence[SAWItem]) -> list[SAWItem]:
+    """Without what is left of comparisons that have lost a sample."""
+    whole = Counter(item.origin.comparison for item in all_items)
+    left = Counter(item.origin.comparison for item in items)
+    return [i for i in items if (name := i.origin.comparison) is None or left[name] == whole[name]]
 
 
 def _lag(item: SAWItem, step: int) -> int | None:

@@ -167,6 +167,7 @@ def action_tokens(
         old_values=actions.value_A,
         objectives=actions.objectives,
         episodes=actions.episodes,
+        comparisons=actions.comparisons,
         without_old_logps=actions.without_old_logps,
         observed=None if observations is None else _observed(observations, outputs.observed_O),
         padded=padded,

@@ -106,11 +106,11 @@ def split_packed(
 
     With `share_prefixes`, samples with a common prefix stay together and its tokens count once.
     """
-    longest = max((len(item.input_ids) for item in items), default=0)
+    longest = max((sum(len(item.input_ids) for item in members) for members in comparisons(items)), default=0)
     if longest > micro_token_budget:
         raise ConfigError(
-            f"A sample has {longest} tokens, more than micro_token_budget={micro_token_budget}. Raise the budget, or cut "
-            "samples with fit_length first."
+            f"A sample, or a comparison of samples, has {longest} tokens, more than micro_token_budget={micro_token_budget}. Raise "
+            "the budget, or cut samples with fit_length first."
         )
     bins: list[list[SAWItem]] = []
     room: list[int] = []
@@ -126,9 +126,9 @@ def split_packed(
 
 
 def _largest_first(items: Sequence[SAWItem], max_shared: int) -> list[tuple[list[SAWItem], int]]:
-    """Samples that stay together, with their number of different tokens: at most `max_shared`, or one sample."""
-    if not max_shared:
-        found = [([item], len(item.input_ids)) for item in items]
+    """Samples that stay together, with their number of different tokens: at most `max_shared`, or one sample; or a comparison."""
+    if not max_shared or any(item.origin.comparison is not None for item in items):
+        found = [(members, sum(len(item.input_ids) for item in members)) for members in comparisons(items)]
     else:
         found = []
         ids = [item.input_ids for item in items]
@@ -141,6 +141,14 @@ def _largest_first(items: Sequence[SAWItem], max_shared: int) -> list[tuple[list
             else:
                 found.append(([items[i]], len(ids[i])))
     return sorted(found, key=lambda run: -run[1])
+
+
+def comparisons(items: Sequence[SAWItem]) -> list[list[SAWItem]]:
+    """The samples of each comparison, in order; a sample that names none is alone."""
+    found: dict[str | int, list[SAWItem]] = {}
+    for index, item in enumerate(items):
+        found.setdefault(index if item.origin.comparison is None else item.origin.comparison, []).append(item)
+    return list(found.values())
 
 
 def prefix_pair(items: Sequence[SAWItem]) -> list[SAWItem] | None:
@@ -162,11 +170,19 @@ def split_items_by_token_budget(
         )
     fitted = fit_length(items, max_seq_len, "truncate").items
     bins: list[list[SAWItem]] = []
-    for item in sorted(fitted, key=lambda item: len(item.input_ids)):
-        if bins and (len(bins[-1]) + 1) * len(item.input_ids) <= micro_token_budget:
-            bins[-1].append(item)
+    for longest, members in sorted(
+        ((max(len(item.input_ids) for item in members), members) for members in comparisons(fitted)),
+        key=lambda found: found[0],
+    ):
+        if len(members) * longest > micro_token_budget:
+            raise ConfigError(
+                f"A comparison of {len(members)} samples of up to {longest} tokens is larger than "
+                f"micro_token_budget={micro_token_budget}. Raise the budget."
+            )
+        if bins and (len(bins[-1]) + len(members)) * longest <= micro_token_budget:
+            bins[-1] += members
         else:
-            bins.append([item])
+            bins.append(list(members))
     return bins
 
 
@@ -200,6 +216,8 @@ class ActionFields:
     """Of each sample; empty if no sample names one."""
     episodes: tuple[str | None, ...] = ()
     """Of each sample."""
+    comparisons: tuple[str | None, ...] = ()
+    """Of each sample; empty if no sample names one."""
     without_old_logps: tuple[int, ...] = ()
     """Samples whose old_logp_A is not known, if those of others are."""
 
@@ -299,7 +317,8 @@ def action_fields(items: Sequence[SAWItem], paths: Sequence[np.ndarray], device:
         value_A=_attached([item.attachments.token_values for item in items], device),
         return_A=_attached([item.attachments.token_returns for item in items], device),
         proximal_logp_A=_attached([item.attachments.proximal_logps for item in items], device),
-        objectives=_objectives(items),
+        objectives=_named([item.origin.objective for item in items]),
+        comparisons=_named([item.origin.comparison for item in items]),
         episodes=tuple(map(episode_of, items)),
         without_old_logps=_without_logps(items),
     )
@@ -337,9 +356,8 @@ def episode_of(item: SAWItem) -> str | None:
     return origin.rollout_id if origin.episode is None else origin.episode
 
 
-def _objectives(items: Sequence[SAWItem]) -> tuple[str | None, ...]:
-    names = tuple(item.origin.objective for item in items)
-    return names if any(name is not None for name in names) else ()
+def _named(names: Sequence[str | None]) -> tuple[str | None, ...]:
+    return tuple(names) if any(name is not None for name in names) else ()
 
 
 def _without_logps(items: Sequence[SAWItem]) -> tuple[int, ...]:

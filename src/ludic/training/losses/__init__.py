@@ -38,7 +38,9 @@ if TYPE_CHECKING:
         ClippedSurrogateLoss,
         DistillationLoss,
         GMPOLoss,
+        KTOLoss,
         MaskedCausalLMCrossEntropyLoss,
+        PreferencePairLoss,
         ReinforceBaselineLoss,
         ReinforceLoss,
         SAPOLoss,
@@ -52,7 +54,7 @@ __all__ = [
     "TokenRejection",
     "SequenceRejection", "TokenMask", "SequenceMask", "mismatch_stats", "selective_log_softmax", "tokens_from_logits",
     "ReinforceLoss", "ReinforceBaselineLoss", "ClippedSurrogateLoss", "CISPOLoss", "SAPOLoss", "GMPOLoss",
-    "MaskedCausalLMCrossEntropyLoss", "DistillationLoss", "ValueLoss",
+    "MaskedCausalLMCrossEntropyLoss", "DistillationLoss", "PreferencePairLoss", "KTOLoss", "ValueLoss",
 ]  # fmt: skip
 
 

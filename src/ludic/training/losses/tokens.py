@@ -141,6 +141,8 @@ class ActionTokens:
     """[B] the objective of each sample; empty where no sample names one."""
     episodes: tuple[str | None, ...] = ()
     """[B] the episode of each sample; None, or empty: the sample is one by itself."""
+    comparisons: tuple[str | None, ...] = ()
+    """[B] the comparison of each sample; empty where no sample names one."""
     without_old_logps: tuple[int, ...] = ()
     """Samples whose old_logps are not known, where those of others are."""
     observed: ObservedTokens | None = None
@@ -211,6 +213,7 @@ class ActionTokens:
             facts=facts,
             objectives=tuple(self.objectives[index] for index in chosen) if self.objectives else (),
             episodes=tuple(self.episodes[index] for index in chosen) if self.episodes else (),
+            comparisons=tuple(self.comparisons[index] for index in chosen) if self.comparisons else (),
             without_old_logps=tuple(new for new, old in enumerate(chosen) if old in self.without_old_logps),
             observed=self._observed_of(place_B),
             padded=self._rows_of(chosen),

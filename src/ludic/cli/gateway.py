@@ -44,6 +44,8 @@ class GatewayArgs:
     """File of mode 600 with the control token. Default: $LUDIC_CONTROL_TOKEN, else runs/gateway/control_token, which is made."""
     save: Path | None = None
     """Append the rollouts of closed sessions to this file, one JSON object per line; *.gz is compressed."""
+    max_idle_s: float = 3600.0
+    """Close sessions that nobody has used for so long; those with a reward are saved."""
     temperature: float = 1.0
     """Of sampling, whatever an agent asks for: what is recorded can be trained on."""
     max_tokens: int = 1024
@@ -64,6 +66,8 @@ class GatewayArgs:
             raise ConfigError(f"--port {self.port}; a port is a number from 0 to 65535.")
         at_least(1, max_tokens=self.max_tokens, max_sequences=self.max_sequences, max_model_len=self.max_model_len)
         at_least(0, temperature=self.temperature)
+        if not self.max_idle_s > 0:
+            raise ConfigError(f"--max-idle-s {self.max_idle_s:g}; it must be more than 0.")
         if self.server is not None:
             refuse_login("server", self.server, PUT_LOGIN)
 
@@ -141,6 +145,7 @@ async def _serve_until_stopped(given: GatewayArgs, policy: "Policy", token: str,
         control_token=token,
         inference=given.inference,
         on_closed=save,
+        max_idle_s=given.max_idle_s,
     )
     stopped, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

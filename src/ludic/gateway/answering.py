@@ -261,7 +261,6 @@ class ReplyPieces:
         """Text that has not been shown."""
         self._with_tools = with_tools
         self._state: PieceKind | None = None
-        self._num_shown = {"reasoning": 0, "content": 0}
         self._strips = with_tools
         """White space before the next piece is dropped: it is the first of its kind."""
 
@@ -296,23 +295,7 @@ class ReplyPieces:
             text = text.lstrip()
             self._strips = not text
         if text:
-            self._num_shown[self._state] += len(text)
             pieces.append((self._state, text))
-
-    def rest(self, reply: Reply) -> list[tuple[PieceKind, str]]:
-        """What the finished reply has beyond the pieces shown."""
-        # By position: a tokenizer with byte tokens may replace a shown character when bytes that are not UTF-8 follow it.
-        left: list[tuple[PieceKind, str]] = [
-            ("reasoning", reply.reasoning[self._num_shown["reasoning"] :]),
-            ("content", reply.content[self._num_shown["content"] :]),
-        ]
-        return [(kind, text) for kind, text in left if text]
-
-
-def whole_pieces(reply: Reply) -> list[tuple[PieceKind, str]]:
-    """A finished reply as the pieces of a stream."""
-    both: list[tuple[PieceKind, str]] = [("reasoning", reply.reasoning), ("content", reply.content)]
-    return [(kind, text) for kind, text in both if text]
 
 
 def terminal_reply(token: str, model: str, text: str) -> Reply:

@@ -4,6 +4,7 @@ It serves chat completions, Responses and Anthropic messages for the sessions th
 endpoints that open, reward and close sessions for agents in other processes.
 """
 
+import asyncio
 import contextlib
 import hashlib
 import hmac
@@ -40,6 +41,7 @@ OnClosed = Callable[[Session, list[Rollout]], None]
 
 PING_S = 3.0
 """A stream in which nothing happens for this long gets a sign of life; clients and proxies give up on silent connections."""
+MAX_IDLE_S = 3600.0
 _SHUTDOWN_S = 0.5
 _MAX_CONNECTIONS = 1 << 16
 """Every episode has at least one."""
@@ -61,10 +63,12 @@ class Gateway:
         limits: ServerLimits | None = None,
         max_fork_rate: float = 0.1,
         on_closed: OnClosed | None = None,
+        max_idle_s: float | None = MAX_IDLE_S,
     ) -> None:
         """`policies`: by the names that requests give; `default` answers every other name. `control_token` turns the control
         endpoints on; `inference` is for sessions that are opened without one; `on_closed` gets the rollouts of each session that
-        the control endpoints close. A session in which a larger share of calls than `max_fork_rate` comes with a changed history
+        the control endpoints close. Sessions of the control endpoints that are not used for `max_idle_s` are closed; their rollouts
+        are kept if they have a reward. A session in which a larger share of calls than `max_fork_rate` comes with a changed history
         logs a warning."""
         if not policies or (default is not None and default not in policies):
             raise ConfigError(
@@ -83,6 +87,9 @@ class Gateway:
         """By API key."""
         self._rewards: dict[str, JSONObject] = {}
         """Of open sessions, by id."""
+        self._max_idle_s = max_idle_s
+        self._opened_by_control: set[Session] = set()
+        self._num_expired = 0
         self._num_warnings = 0
         self._closing = contextlib.AsyncExitStack()
         self._started = int(time.time())
@@ -104,6 +111,8 @@ class Gateway:
         if unix_socket is not None:
             await web.UnixSite(runner, str(unix_socket)).start()
         self.url = url_of(host, listener)
+        if self._max_idle_s is not None and self._control_token is not None:
+            self._closing.callback(asyncio.create_task(self._expire(self._max_idle_s)).cancel)
 
     async def close(self) -> None:
         for session in [*self._sessions.values()]:
@@ -145,6 +154,7 @@ class Gateway:
         if self._sessions.pop(session.api_key, None) is None:
             return  # it was closed before
         self._rewards.pop(session.id, None)
+        self._opened_by_control.discard(session)
         differing = [node.difference for node in session.nodes if node.difference is not None]
         if len(differing) > self._max_fork_rate * len(session.nodes):
             self._num_warnings += 1
@@ -195,7 +205,7 @@ class Gateway:
             return web.json_response(dialect.error(facts), status=facts.status)
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok", "sessions": len(self._sessions)})
+        return web.json_response({"status": "ok", "sessions": len(self._sessions), "expired": self._num_expired})
 
     # --- model calls ---
 
@@ -280,6 +290,7 @@ class Gateway:
         found = next((session for session in self._sessions.values() if session.id == wanted), None)
         if found is None:
             raise RequestRefused(404, "session_not_found", f"There is no open session {wanted!r:.80}.")
+        found.last_used = time.monotonic()
         return found
 
     async def _control_body(self, request: web.Request, known: tuple[str, ...]) -> JSONObject:
@@ -298,6 +309,7 @@ class Gateway:
             raise ConfigError(f"{wrong[0]}={body[wrong[0]]!r:.80}; it must be a whole number.")
         limits = SessionLimits(max_calls=body.get("max_calls"), max_tokens=body.get("max_tokens"))
         session = self.open_session(sampling_seed=body.get("seed"), limits=limits)
+        self._opened_by_control.add(session)
         return web.json_response({"id": session.id, "base_url": session.base_url, "api_key": session.api_key})
 
     async def _show(self, request: web.Request) -> web.Response:
@@ -324,12 +336,36 @@ class Gateway:
 
     async def _close(self, request: web.Request) -> web.Response:
         session = self._controlled(request)
+        rollouts = self._hand_over(session)
+        return web.json_response({"id": session.id, "counts": session.counts, "rollouts": len(rollouts)})
+
+    def _hand_over(self, session: Session) -> list[Rollout]:
+        """Close a session; its rollouts go to `on_closed`."""
         rewards = self._rewards.get(session.id, {})
         self.close_session(session)
         rollouts = session_rollouts(session, reward=rewards.get("components") or 0.0, call_rewards=rewards.get("calls"))
         if self._on_closed is not None:
             self._on_closed(session, rollouts)
-        return web.json_response({"id": session.id, "counts": session.counts, "rollouts": len(rollouts)})
+        return rollouts
+
+    async def _expire(self, max_idle_s: float) -> None:
+        while True:
+            await asyncio.sleep(min(max_idle_s / 4, 60.0))
+            self.close_idle(max_idle_s)
+
+    def close_idle(self, max_idle_s: float) -> None:
+        """Close the control endpoints' sessions that nobody uses: the program that opened them has ended, or forgot them."""
+        for session in [session for session in self._opened_by_control if session.idle_s >= max_idle_s]:
+            self._num_expired += 1
+            is_rewarded = session.id in self._rewards
+            logger.warning(
+                "Session %s was not used for %g s and is closed; its rollouts are %s (%d such sessions so far).",
+                session.id, max_idle_s, "kept" if is_rewarded else "dropped: it has no reward", self._num_expired,
+            )  # fmt: skip
+            try:
+                self._hand_over(session) if is_rewarded else self.close_session(session)
+            except Exception:
+                logger.exception("The rollouts of session %s are lost.", session.id)
 
 
 def _allow_many_files() -> None:

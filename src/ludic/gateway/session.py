@@ -13,7 +13,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from ludic.gateway.answering import (
@@ -23,7 +23,6 @@ from ludic.gateway.answering import (
     render,
     take_answer,
     terminal_reply,
-    whole_pieces,
 )
 from ludic.gateway.forest import Forest, Node
 from ludic.gateway.wire.canonical import ModelRequest, PieceKind, Reply, ReplyHead, new_token, token_in
@@ -68,7 +67,8 @@ class SessionLimits:
 
     max_calls: int | None = None
     max_tokens: int | None = None
-    """Sampled tokens in all calls together. A call gets what is left when it begins, so parallel calls may pass it together."""
+    """Sampled tokens in all calls together. A call reserves what it may sample; where less is left because of calls in progress,
+    it waits for them."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -161,6 +161,10 @@ class Session:
         self.forests = {name: Forest(keep_first_system=self.keep_first_system) for name in self.policies}
         self.nodes: list[Node] = []
         self.num_tokens = 0
+        self._num_reserved = 0
+        self._released = asyncio.Condition()
+        self.last_used = time.monotonic()
+        """When the agent was last heard of, or the control endpoints were asked for this session."""
         self._calls: dict[str, Call] = {}
         """By digests of the body and the idempotency key."""
         self._num_tool_calls = 0
@@ -170,8 +174,14 @@ class Session:
 
     # --- called by the server ---
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds since it was last used; 0 while a call is in progress."""
+        return 0.0 if self._running else time.monotonic() - self.last_used
+
     def begin(self, request: ModelRequest, *, key: str | None = None, is_retry: bool = False) -> Call:
         """Start a call, or join the one with the same key if this is a retry of it."""
+        self.last_used = time.monotonic()
         if key is not None and is_retry and (earlier := self._calls.get(key)) is not None and _is_usable(earlier):
             self.counts["joined"] += 1
             return earlier
@@ -244,24 +254,55 @@ class Session:
         if limits.max_calls is not None and num_calls >= limits.max_calls:
             what = f"{num_calls} model calls (max_calls={limits.max_calls})"
         elif limits.max_tokens is not None and self.num_tokens >= limits.max_tokens:
-            what = f"{self.num_tokens} sampled tokens (max_tokens={limits.max_tokens})"
+            what = self._all_tokens()
         if what is None:
             return None
         self.counts["limited"] += 1
+        reply = self._told(self._head(request, new_token()), what)
+
+        async def tell() -> Reply:
+            return reply
+
+        call = Call(
+            ReplyHead(token=reply.token, model=reply.model, created=reply.created), None, is_streamed=request.stream
+        )
+        call.start(asyncio.create_task(tell()))
+        return call
+
+    def _all_tokens(self) -> str:
+        return f"{self.num_tokens} sampled tokens (max_tokens={self.limits.max_tokens})"
+
+    def _told(self, head: ReplyHead, what: str) -> Reply:
+        """The one reply that says which limit is reached; RequestRefused if the agent has had it."""
         if self._was_told:
             raise RequestRefused(400, "session_limit", f"This session has used {what}. Answer without the model.")
         self._was_told = True
-        head = self._head(request, new_token())
-        call = Call(head, None, is_streamed=request.stream)
-        text = f"This session has used {what}; no further call is answered."
+        return terminal_reply(head.token, head.model, f"This session has used {what}; no further call is answered.")
 
-        async def tell() -> Reply:
-            reply = terminal_reply(head.token, head.model, text)
-            call.add([("content", text)])
-            return reply
+    @asynccontextmanager
+    async def _reserved(self, request: TokenCompletionRequest) -> AsyncIterator[bool]:
+        """Hold the tokens that a call may sample, fewer if the limit leaves fewer; False if it leaves none. While other calls
+        hold what this one would need, it waits: most of them sample less than they may."""
+        limit, sampling, num_held = self.limits.max_tokens, request.sampling, 0
+        if limit is not None:
+            async with self._released:
+                await self._released.wait_for(
+                    lambda: not self._num_reserved or self._num_left(limit) >= sampling.max_tokens
+                )
+                num_held = min(sampling.max_tokens, self._num_left(limit))
+                self._num_reserved += num_held
+            if 0 < num_held < sampling.max_tokens:
+                request.sampling = replace(sampling, max_tokens=num_held, min_tokens=min(sampling.min_tokens, num_held))
+        try:
+            yield limit is None or num_held > 0
+        finally:
+            if num_held:
+                self._num_reserved -= num_held
+                async with self._released:
+                    self._released.notify_all()
 
-        call.start(asyncio.create_task(tell()))
-        return call
+    def _num_left(self, limit: int) -> int:
+        return max(limit - self.num_tokens - self._num_reserved, 0)
 
     def _sampled(self, request: ModelRequest) -> Call:
         policy, forest = self._policy(request), self._forest_of(request)
@@ -302,10 +343,8 @@ class Session:
         return ReplyHead(token=token, model=name, created=int(time.time()), num_prompt_tokens=num_prompt_tokens)
 
     def _sampling(self, request: ModelRequest) -> SamplingParams:
-        own, left = self.inference.sampling, self.limits.max_tokens
+        own = self.inference.sampling
         max_tokens = own.max_tokens if request.max_tokens is None else min(own.max_tokens, max(request.max_tokens, 1))
-        if left is not None:
-            max_tokens = max(min(max_tokens, left - self.num_tokens), 1)
         changes = {} if self.pin_sampling else request.sampling
         if not changes and not request.stop and max_tokens == own.max_tokens:
             return own
@@ -333,13 +372,16 @@ class Session:
 
     async def _sample(self, call: Call, node: Node, policy: Policy, request: TokenCompletionRequest) -> Reply:
         try:
-            answering = self._response_within_room(call, node, policy, request)
-            response, splitter = await (
-                answering if self.timeout_s is None else asyncio.wait_for(answering, self.timeout_s)
-            )
-            reply = take_answer(
-                node, request, response, policy.chat_template, model=call.head.model, num_calls=self._num_tool_calls
-            )
+            async with self._reserved(request) as has_room:
+                if not has_room:
+                    self._drop(node, "limited")
+                    return self._told(call.head, self._all_tokens())
+                answering = self._response_within_room(call, node, policy, request)
+                response = await (answering if self.timeout_s is None else asyncio.wait_for(answering, self.timeout_s))
+                reply = take_answer(
+                    node, request, response, policy.chat_template, model=call.head.model, num_calls=self._num_tool_calls
+                )
+                self.num_tokens += reply.num_completion_tokens
         except TimeoutError as error:
             self._drop(node, "failed")
             limit = "in time" if self.timeout_s is None else f"within timeout_s={self.timeout_s:g}"
@@ -349,14 +391,13 @@ class Session:
             if isinstance(error, ConfigError | PolicyGone) and self.error is None:
                 self.error = error
             raise
-        self.num_tokens += reply.num_completion_tokens
+        self.last_used = time.monotonic()
         self._num_tool_calls += len(reply.tool_calls)
-        call.add(whole_pieces(reply) if splitter is None else splitter.rest(reply))
         return reply
 
     async def _response_within_room(
         self, call: Call, node: Node, policy: Policy, request: TokenCompletionRequest
-    ) -> tuple[ChatResponse, ReplyPieces | None]:
+    ) -> ChatResponse:
         """The completion, shorter than asked for if prompt and reply would not fit the context together. A prompt that leaves no
         room is refused, as other APIs do: agents that compact their history then do it."""
         try:
@@ -368,14 +409,12 @@ class Session:
             request.sampling = replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
             return await self._response(call, node, policy, request)
 
-    async def _response(
-        self, call: Call, node: Node, policy: Policy, request: TokenCompletionRequest
-    ) -> tuple[ChatResponse, ReplyPieces | None]:
+    async def _response(self, call: Call, node: Node, policy: Policy, request: TokenCompletionRequest) -> ChatResponse:
         """The completion; if the client wants a stream, the call gets its text as it is sampled."""
         client, decode = policy.client, decoder_of(policy.chat_template)
         if not call.is_streamed or decode is None or not isinstance(client, StreamingClient):
             response, _ = await client.complete_tokens(request)
-            return response, None
+            return response
         stops = request.sampling.stop
         splitter = ReplyPieces(
             decode,
@@ -386,7 +425,7 @@ class Session:
         async with aclosing(client.stream_tokens(request)) as chunks:
             async for chunk in chunks:
                 if chunk.response is not None:
-                    return chunk.response, splitter
+                    return chunk.response
                 if pieces := splitter.push(chunk.token_ids):
                     call.add(pieces)
         raise RuntimeError(f"{type(client).__name__}.stream_tokens ended without a response.")

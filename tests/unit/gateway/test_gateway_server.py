@@ -181,6 +181,51 @@ async def test_sessions_are_managed_with_the_control_token():
     assert rollout.total_reward == 2.75
 
 
+async def test_sessions_that_nobody_uses_expire_and_are_kept_if_they_have_a_reward():
+    closed: list[str] = []
+    control = {"X-Ludic-Control-Token": "secret"}
+    async with served(
+        ScriptedClient(lambda request: "x"),
+        control_token="secret",
+        on_closed=lambda session, _: closed.append(session.id),
+    ) as http:
+        opened = [(await http.post("/sessions", {}, **control))[1] for _ in range(3)]
+        for session in opened:
+            await http.post(*PATHS["chat"], Authorization=f"Bearer {session['api_key']}")
+        for number in (0, 2):
+            await http.post(f"/sessions/{opened[number]['id']}/reward", {"value": 1}, **control)
+        for session in opened:
+            http.gateway._sessions[session["api_key"]].last_used -= 1000.0
+        await http.post(*PATHS["chat"], Authorization=f"Bearer {opened[2]['api_key']}")
+        http.gateway.close_idle(500.0)
+        assert closed == [opened[0]["id"]], "the second has no reward, the third was used"
+        async with http.http.get(f"{http.gateway.url}/health") as health:
+            assert await health.json() == {"status": "ok", "sessions": 2, "expired": 2}
+        status, _ = await http.post(*PATHS["chat"], Authorization=f"Bearer {opened[0]['api_key']}")
+        assert status == 401
+        http.gateway.close_idle(0.0)
+        assert closed[1:] == [opened[2]["id"]] and not http.session.is_closed, "that one was not opened by a request"
+
+
+async def test_expired_sessions_are_looked_for():
+    async with served(ScriptedClient([]), control_token="secret", max_idle_s=0.05) as http:
+        await http.post("/sessions", {}, **{"X-Ludic-Control-Token": "secret"})
+        async with asyncio.timeout(30):
+            while http.gateway.num_sessions > 1:
+                await asyncio.sleep(0.02)
+
+
+async def test_a_session_with_a_call_in_progress_is_not_idle():
+    client = SlowClient()
+    async with served(client) as http:
+        asked = asyncio.create_task(http.post(*PATHS["chat"]))
+        await client.began.wait()
+        http.session.last_used -= 1000.0
+        assert http.session.idle_s == 0.0
+        client.go.set()
+        await asked
+
+
 async def test_without_a_control_token_sessions_cannot_be_managed():
     async with served(ScriptedClient([])) as http:
         assert (await http.post("/sessions", {}, **{"X-Ludic-Control-Token": ""}))[0] == 403

@@ -17,6 +17,7 @@ from ludic.gateway.answering import ReplyPieces, split_reasoning
 from ludic.gateway.session import Policy, Session, SessionLimits
 from ludic.gateway.threads import session_rollouts
 from ludic.gateway.wire.canonical import ClientMessage, ModelRequest
+from ludic.gateway.wire.chat import Chat
 from ludic.inference import ByteTemplate, HermesToolParser, ScriptedClient
 from ludic.inference.serving.request import RequestRefused
 from ludic.interaction import SingleAgentProtocol
@@ -33,6 +34,7 @@ from ludic.types import (
     TokenChunk,
     TokenCompletionRequest,
 )
+from tests.unit.gateway.dialects import events_of
 from tests.unit.gateway.sessions import INFERENCE, TOOLS, ask, assistant, called, make_session, system, tool, user
 
 
@@ -178,6 +180,40 @@ async def test_the_token_limit_cuts_the_last_reply():
     assert first.num_completion_tokens == 7 and second.num_completion_tokens == 3
     assert second.finish_reason == "length"
     assert "max_tokens=10" in (await ask(session, user("c"))).content
+
+
+class CountingClient:
+    """Samples so many tokens, fewer if it may not; other calls go on meanwhile."""
+
+    def __init__(self, wanted: list[int]) -> None:
+        self._wanted = iter(wanted)
+
+    async def complete_tokens(self, request: TokenCompletionRequest) -> tuple[ChatResponse, dict[str, Any]]:
+        num = min(next(self._wanted), request.sampling.max_tokens)
+        for _ in range(num % 5):
+            await asyncio.sleep(0)
+        answered = ScriptedClient(lambda request: "x" * (num - 1))  # and the end of the reply is a token
+        return await answered.complete_tokens(request)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 120), st.integers(1, 40))
+def test_parallel_calls_do_not_pass_the_token_limit_together(wanted: list[int], limit: int, largest: int):
+    async def play() -> None:
+        inference = InferenceSpec(sampling=SamplingParams(max_tokens=largest), return_=ReturnSpec.for_rl())
+        limits = SessionLimits(max_tokens=limit)
+        session = make_session([], client=CountingClient(wanted), inference=inference, limits=limits)
+        asked = (ask(session, user(f"question {number}")) for number in range(len(wanted)))
+        replies = await asyncio.gather(*asked, return_exceptions=True)
+        sampled = [reply.num_completion_tokens for reply in replies if not isinstance(reply, BaseException)]
+        assert sum(sampled) == session.num_tokens <= limit
+        assert all(isinstance(reply, RequestRefused) for reply in replies if isinstance(reply, BaseException))
+        if sum(min(number, largest) for number in wanted) < limit:
+            assert sorted(sampled) == sorted(min(number, largest) for number in wanted), "none is cut needlessly"
+        else:
+            assert session.num_tokens == limit, "all of it can be used"
+
+    asyncio.run(play())
 
 
 @pytest.mark.parametrize("limits", [{"max_calls": 0}, {"max_tokens": -1}])
@@ -415,15 +451,24 @@ class StreamingClient(ScriptedClient):
 
 
 async def streamed(session: Session, **settings: Any) -> tuple[dict[str, str], Any]:
-    call = session.begin(ModelRequest(messages=[user("a")], stream=True, **settings))
-    texts = {"reasoning": "", "content": ""}
-    kinds: list[str] = []
+    """What a client of a stream sees."""
+    request = ModelRequest(messages=[user("a")], stream=True, **settings)
+    call = session.begin(request)
+    events = Chat().stream(call.head, request)
+    written = events.begin()
     async for piece in call.pieces(ping_s=5.0):
         assert piece is not None
-        texts[piece[0]] += piece[1]
-        kinds.append(piece[0])
+        written += events.push(*piece)
+    reply = await call.reply()
+    texts = {"reasoning": "", "content": ""}
+    kinds: list[str] = []
+    for _, data in events_of(written + events.end(reply)):
+        for kind, name in (("reasoning", "reasoning_content"), ("content", "content")):
+            if data != "[DONE]" and data["choices"] and data["choices"][0]["delta"].get(name):
+                texts[kind] += data["choices"][0]["delta"][name]
+                kinds.append(kind)
     assert kinds == sorted(kinds, reverse=True), "reasoning comes before content"
-    return texts, await call.reply()
+    return texts, reply
 
 
 TEXTS = st.text(alphabet="ab <>{}/\n\u00e9\u6c34", max_size=20)

@@ -116,7 +116,7 @@ class EventStream(Protocol):
         ...
 
     def end(self, reply: Reply) -> bytes:
-        """The tool calls, the counts and everything that closes the stream. The pieces add up to the reply's texts."""
+        """The text that was not pushed, the tool calls, the counts and everything that closes the stream."""
         ...
 
     def fail(self, error: ErrorFacts) -> bytes:
@@ -298,22 +298,23 @@ class EventWriter:
             events.append(self.push(kind, text))
         if "content" not in self._pieces and not reply.tool_calls:
             events.append(self._change("content"))
-        events.append(self._change(None, is_cut=is_cut(reply)))
+        events.append(self._change(None, is_incomplete=is_cut(reply)))
         for index, call in enumerate(reply.tool_calls):
             events.append(self._call(index, call["function"]["name"], call["function"]["arguments"]))
             self.num_parts += 1
         return b"".join([*events, self._finish(reply)])
 
     def _unsent(self, reply: Reply) -> Iterable[tuple[PieceKind, str]]:
+        # By position: a tokenizer with byte tokens may replace a shown character when bytes that are not UTF-8 follow it.
         texts: list[tuple[PieceKind, str]] = [("reasoning", reply.reasoning), ("content", reply.content)]
         for kind, text in texts[self._open == "content" :]:
             yield kind, text[sum(map(len, self._pieces.get(kind, ()))) :]
 
-    def _change(self, kind: PieceKind | None, is_cut: bool = False) -> bytes:
+    def _change(self, kind: PieceKind | None, is_incomplete: bool = False) -> bytes:
         """Close the open part and open the next."""
         events = b""
         if self._open is not None:
-            events = self._closed(self._open, "".join(self._pieces[self._open]), is_cut)
+            events = self._closed(self._open, "".join(self._pieces[self._open]), is_incomplete)
             self.num_parts += 1
         self._open = kind
         if kind is not None:
@@ -327,7 +328,7 @@ class EventWriter:
     def _delta(self, kind: PieceKind, text: str) -> bytes:
         raise NotImplementedError
 
-    def _closed(self, kind: PieceKind, text: str, is_cut: bool) -> bytes:
+    def _closed(self, kind: PieceKind, text: str, is_incomplete: bool) -> bytes:
         raise NotImplementedError
 
     def _call(self, index: int, name: str, arguments: str) -> bytes:

@@ -175,7 +175,7 @@ class ChatStream(EventWriter):
     def _delta(self, kind: PieceKind, text: str) -> bytes:
         return self._chunk({"content" if kind == "content" else "reasoning_content": text})
 
-    def _closed(self, kind: PieceKind, text: str, is_cut: bool) -> bytes:
+    def _closed(self, kind: PieceKind, text: str, is_incomplete: bool) -> bytes:
         return self._chunk({"content": ""}) if kind == "content" and not text else b""
 
     def _call(self, index: int, name: str, arguments: str) -> bytes:

@@ -219,7 +219,7 @@ class MessagesStream(EventWriter):
             return self._grow({"type": "thinking_delta", "thinking": text})
         return self._grow({"type": "text_delta", "text": text})
 
-    def _closed(self, kind: PieceKind, text: str, is_cut: bool) -> bytes:
+    def _closed(self, kind: PieceKind, text: str, is_incomplete: bool) -> bytes:
         signed = {"type": "signature_delta", "signature": f"sig_{self.head.token}"}
         return (self._grow(signed) if kind == "reasoning" else b"") + self._stop()
 

@@ -241,14 +241,16 @@ class ResponsesStream(EventWriter):
             return self._part("reasoning_summary_text.delta", kind, delta=text)
         return self._part("output_text.delta", kind, delta=text, logprobs=[])
 
-    def _closed(self, kind: PieceKind, text: str, is_cut: bool) -> bytes:
+    def _closed(self, kind: PieceKind, text: str, is_incomplete: bool) -> bytes:
         if kind == "reasoning":
             done = self._part("reasoning_summary_text.done", kind, text=text)
             done += self._part("reasoning_summary_part.done", kind, part=_summary(text))
             return done + self._item("done", _reasoning(self.head.token, text))
         done = self._part("output_text.done", kind, text=text, logprobs=[])
         done += self._part("content_part.done", kind, part=_text(text))
-        return done + self._item("done", _message(self.head.token, text, "incomplete" if is_cut else "completed"))
+        return done + self._item(
+            "done", _message(self.head.token, text, "incomplete" if is_incomplete else "completed")
+        )
 
     def _call(self, index: int, name: str, arguments: str) -> bytes:
         item = _call(self.head.token, index, name, arguments)

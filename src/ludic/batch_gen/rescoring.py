@@ -15,7 +15,7 @@ from statistics import StatisticsError, correlation, fmean
 
 from ludic.batch_gen.store import index_lines
 from ludic.interaction import score_or_record
-from ludic.rewards import Rewards, remove_scores, scores_of
+from ludic.rewards import Rewards, remove_scores
 from ludic.types import ConfigError, Rollout
 from ludic.types.files import Line, LineWriter, replacing
 
@@ -128,7 +128,7 @@ async def _rescore_group(group: Sequence[Rollout], rewards: Rewards, found: Resc
                     before=before[rollout.id],
                     after=rollout.total_reward,
                     correct=correct if isinstance(correct, bool) else None,
-                    scores=scores_of(rollout),
+                    scores=rollout.scores,
                 )
             )
 

@@ -62,8 +62,8 @@ class PackedSequences:
         bounds = np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int32)
         self._cu = to_device(bounds, device)
         self._max_length = max(self._lengths)
-        # On a CPU they are made here: compiled layers would make them in the first layer only, and differ when recomputed.
         self._length_groups = length_groups(self._lengths, device) if device.type == "cpu" else None
+        self._lazy_groups: list[LengthGroup] | None = None
 
     @classmethod
     def at(cls, bounds: Tensor, longest: int) -> "PackedSequences":
@@ -84,9 +84,15 @@ class PackedSequences:
         if query_THD.is_cuda and query_THD.dtype in (torch.bfloat16, torch.float16):
             longest = self._max_length
             return varlen_attention(query_THD, key_TKD, value_TKD, self._cu, self._cu, longest, longest, rules)
-        if self._length_groups is None:
-            self._length_groups = length_groups(self._lengths, self._device)
-        return attend_groups(self._length_groups, query_THD, key_TKD, value_TKD, rules)
+        groups = self._groups_on_gpu() if self._length_groups is None else self._length_groups
+        return attend_groups(groups, query_THD, key_TKD, value_TKD, rules)
+
+    @torch.compiler.disable  # pinned memory, which a copy to a GPU passes through, cannot be traced
+    def _groups_on_gpu(self) -> list[LengthGroup]:
+        """In fp32 only, so they are made when they are used; the same call in every layer, also when it is recomputed."""
+        if self._lazy_groups is None:
+            self._lazy_groups = length_groups(self._lengths, self._device)
+        return self._lazy_groups
 
     def attend_by_hand(
         self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules

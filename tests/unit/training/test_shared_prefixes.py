@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from ludic.distributed.ranks import Ranks
+from ludic.models import packed_attention
 from ludic.models.execution import compile_layers, recompute_activations
+from ludic.models.packed_attention import PackedSequences
 from ludic.models.teacher_kl import VocabularyKL
 from ludic.models.tree_attention import TreeSequences
 from ludic.training import losses as losses_module
@@ -211,6 +213,31 @@ def test_compiled_layers(recomputes, monkeypatch):
         recompute_activations(model)
     compile_layers(model)
     assert_sharing_changes_nothing(model, GRPO, sharing_items(), exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputes", [False, True], ids=["", "recomputed"])
+def test_compiled_layers_that_make_their_length_groups_when_they_attend(recomputes, monkeypatch):
+    """As on a GPU in fp32, where the copy to the device cannot be traced."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    made = PackedSequences.__init__
+
+    def without_groups(self, lengths, device):
+        made(self, lengths, device)
+        self._length_groups = None
+
+    def traced_only_outside(array, device):
+        assert not torch.compiler.is_compiling()
+        return torch.from_numpy(np.ascontiguousarray(array))
+
+    items, model = random_items([5, 9, 12]), trainable(num_hidden_layers=2).train()
+    plain = computed(model, GRPO, items, shares=False)[:2]
+    monkeypatch.setattr(PackedSequences, "__init__", without_groups)
+    monkeypatch.setattr(packed_attention, "to_device", traced_only_outside)
+    if recomputes:
+        recompute_activations(model)
+    compile_layers(model)
+    torch.testing.assert_close(computed(model, GRPO, items, shares=False)[:2], plain)
 
 
 def test_sharing_is_turned_off_if_log_probs_differ(caplog, monkeypatch):

@@ -224,6 +224,8 @@ class AlgoSettings:
 class RolloutSettings:
     """How episodes are played."""
 
+    rollouts: tuple[Path, ...] = ()
+    """Train on the rollouts of these files, which `ludic rescore` or another run wrote, instead of playing."""
     rollouts_per_update: int = 128
     """Episodes per batch; a multiple of group_size. A batch is one update, unless updates_per_batch or mini_batches is above 1."""
     dynamic_sampling: int = 0

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic import registry
-from ludic.batch_gen import DynamicSampling, RolloutBatchSource
+from ludic.batch_gen import DynamicSampling, OfflineBatchSource, RolloutBatchSource
 from ludic.batch_gen.requests.curriculum import Curriculum, TaskCurriculum
 from ludic.run.parts import (
     PROTOCOL,
@@ -25,6 +25,7 @@ from ludic.run.parts import (
 )
 from ludic.run.resolve import ResolvedRun
 from ludic.types import (
+    BatchSource,
     ConfigError,
     EnvSpec,
     InferenceSpec,
@@ -47,9 +48,18 @@ _NUM_TASKS = 1024
 
 def make_source(
     run: ResolvedRun, setup: EpisodeSetup, algorithm: RLAlgorithm, *, jsonl_path: Path | None
-) -> RolloutBatchSource:
-    """Fresh rollouts by the engine of this run."""
+) -> BatchSource:
+    """Fresh rollouts by the engine of this run, or the stored ones of the settings."""
     rollouts = run.config.rollouts
+    if rollouts.rollouts:
+        return OfflineBatchSource(
+            rollouts.rollouts,
+            algorithm=algorithm,
+            batch_size=rollouts.rollouts_per_update,
+            chunk_rollouts=max(64, rollouts.rollouts_per_update),
+            sample_filter=make_filter(run),
+            seed=run.seed,
+        )
     curriculum = make_curriculum(run, algorithm)
     return RolloutBatchSource(
         setup.engine(jsonl_path=jsonl_path, seed=run.seed, max_failed_share=rollouts.max_failed_share),
@@ -69,10 +79,33 @@ def check_source(run: ResolvedRun) -> None:
     algorithm = make_algorithm(run)
     make_filter(run)
     make_curriculum(run, algorithm)
+    _check_stored(run)
     reference = run.config.algo.reference
     if reference is not None and not algorithm.loss.needs.reference:
         raise ConfigError(
             f"reference = {reference!r} is what kl_coeff holds the policy near; give --kl-coeff, such as 0.01."
+        )
+
+
+def _check_stored(run: ResolvedRun) -> None:
+    """ConfigError for stored rollouts beside settings that are about playing."""
+    rollouts = run.config.rollouts
+    if not rollouts.rollouts:
+        return
+    for path in rollouts.rollouts:
+        if not path.is_file():
+            raise ConfigError(
+                f"rollouts = {path}: there is no such file. `ludic rescore` writes one, and runs into rollouts/."
+            )
+    playing = {
+        "engine = 'pipeline'": run.config.is_pipeline,
+        "max_lag": run.max_lag,
+        "dynamic_sampling": rollouts.dynamic_sampling,
+        "curriculum": rollouts.curriculum,
+    }
+    if given := [name for name, value in playing.items() if value]:
+        raise ConfigError(
+            f"rollouts = … trains on stored episodes, and {given[0]} is about playing new ones. Leave one out."
         )
 
 

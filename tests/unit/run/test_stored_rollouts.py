@@ -1,0 +1,65 @@
+"""`ludic train --rollouts`: training on stored and rescored episodes instead of playing."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from ludic.batch_gen.rescoring import rescore
+from ludic.models.tiny import make_tiny
+from ludic.rewards import Rewards, as_scorer
+from ludic.run import RunConfig, build
+from ludic.training import TrainerConfig
+from ludic.training.loggers import read_metrics
+from ludic.types import ConfigError
+from tests.unit.run.test_run import SMALL, Letter
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def is_digit(rollout) -> float:
+    return float(rollout.agent_steps[-1].action.isdigit())
+
+
+def weights_after(name: str, **settings) -> dict[str, torch.Tensor]:
+    """After one update; Adam's eps of 1 makes it proportional to the gradient, which differs by rounding only."""
+    model = make_tiny(seed=0)
+    config = RunConfig(trainer=TrainerConfig(eps=1.0))
+    with build(
+        config, env=Letter, **{**SMALL, "lr": 1.0, "model": model, "name": name, "rollouts_per_update": 64, **settings}
+    ) as run:
+        run.train(steps=1)
+    return {name: value.detach().clone() for name, value in model.model.named_parameters()}
+
+
+def test_stored_episodes_give_the_update_of_the_run_that_played_them_and_rescored_ones_another():
+    played = weights_after("played")
+    (file,) = Path("runs/played/rollouts").iterdir()
+    stored = weights_after("stored", rollouts=(file,), rollouts_per_update=64)
+    found = asyncio.run(rescore([file], Path("digits.jsonl.gz"), Rewards([as_scorer(is_digit)], {"env": 0.0})))
+    assert 0 < found.after < 1 and found.after != found.before, "some of the tiny model's letters are digits"
+    rescored = weights_after("rescored", rollouts=(Path("digits.jsonl.gz"),))
+    for name, value in played.items():
+        torch.testing.assert_close(stored[name], value, rtol=0, atol=1e-6)
+    assert any((rescored[name] - value).abs().max() > 1e-4 for name, value in played.items())
+    assert not Path("runs/stored/rollouts").exists(), "nothing was played"
+    (row,) = [row for row in read_metrics(Path("runs/rescored/metrics.jsonl")) if "train/loss" in row]
+    assert row["train/avg_total_reward"] == pytest.approx(found.after)
+    assert row["train/reward/is_digit"] == pytest.approx(found.after)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rollouts": (Path("none.jsonl"),)}, "there is no such file"),
+        ({"rollouts": (Path(__file__),), "max_lag": 1}, "max_lag is about playing"),
+        ({"rollouts": (Path(__file__),), "dynamic_sampling": 2}, "dynamic_sampling is about playing"),
+    ],
+)
+def test_settings_about_playing_are_refused(settings, message):
+    with build(env=Letter, **SMALL, **settings) as run, pytest.raises(ConfigError, match=message):
+        run.train(steps=1)

@@ -231,13 +231,16 @@ def test_compiled_layers_that_make_their_length_groups_when_they_attend(recomput
         return torch.from_numpy(np.ascontiguousarray(array))
 
     items, model = random_items([5, 9, 12]), trainable(num_hidden_layers=2).train()
-    plain = computed(model, GRPO, items, shares=False)[:2]
+    precise = computed(copy.deepcopy(model).double(), GRPO, items, shares=False)
+    plain = computed(model, GRPO, items, shares=False)
     monkeypatch.setattr(PackedSequences, "__init__", without_groups)
     monkeypatch.setattr(packed_attention, "to_device", traced_only_outside)
     if recomputes:
         recompute_activations(model)
     compile_layers(model)
-    torch.testing.assert_close(computed(model, GRPO, items, shares=False)[:2], plain)
+    found = computed(model, GRPO, items, shares=False)
+    for part in (0, 1):  # log-probs, gradients
+        assert distance(found[part], plain[part]) <= EQUAL + distance(plain[part], precise[part])
 
 
 def test_sharing_is_turned_off_if_log_probs_differ(caplog, monkeypatch):

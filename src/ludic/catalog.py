@@ -235,6 +235,11 @@ BUILTINS: Mapping[str, Mapping[str, Entry]] = {
         "python": Entry("ludic.tools.python_tool:python_tool"),
         "search": Entry("ludic.tools.search:DocumentSearch", example={"documents": ["Alders grow on wet ground."]}),
     },
+    "reward": {
+        "length": Entry("ludic.rewards.shaping:LengthPenalty"),
+        "overlong": Entry("ludic.rewards.shaping:SoftOverlong", example={"max_tokens": 256}),
+        "shorter": Entry("ludic.rewards.shaping:ShorterThanSiblings"),
+    },
     "filter": {
         name: Entry(f"ludic.training.filters:{name}", bind=True)
         for name in (

@@ -2,7 +2,7 @@
 
 One registry per kind of part. Built-in ids are `name` (long form `ludic/name`), all others `namespace/name`. An installed package
 adds its parts through entry points of the groups `ludic.envs`, `ludic.agents`, `ludic.contexts`, `ludic.protocols`,
-`ludic.parsers`, `ludic.tools`, `ludic.filters`, `ludic.curriculums` and `ludic.algorithms`; their ids are
+`ludic.parsers`, `ludic.tools`, `ludic.rewards`, `ludic.filters`, `ludic.curriculums` and `ludic.algorithms`; their ids are
 `<distribution>/<entry point name>`. Your own part needs no registration: every id may also be `path/to/file.py:name` or
 `module:name`.
 
@@ -43,7 +43,7 @@ from ludic.types.errors import (
 
 _ID = re.compile(r"[A-Za-z0-9_.\-]+(/[A-Za-z0-9_.\-]+)?")
 _HOME = "ludic/"
-_GIVEN_AS_FUNCTIONS = ("parser", "tool", "filter")
+_GIVEN_AS_FUNCTIONS = ("parser", "tool", "reward", "filter")
 """Kinds whose part is a function itself, and not what a function returns."""
 
 
@@ -336,15 +336,18 @@ contexts = Registry("context")
 protocols = Registry("protocol")
 parsers = Registry("parser")
 tools = Registry("tool")
+rewards = Registry("reward")
 filters = Registry("filter")
 curricula = Registry("curriculum")
 algorithms = Registry("algorithm")
 
-_BY_KIND = {r.kind: r for r in (envs, agents, contexts, protocols, parsers, tools, filters, curricula, algorithms)}
+_BY_KIND = {
+    r.kind: r for r in (envs, agents, contexts, protocols, parsers, tools, rewards, filters, curricula, algorithms)
+}
 
 
 def of(kind: str) -> Registry:
-    """The registry of a kind: "env", "agent", "context", "protocol", "parser", "tool", "filter", "curriculum" or "algorithm"."""
+    """The registry of a kind: env, agent, context, protocol, parser, tool, reward, filter, curriculum or algorithm."""
     if kind not in _BY_KIND:
         raise UnknownName.among("kind of part", kind, _BY_KIND)
     return _BY_KIND[kind]

@@ -115,14 +115,15 @@ def _field(setting: Setting, value: Any) -> tuple[str, Any, Any]:
     elif typing.get_origin(kind) is tuple and typing.get_args(choices[0]) == ():
         one = _SINGULAR.get(setting.name, setting.name.upper())
         shown |= {"metavar": f"{one}…", "help_behavior_hint": ""}
-        if setting.name == "model":  # `--model a --model b` instead of a list
+        if setting.name in _REPEATED:  # `--model a --model b` instead of a list
             shown["metavar"], kind = one, Annotated[kind, tyro.conf.UseAppendAction]
     elif typing.get_origin(kind) is tuple:
         shown["metavar"] = "NAME…"
     return setting.name, Annotated[kind, tyro.conf.arg(**shown)], default
 
 
-_SINGULAR = {"tools": "TOOL", "server": "URL", "model": "MODEL"}
+_SINGULAR = {"tools": "TOOL", "server": "URL", "model": "MODEL", "reward": "REWARD"}
+_REPEATED = ("model", "reward")
 
 _PAIRS = tyro.constructors.PrimitiveConstructorSpec(
     nargs="*",

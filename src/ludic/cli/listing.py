@@ -24,7 +24,7 @@ class PartsArgs:
     """List the registered parts of one kind."""
 
     kind: tyro.conf.Positional[str]
-    """env, agent, context, protocol, parser, tool, filter, curriculum or algorithm"""
+    """env, agent, context, protocol, parser, tool, reward, filter, curriculum or algorithm"""
 
 
 @dataclass(frozen=True)

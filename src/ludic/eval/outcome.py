@@ -6,11 +6,12 @@ is not correct is wrong.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ludic.batch_gen.stitching import small_facts
 from ludic.types import AgentStep, EnvironmentStep, Rollout, Step, StopReason, is_parse_failure, was_rejected_as_cut_off
+from ludic.types.steps import own_scores
 
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _NUMBER = re.compile(r"([+-]?)0*(?=[\d.]*\d)(\d*)(?:\.(\d*?)0*)?", re.ASCII)
@@ -29,7 +30,7 @@ class Outcome:
     reward: float
     """Reward of the env over the episode, without the parser's format rewards and penalties."""
     total_reward: float
-    """Reward with those of the parser."""
+    """Reward with those of the parser and of scorers, with their weights."""
     answer: str | None
     """The vote in majority@k; None if the last reply could not be parsed."""
     has_parse_error: bool
@@ -48,12 +49,14 @@ class Outcome:
     """Some move was illegal; None if the env does not report it."""
     num_turns: int
     num_completion_tokens: int
+    scores: dict[str, float] = field(default_factory=dict)
+    """Components by name, before their weights: env, parser, and those of scorers."""
 
 
 def outcome_of(rollout: Rollout, *, success_reward: float | None = 1.0) -> Outcome:
     """Correct means `info["correct"]` of the env, or else an env reward of at least `success_reward`."""
     env_steps = rollout.env_steps
-    reward = sum(step.reward_components.get("env", step.reward) for step in env_steps)
+    reward = sum(_env_reward(step) for step in env_steps)
     last = rollout.steps[-1] if rollout.steps else None
     facts = env_steps[-1].info if env_steps else {}
     unread = [step for step in rollout.steps if is_parse_failure(step)]
@@ -76,6 +79,7 @@ def outcome_of(rollout: Rollout, *, success_reward: float | None = 1.0) -> Outco
         illegal_move=any(illegal) if illegal else None,
         num_turns=len(rollout.turns()),
         num_completion_tokens=sum(map(_num_sampled, [*rollout.agent_steps, *hidden_calls])),
+        scores=rollout.scores,
     )
 
 
@@ -91,6 +95,12 @@ def outcomes_of(rollouts: Sequence[Rollout], *, success_reward: float | None = 1
     if all(outcome.correct is None for outcome in found) and not is_unread:
         return found
     return [replace(outcome, correct=bool(outcome.correct)) for outcome in found]
+
+
+def _env_reward(step: EnvironmentStep) -> float:
+    """What the env gave, before weights; in a step without the env's component, all that no scorer added."""
+    own = own_scores(step)
+    return own.get("env", sum(own.values()))
 
 
 def task_of(rollout: Rollout) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from ludic.eval.outcome import Outcome, outcomes_of, step_records
 from ludic.eval.statistics import Estimate, check_k, majority_at_k, mean_estimate, pass_at_k, share_estimate
 from ludic.types import ConfigError, Reducer, Rollout, apply_reducers_to_records, default_reducers, result_names
+from ludic.types.steps import OWN_COMPONENTS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +93,7 @@ def _estimates(outcomes: Sequence[Outcome], grading: Grading) -> dict[str, Estim
     if is_graded:
         found["accuracy"] = _share(tasks, lambda o: bool(o.correct))
     found["mean_reward"] = mean_estimate([fmean(o.reward for o in samples) for samples in tasks.values()])
+    found |= _scores(tasks)
     for name, holds in _result_rates(outcomes).items():
         found[name] = _share(tasks, holds)
     if is_graded:
@@ -106,6 +108,15 @@ def _estimates(outcomes: Sequence[Outcome], grading: Grading) -> dict[str, Estim
             "smallest env reward of a correct episode."
         )
     return found
+
+
+def _scores(tasks: Mapping[str, Sequence[Outcome]]) -> dict[str, Estimate]:
+    """`score/{component}` of each component that a scorer added, before its weight, over the samples that have one."""
+    names = {
+        name: None for samples in tasks.values() for o in samples for name in o.scores if name not in OWN_COMPONENTS
+    }
+    by_name = {name: [[o.scores[name] for o in t if name in o.scores] for t in tasks.values()] for name in names}
+    return {f"score/{name}": mean_estimate([fmean(own) for own in by_name[name] if own]) for name in names}
 
 
 def _ks(asked: Sequence[int] | None, tasks: Mapping[str, Sequence[Outcome]]) -> Sequence[int]:

@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ludic.tasks import all_or_none
@@ -23,12 +24,8 @@ from ludic.types import (
     UnknownName,
     components_of,
     is_parse_failure,
-    scores_of,
 )
-from ludic.types.steps import MAX_REWARD, SCORES
-
-OWN_COMPONENTS = ("env", "parser", "reward", "call")
-"""Components that a rollout has without scorers: of the env, the parser, a gateway session and its single calls."""
+from ludic.types.steps import MAX_REWARD, OWN_COMPONENTS, SCORES, own_scores
 
 RewardFunction = Callable[..., Any]
 """`fn(rollout)`, or `fn(rollouts)` for all siblings of a group; plain or async. It returns a number or numbers by name for each."""
@@ -145,8 +142,7 @@ class Rewards:
 
     def _weight_own(self, rollout: Rollout) -> None:
         for number, step in enumerate(rollout.steps):
-            own = {name: value for name, value in scores_of(step).items() if name in OWN_COMPONENTS}
-            raw = {name: value for name, value in own.items() if self.weight_of(name) != 1}
+            raw = {name: value for name, value in own_scores(step).items() if self.weight_of(name) != 1}
             if raw:
                 rollout.steps[number] = self._with(step, raw)
 
@@ -167,10 +163,8 @@ class Rewards:
 def remove_scores(rollout: Rollout) -> None:
     """Undo `Rewards`: leave the components of the rollout itself, without weights."""
     for number, step in enumerate(rollout.steps):
-        if (scores := step.info.get(SCORES)) is not None:
-            own = {
-                name: value for name, value in scores_of(step).items() if name in OWN_COMPONENTS or name not in scores
-            }
+        if SCORES in step.info:
+            own = own_scores(step)
             info = {name: value for name, value in step.info.items() if name != SCORES}
             rollout.steps[number] = replace(step, reward=sum(own.values()), reward_components=own, info=info)
 
@@ -268,8 +262,9 @@ class FunctionScorer:
         self.fn = fn
         self.name = name or str(getattr(fn, "__name__", type(fn).__name__))
         self.by_group = next(iter(inspect.signature(fn).parameters), None) == "rollouts"
-        call = fn if inspect.isfunction(fn) or inspect.ismethod(fn) else type(fn).__call__
-        self._is_async = inspect.iscoroutinefunction(call)
+        while isinstance(fn, partial):
+            fn = fn.func
+        self._is_async = inspect.iscoroutinefunction(fn if inspect.isroutine(fn) else type(fn).__call__)
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Mapping[str, float]]:
         if not self.by_group:

@@ -49,13 +49,15 @@ class SoftOverlong:
 
     max_tokens: int
     """The limit of a reply: `SamplingParams.max_tokens`."""
-    buffer_tokens: int
-    """The last tokens before the limit, in which the punishment grows; the paper has 4,096 of 20,480."""
+    buffer_tokens: int | None = None
+    """The last tokens before the limit, in which the punishment grows. None: a fifth of the limit, as in the paper."""
     of: LengthOf = "reply"
     name: str = "overlong"
     by_group: bool = False
 
     def __post_init__(self) -> None:
+        if self.buffer_tokens is None:
+            self.buffer_tokens = max(1, self.max_tokens // 5)
         if not 1 <= self.buffer_tokens <= self.max_tokens:
             raise ConfigError(
                 f"SoftOverlong(max_tokens={self.max_tokens}, buffer_tokens={self.buffer_tokens}); the buffer is a part of the "
@@ -63,9 +65,9 @@ class SoftOverlong:
             )
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Mapping[str, float]]:
-        begin = self.max_tokens - self.buffer_tokens
-        into = [num_tokens(rollout, self.of) - begin for rollout in rollouts]
-        return [{self.name: -min(max(tokens, 0) / self.buffer_tokens, 1.0)} for tokens in into]
+        buffer = self.buffer_tokens or 1
+        into = [num_tokens(rollout, self.of) - (self.max_tokens - buffer) for rollout in rollouts]
+        return [{self.name: -min(max(tokens, 0) / buffer, 1.0)} for tokens in into]
 
 
 @dataclass(kw_only=True)

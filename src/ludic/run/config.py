@@ -172,6 +172,41 @@ class AgentSettings:
         return self.agent_command is not None or self.agent not in (None, "agent", "folding")
 
 
+@dataclass(frozen=True, kw_only=True)
+class RewardSettings:
+    """Rewards beside the env's (docs/rewards.md)."""
+
+    reward: tuple[str, ...] = ()
+    """Scorer of finished episodes (`ludic parts reward`), or file.py:function, which is called with a rollout; NAME=… names its
+    component; may be repeated."""
+    reward_set: Arguments = field(default_factory=dict)
+    """Argument of a scorer, such as length.per_tokens=500; may be repeated."""
+    reward_weight: dict[str, float] = field(default_factory=dict)
+    """Weight of a reward component, such as length=0.1 or env=2; may be repeated. Default: 1."""
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.named]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ConfigError(
+                f"Two rewards are called {twice.pop()!r}; name one of them: --reward NAME=file.py:function."
+            )
+        for key in self.reward_set:
+            if key.partition(".")[0] not in names or "." not in key:
+                raise ConfigError(
+                    f"reward_set {key!r} is no argument of a scorer: write NAME.argument, where --reward has NAME (there is "
+                    f"{', '.join(names) or 'none'})."
+                )
+        for name, weight in self.reward_weight.items():
+            if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+                raise ConfigError(f"reward_weight {name} = {weight!r}; a weight is a number.")
+
+    @property
+    def named(self) -> list[tuple[str, str]]:
+        """(name of the component, id of the scorer)."""
+        pairs = [given.partition("=") if "=" in given.partition(":")[0] else ("", "", given) for given in self.reward]
+        return [(name or id.rpartition(":")[2].rpartition("/")[2], id) for name, _, id in pairs]
+
+
 # --- sections of a training run --------------------------------------------------------------------------------
 
 
@@ -386,6 +421,7 @@ class RunConfig:
     env: EnvSettings = field(default_factory=EnvSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     agent: AgentSettings = field(default_factory=AgentSettings)
+    reward: RewardSettings = field(default_factory=RewardSettings)
     algo: AlgoSettings = field(default_factory=AlgoSettings)
     rollouts: RolloutSettings = field(default_factory=RolloutSettings)
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))

@@ -18,7 +18,7 @@ from ludic.run.model import (
     forked_checkpoint,
     make_template,
 )
-from ludic.run.parts import eval_samples, first_env, make_algorithm, outside_agent, train_samples
+from ludic.run.parts import eval_samples, first_env, make_algorithm, make_rewards, outside_agent, train_samples
 from ludic.run.resolve import ResolvedRun
 from ludic.run.sources import check_source
 from ludic.types import ConfigError
@@ -58,6 +58,9 @@ def _feature_lines(run: ResolvedRun) -> list[str]:
     """What the settings add to a plain run."""
     algo, rollouts = run.config.algo, run.config.rollouts
     lines = []
+    if (rewards := make_rewards(run.config.reward, run.config.agent, run.parts)) is not None:
+        names = dict.fromkeys(["env", *rewards.weights, *(scorer.name for scorer in rewards.scorers)])
+        lines.append(f"Rewards: {', '.join(f'{rewards.weight_of(name):g} × {name}' for name in names)}.")
     if rollouts.dynamic_sampling:
         lines.append(
             f"Groups of equal returns are replaced by fresh tasks, so an update plays up to "

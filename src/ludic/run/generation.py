@@ -119,7 +119,9 @@ class Generation(ABC):
         with_tools = agent.may_call_tools or bool(run.parts.tools)
         template = make_template(self._loaded.tokenizer, with_tools=with_tools)
         self._closing.callback(close_gateways, served.client)  # before the client itself is closed
-        return make_episode_setup(run.config.env, agent, run.env, served.client, template, served.model, run.parts)
+        return make_episode_setup(
+            run.config.env, agent, run.env, served.client, template, served.model, run.parts, reward=run.config.reward
+        )
 
 
 class EmbeddedGeneration(Generation):

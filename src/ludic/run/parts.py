@@ -32,7 +32,9 @@ from ludic.gateway.session import SessionLimits
 from ludic.inference import ChatTemplate
 from ludic.interaction import InteractionProtocol, MultiAgentProtocol, SingleAgentProtocol
 from ludic.interaction.base import AnyEnv
-from ludic.run.config import AgentSettings, AlgoSettings, EnvSettings
+from ludic.rewards import Rewards, as_scorer
+from ludic.rewards.shaping import SoftOverlong
+from ludic.run.config import AgentSettings, AlgoSettings, EnvSettings, RewardSettings
 from ludic.run.folder import METRICS, wandb_id
 from ludic.run.resolve import EnvFactory, Parts, ResolvedRun
 from ludic.run.settings import values_of
@@ -55,6 +57,7 @@ from ludic.types import (
     ReturnSpec,
     Rollout,
     RolloutRequest,
+    Scorer,
     TrainingLogger,
     derive_seed,
 )
@@ -67,7 +70,8 @@ PROTOCOL = "play"
 _CONCURRENCY = 64
 """Episodes at a time with servers, where the settings do not say."""
 SHOWN = (
-    "avg_total_reward", "accuracy", "mean_reward", "*_rate", "avg_turns", "avg_completion_length", "num_failed",
+    "avg_total_reward", "reward/*", "score/*", "!reward/env", "!reward/parser", "accuracy", "mean_reward", "*_rate", "avg_turns",
+    "avg_completion_length", "num_failed",
     "loss", "entropy", "grad_norm", "grad_clipped", "ess", "lr", "lag_max", "correction_zero_frac", "queue_items",
     "step_s", "fetch_s", "update_s", "tokens_per_s",
     # Of the rates: how games ended, unreadable_rate and over_limit_rate, which count a reply that was cut off once.
@@ -94,6 +98,8 @@ class EpisodeSetup:
     max_steps: int
     player: str | None = None
     """Name of the model, a part of every request: the episodes of another model in the same file do not count."""
+    rewards: Rewards | None = None
+    """What scores the episodes, beside the env."""
     engines: dict[str, RolloutEngine] = field(default_factory=dict)
     """Every engine that was made, by its purpose; `activity` reports their progress."""
 
@@ -116,6 +122,7 @@ class EpisodeSetup:
             episode_timeout_s=self.env.episode_timeout or None,
             env_timeout_s=self.env.env_timeout or None,
             max_failed_share=max_failed_share,
+            rewards=self.rewards,
         )
         return self.engines[purpose]
 
@@ -169,6 +176,8 @@ def make_episode_setup(
     template: ChatTemplate,
     model: str,
     parts: Parts | None = None,
+    *,
+    reward: RewardSettings | None = None,
 ) -> EpisodeSetup:
     """`env` and `agent` are resolved. In an env with several players, each is a copy of the agent."""
     parts = parts or Parts()
@@ -177,8 +186,32 @@ def make_episode_setup(
     make_protocol = protocol_factory(agent, made.agent_ids, template, model, parts)
     make_protocol(client)  # a wrong name or argument is found now, not in the first episode
     return EpisodeSetup(
-        env=env, factory=factory, client=client, make_protocol=make_protocol, max_steps=env.max_steps or 1
+        env=env,
+        factory=factory,
+        client=client,
+        make_protocol=make_protocol,
+        max_steps=env.max_steps or 1,
+        rewards=make_rewards(reward or RewardSettings(), agent, parts),
     )
+
+
+def make_rewards(settings: RewardSettings, agent: AgentSettings, parts: Parts | None = None) -> Rewards | None:
+    """The scorers of the settings and the given ones, with their weights; None if nothing is scored or weighted."""
+    scorers = [_scorer(settings, name, id, agent.max_tokens) for name, id in settings.named]
+    scorers += [as_scorer(given) for given in (parts.scorers if parts is not None else ())]
+    return Rewards(scorers, settings.reward_weight) if scorers or settings.reward_weight else None
+
+
+def _scorer(settings: RewardSettings, name: str, id: str, max_tokens: int | None) -> Scorer:
+    given = {key.partition(".")[2]: value for key, value in settings.reward_set.items() if key.startswith(f"{name}.")}
+    factory = registry.rewards.spec(id).load()
+    is_renamed = f"{name}={id}" in settings.reward
+    if factory is SoftOverlong:
+        given.setdefault("max_tokens", max_tokens)  # of the run's replies
+    if is_renamed and inspect.isclass(factory) and "name" in inspect.signature(factory).parameters:
+        given["name"] = name
+    made = registry.rewards.make(id, **given)
+    return as_scorer(made, name if is_renamed or not isinstance(made, Scorer) else None)
 
 
 def protocol_factory(

@@ -24,6 +24,7 @@ from ludic.types import (
     LudicError,
     Reducer,
     SamplingParams,
+    Scorer,
     TrainingLogger,
     UnknownName,
     shown_url,
@@ -133,6 +134,8 @@ class Parts:
     """Beside those of the settings."""
     reward: "RewardFunction | None" = None
     """For an agent that is a function or a command: instead of the env's reward. Not for engine = pipeline."""
+    scorers: "Sequence[Scorer | Callable[..., Any]]" = ()
+    """Scorers and reward functions beside those of the settings. Not for engine = pipeline."""
     policies: "Mapping[str, Policy]" = field(default_factory=dict)
     """For such an agent: further models by the names that it asks for. Not for engine = pipeline."""
     protocol: "Callable[..., InteractionProtocol] | None" = None
@@ -263,6 +266,11 @@ def _check_engine(config: RunConfig, parts: Parts) -> None:
         raise ConfigError(
             "reward= and policies= are objects of this process; with engine = 'pipeline' actors play the episodes. Give the "
             "reward by an env of your own (file.py:Class), whose step grades the answer."
+        )
+    if parts.scorers and config.is_pipeline:
+        raise ConfigError(
+            "scorers= are objects of this process; with engine = 'pipeline' actors play the episodes. Give reward="
+            "'file.py:function'."
         )
     if parts.source is not None and config.is_pipeline:
         raise ConfigError("source= wraps rollouts that this process plays; with engine = 'pipeline' actors play them.")

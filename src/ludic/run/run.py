@@ -295,7 +295,7 @@ def build(
     data: str | Path | Sequence[Any] | None = None,
     eval_data: str | Path | Sequence[Any] | None = None,
     logger: Any = None,
-    reward: Callable[..., Any] | None = None,
+    reward: Any = None,
     policies: Mapping[str, Any] | None = None,
     protocol: Callable[..., Any] | None = None,
     source: Callable[[BatchSource], BatchSource] | None = None,
@@ -308,7 +308,8 @@ def build(
     parser, callables as tools, an RLAlgorithm, a `LoadedModel` or a torch model with its `tokenizer`, TrainingLoggers. `loss`
     replaces the algorithm's, `protocol` the agent with all its parts; `source` wraps the source of fresh rollouts; `reducers`
     are further metrics (`Parts` in resolve.py). An agent may also be a function that makes its model calls over HTTP
-    (docs/gateway.md); `reward` and `policies` are for it. data and eval_data take a file or a list of samples. Settings are checked
+    (docs/gateway.md); a function as `reward` and `policies` are for it. `reward` is otherwise a list of names, reward functions and
+    scorers (docs/rewards.md). data and eval_data take a file or a list of samples. Settings are checked
     here; weights are loaded when the run trains or evaluates.
     """
     config = config or RunConfig()
@@ -323,6 +324,7 @@ def build(
         "model": _model(model, tokenizer),
         "tools": _several(tools),
         "logger": _several(logger),
+        "reward": (None, None) if callable(reward) else _several(reward),
         "data": _samples(data),
         "eval_data": _samples(eval_data),
     }
@@ -330,12 +332,12 @@ def build(
     values["tools"] = (*config.agent.tools, *values["tools"])
     objects = {_PARTS.get(name, name): part for name, (_, part) in given.items() if part is not None}
     objects |= {"loss": loss, "protocol": protocol, "source": source, "reducers": reducers or {}}
-    objects |= {"reward": reward, "policies": policies or {}}
+    objects |= {"reward": reward if callable(reward) else None, "policies": policies or {}}
     config = with_pinned_checkpoints(with_given(config, values))
     return Run(resolve(config, factory, Parts(**objects)))
 
 
-_PARTS = {"algo": "algorithm", "logger": "loggers", "data": "samples", "eval_data": "eval_samples"}
+_PARTS = {"algo": "algorithm", "logger": "loggers", "data": "samples", "eval_data": "eval_samples", "reward": "scorers"}
 """Argument of `build` -> field of `Parts`, where their names differ."""
 
 NameAndObject: TypeAlias = tuple[Any, Any]

@@ -19,6 +19,7 @@ from ludic.run.parts import (
     EpisodeSetup,
     env_arguments,
     make_algorithm,
+    make_rewards,
     request_strategy,
     train_requests,
     train_samples,
@@ -75,7 +76,8 @@ def make_source(
 
 
 def check_source(run: ResolvedRun) -> None:
-    """ConfigError for filters, a curriculum or a reference that cannot work, before weights are loaded."""
+    """ConfigError for rewards, filters, a curriculum or a reference that cannot work, before weights are loaded."""
+    make_rewards(run.config.reward, run.config.agent, run.parts)
     algorithm = make_algorithm(run)
     make_filter(run)
     make_curriculum(run, algorithm)

@@ -27,6 +27,7 @@ from ludic.types.steps import (
     components_of,
     is_parse_failure,
     new_id,
+    own_scores,
     scores_of,
 )
 from ludic.types.tokens import TokenLog, TokenTrace
@@ -205,6 +206,11 @@ class Rollout:
     def total_reward(self) -> float:
         """Environment rewards plus the penalties of replies that never reached the environment."""
         return sum(step.reward for step in self.steps if step.kind == "env" or is_parse_failure(step))
+
+    @property
+    def own_reward(self) -> float:
+        """`total_reward` without scorers and weights (`ludic.rewards`): what says whether a task was solved."""
+        return sum(self._summed(own_scores).values())
 
     @property
     def reward_components(self) -> dict[str, float]:

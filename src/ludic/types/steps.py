@@ -199,6 +199,16 @@ def scores_of(step: Step) -> dict[str, float]:
     return {**components_of(step), **step.info.get(SCORES, {})}
 
 
+OWN_COMPONENTS = ("env", "parser", "reward", "call")
+"""Components that a rollout has without scorers: of the env, the parser, a gateway session and its single calls."""
+
+
+def own_scores(step: Step) -> dict[str, float]:
+    """The components of a step that no scorer added, before their weights. A gateway session has names of the user's, too."""
+    added = step.info.get(SCORES, {})
+    return {name: value for name, value in scores_of(step).items() if name in OWN_COMPONENTS or name not in added}
+
+
 def was_rejected_as_cut_off(step: Step) -> bool:
     """True for a reply that could not be read because it ran out of tokens."""
     return is_parse_failure(step) and step.trace is not None and step.trace.finish_reason == "length"

@@ -127,6 +127,22 @@ def test_evaluation_prints_a_report_and_writes_all_files(folder):
         assert text in result.output
 
 
+def test_components_of_scorers_are_shown_and_do_not_change_what_is_right(folder):
+    (folder / "mine.py").write_text("def short(rollout):\n    return 1.0 / (1 + len(rollout.agent_steps[0].action))\n")
+    args = ["quiz.py:Yes", "--model", "one", "--num-tasks", "12", *SHORT]
+    plain = ludic(*args, "--name", "plain")
+    rewards = ["--reward", "mine.py:short", "--reward-weight", "env=0.1", "--reward-weight", "short=3"]
+    scored = ludic(*args, *rewards, "--name", "scored")
+    assert plain.exit_code == 0 == scored.exit_code, scored.output
+    before, after = (metrics(folder / "runs" / "eval" / name)["one"] for name in ("plain", "scored"))
+    assert after["accuracy"] == before["accuracy"] and after["mean_reward"] == before["mean_reward"]
+    played = samples(folder / "runs" / "eval" / "scored", "one")
+    mean = sum(sample["scores"]["short"] for sample in played) / 12
+    assert after["score/short"] == pytest.approx(mean) and "score/short" in scored.output
+    assert after["mean_total_reward"] == pytest.approx(0.1 * before["mean_reward"] + 3 * mean)
+    assert "score/short" not in plain.output
+
+
 def test_several_models_play_the_same_tasks(folder):
     args = ["quiz.py:Quiz", "--data", "questions.jsonl", "--model", "one", "--model", "two", "--samples", "3", *SHORT]
     result = ludic(*args)

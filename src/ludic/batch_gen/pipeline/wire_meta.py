@@ -36,7 +36,7 @@ _facts_of = attrgetter(*_FIELDS)
 def _column_type(name: str) -> Any:
     hint = get_type_hints(SampleOrigin)[name]
     value = _TYPES.get(hint, hint)
-    return list[value] | None
+    return list[value] | None  # type: ignore[valid-type]
 
 
 _encoder = msgspec.msgpack.Encoder()

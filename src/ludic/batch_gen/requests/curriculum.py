@@ -81,7 +81,7 @@ class TaskCurriculum(ABC):
                 )
             self.num_seen[index] += 1
             share = max(1 / self.num_seen[index], self._forget)
-            success = float(sum(part.total_reward for part in session) >= self._success_at)
+            success = float(sum(part.own_reward for part in session) >= self._success_at)
             self.success_rates[index] += share * (success - self.success_rates[index])
 
     def state_dict(self) -> dict[str, Any]:

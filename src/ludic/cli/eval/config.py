@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ludic.eval import Grading
 from ludic.models import SMOLLM2
-from ludic.run.config import AgentSettings, Dtype, EnvSettings, RunConfig, at_least, check_name
+from ludic.run.config import AgentSettings, Dtype, EnvSettings, RewardSettings, RunConfig, at_least, check_name
 from ludic.run.resolve import EnvFactory, check_data, resolve_play
 from ludic.run.settings import read_toml
 from ludic.types import ConfigError
@@ -122,6 +122,7 @@ class EvalConfig:
     env: EnvSettings = field(default_factory=EnvSettings)
     policy: PolicySettings = field(default_factory=PolicySettings)
     agent: AgentSettings = field(default_factory=AgentSettings)
+    reward: RewardSettings = field(default_factory=RewardSettings)
     measure: MeasureSettings = field(default_factory=MeasureSettings)
     output: OutputSettings = field(default_factory=OutputSettings)
 
@@ -145,6 +146,7 @@ def of_run(folder: Path) -> EvalConfig:
             max_model_len=run.trainer.max_seq_len,
         ),
         agent=run.agent,
+        reward=run.reward,
         measure=MeasureSettings(temperature=run.eval.eval_temperature, seed=run.trainer.seed),
     )
 

@@ -115,7 +115,9 @@ async def _measure(
     seed = measure.seed if config.policy.init_seed is None else config.policy.init_seed
     with_tools, concurrency = config.agent.may_call_tools, measure.concurrency
     async with opened(model, config.policy, with_tools=with_tools, seed=seed, concurrency=concurrency) as policy:
-        setup = make_episode_setup(config.env, config.agent, found, policy.client, policy.template, policy.model)
+        setup = make_episode_setup(
+            config.env, config.agent, found, policy.client, policy.template, policy.model, reward=config.reward
+        )
         setup = replace(setup, player=model.identity)
         requests = make_requests(setup, config, samples)
         prepare_folder(folder, config)  # after all checks, so that a mistake leaves no folder

@@ -82,7 +82,9 @@ def _with_an_engine(run: ResolvedRun, stack: contextlib.ExitStack) -> ActorPolic
     follower = FolderFollower(run.folder / WEIGHTS, engine)
     return ActorPolicy(
         client=engine,
-        setup=make_episode_setup(config.env, config.agent, run.env, engine, template, loaded.name),
+        setup=make_episode_setup(
+            config.env, config.agent, run.env, engine, template, loaded.name, reward=config.reward
+        ),
         first_version=follower.first_version,
         follow=follower.run,
     )
@@ -94,7 +96,7 @@ def _on_servers(run: ResolvedRun, stack: contextlib.ExitStack) -> ActorPolicy:
     template = make_template(load_tokenizer(config.model), with_tools=config.agent.may_call_tools)
     client, model = connect_to_servers(run)
     stack.callback(lambda: asyncio.run(client.close()))
-    setup = make_episode_setup(config.env, config.agent, run.env, client, template, model)
+    setup = make_episode_setup(config.env, config.agent, run.env, client, template, model, reward=config.reward)
     return ActorPolicy(client=client, setup=setup)
 
 

@@ -23,8 +23,16 @@ from ludic.batch_gen import DomainTeachers, PrioritisedCurriculum, RolloutBatchS
 from ludic.eval import evaluate
 from ludic.inference import ByteTemplate, LocalTeacher, tokenizer_fingerprint
 from ludic.inference.local import LocalEngine
-from ludic.training import RLAlgorithm, Trainer
+from ludic.training import RLAlgorithm, Trainer, TrainerConfig
 from ludic.training.learner.batches import NothingToTrainOn
+from ludic.training.losses import (
+    CorrectedLoss,
+    DivergenceMask,
+    Loss,
+    NegativeSequenceMask,
+    Regularized,
+    TokenKLLoss,
+)
 from ludic.types import BatchSource, SampleOrigin, SAWBatch, SAWItem
 from tests.unit.training.bandit import BanditRequests, ByteTokenizer, bandit_trainer, rollout_engine, tiny_llama
 
@@ -41,6 +49,10 @@ class Recipe:
     """Registered name, if the row has another."""
     is_grouped: bool = True
     settings: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    """Of `TrainerConfig`."""
+    wrap: Callable[[Loss], Loss] = lambda loss: loss
+    """Around the preset's loss."""
     choose: Callable[[RLAlgorithm], Any] = lambda algorithm: None
     """A curriculum; None: new questions in every batch."""
     feed: Callable[[RolloutBatchSource, LocalTeacher], BatchSource] = lambda source, teacher: source
@@ -151,9 +163,31 @@ RECIPES = {
     "grpo_opd": Recipe(feed=annotated),
     "mopd": Recipe(feed=annotated_by_domain),
 }
+FOUR_STEPS = {"updates_per_batch": 2, "mini_batches": 2, "lr": 3e-3}
 VARIANTS = {
     "ppo_detached": Recipe(preset="ppo", is_grouped=False, settings={"critic": "detached"}),
     "ppo_separate": Recipe(preset="ppo", is_grouped=False, settings={"critic": "separate", "over": "turns"}),
+    "grpo_mini_batches": Recipe(preset="grpo", steps=80, trainer=FOUR_STEPS),
+    "grpo_decoupled": Recipe(preset="grpo", steps=80, trainer=FOUR_STEPS, settings={"behavior_cap": 2.0}),
+    "ppo_decoupled": Recipe(
+        preset="ppo", is_grouped=False, steps=80, trainer=FOUR_STEPS, settings={"behavior_cap": 2.0}
+    ),
+    "grpo_negative_mask": Recipe(
+        preset="grpo", steps=80, trainer=FOUR_STEPS, wrap=lambda loss: CorrectedLoss(loss, [NegativeSequenceMask(0.05)])
+    ),
+    "dppo": Recipe(
+        preset="grpo",
+        steps=80,
+        trainer=FOUR_STEPS,
+        settings={"clip_eps_low": 1e6, "clip_eps_high": 1e6},
+        wrap=lambda loss: CorrectedLoss(loss, [DivergenceMask(0.01)]),  # of 264 tokens each is rare
+    ),
+    "grpo_weighted_kl": Recipe(
+        preset="grpo",
+        steps=80,
+        trainer=FOUR_STEPS,
+        wrap=lambda loss: Regularized(loss, {"kl": TokenKLLoss(coeff=0.01, to="reference", importance_weighted=True)}),
+    ),
 }
 """Presets with other settings than their defaults; only on request."""
 
@@ -172,6 +206,7 @@ class Result:
 async def run(name: str, teacher: LocalTeacher) -> tuple[Result, Trainer]:
     recipe = (RECIPES | VARIANTS)[name]
     algorithm = registry.make("algorithm", recipe.preset or name, **_groups(recipe), **recipe.settings)
+    algorithm = replace(algorithm, loss=recipe.wrap(algorithm.loss))
     size = GROUP_SIZE if recipe.is_grouped else 1
     trainer, engine = bandit_trainer(
         algorithm,
@@ -179,6 +214,7 @@ async def run(name: str, teacher: LocalTeacher) -> tuple[Result, Trainer]:
         num_prompts=BATCH_SIZE // size,
         curriculum=recipe.choose(algorithm),
         make_source=lambda source: recipe.feed(source, teacher),
+        cfg=TrainerConfig(**{"lr": 1e-2, "max_seq_len": 64, "weight_decay": 0.0, **recipe.trainer}),
         reference=tiny_llama() if algorithm.loss.needs.reference else None,
         critic=tiny_llama(seed=1) if recipe.settings.get("critic") == "separate" else None,
     )

@@ -13,9 +13,11 @@ from ludic.training.losses import (
     ActionTokens,
     BatchFacts,
     CorrectedLoss,
+    KLLoss,
     MaskedCausalLMCrossEntropyLoss,
     SequenceRejection,
     SequenceTruncation,
+    TokenKLLoss,
     TokenRejection,
     TokenTruncation,
 )
@@ -99,6 +101,52 @@ def test_the_bias_of_token_ratios_is_the_missing_ratio_of_earlier_tokens():
         slope = torch.diag(chances) - chances[:, None] * chances[None]
         torch.testing.assert_close(found[1 + first], old_first[first] * slope @ rewards[first])
         torch.testing.assert_close(true_gradient(policy)[1 + first], new_first[first] * slope @ rewards[first])
+
+
+def kl_of(logits, reference):
+    """Of whole sequences."""
+    new, ref = logps_of(logits).sum(1), logps_of(reference).sum(1)
+    return (new.exp() * (new - ref)).sum()
+
+
+def expected_kl_gradient(loss_fn, logits, sampler, reference):
+    logits = logits.clone().requires_grad_()
+    new, old, ref = logps_of(logits), logps_of(sampler), logps_of(reference)
+    for number, chance in enumerate(old.sum(1).exp().tolist()):
+        tokens = ActionTokens(
+            logps=new[number],
+            weights=torch.zeros(2, dtype=torch.float64),
+            item_index=torch.zeros(2, dtype=torch.int64),
+            num_items=1,
+            facts=BatchFacts(num_items=1, num_tokens=2),
+            old_logps=old[number],
+            ref_logps=ref[number],
+        )
+        (chance * loss_fn(tokens)[0]).backward(retain_graph=True)
+    return logits.grad
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_weighted_kl_of_whole_samples_has_the_gradient_of_the_kl_from_any_samples(estimator):
+    policy, sampler, reference = table(0), table(1), table(2)
+    logits = policy.clone().requires_grad_()
+    kl_of(logits, reference).backward()
+    loss = KLLoss(to="reference", estimator=estimator, importance_weighted=True)
+    torch.testing.assert_close(expected_kl_gradient(loss, policy, sampler, reference), logits.grad)
+    plain = KLLoss(to="reference", estimator=estimator)
+    off = (expected_kl_gradient(plain, policy, sampler, reference) - logits.grad).norm() / logits.grad.norm()
+    assert off > 0.1
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_weighted_kl_of_tokens_has_the_gradient_of_each_tokens_kl_at_the_sampled_contexts(estimator):
+    policy, sampler, reference = table(0), table(1), table(2)
+    logits = policy.clone().requires_grad_()
+    rows, ref, firsts = logits.log_softmax(-1), reference.log_softmax(-1), sampler[0].softmax(-1)
+    kl_R = (rows.exp() * (rows - ref)).sum(-1)
+    (kl_R[0] + (firsts * kl_R[1:]).sum()).backward()
+    loss = TokenKLLoss(to="reference", estimator=estimator, reduction="sample_sum", importance_weighted=True)
+    torch.testing.assert_close(expected_kl_gradient(loss, policy, sampler, reference), logits.grad)
 
 
 @pytest.mark.parametrize("cap", [0.8, 1.5])

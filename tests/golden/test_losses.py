@@ -10,6 +10,7 @@ The batch, unless a test says otherwise:
 Sample ratios: a 1.5 · 1 = 1.5 (geometric mean √1.5 = 1.2247449), b 0.5. Weights over samples: mean 0.5, deviation 1.5.
 """
 
+from dataclasses import replace
 from math import exp, log, sqrt
 
 import pytest
@@ -24,11 +25,13 @@ from ludic.training.losses import (
     ClippedSurrogateLoss,
     CompositeLoss,
     CorrectedLoss,
+    DivergenceMask,
     EntropyBonus,
     GMPOLoss,
     KLLoss,
     LossTerm,
     MaskedCausalLMCrossEntropyLoss,
+    NegativeSequenceMask,
     Reduction,
     ReinforceBaselineLoss,
     ReinforceLoss,
@@ -313,6 +316,85 @@ def test_sample_kl_length_normalised():
     check(loss, batch(), (0.0205502442 + 0.2402265070) / 2, [LN_1_5 / 8, LN_1_5 / 8, -LN_2 / 2])
 
 
+REF = (-0.3, 0.4, 0.2)
+"""d = ℓ − ℓ_ref of t0, t1, t2."""
+VALUES = {
+    "k1": REF,
+    "k2": [d * d / 2 for d in REF],
+    "k3": [exp(-d) - 1 + d for d in REF],
+}
+
+
+@every_reduction
+@pytest.mark.parametrize("estimator", list(VALUES))
+def test_weighted_token_kl_to_the_reference(estimator, reduction):
+    # ρ = 1.5, 1, 0.5. Value ρ k(d), gradient ρ d, of all three estimators.
+    tokens = batch(ref_logps=f64(-1, -2, -0.5) - f64(*REF))
+    loss = TokenKLLoss(to="reference", estimator=estimator, importance_weighted=True, **settings(reduction))
+    values = [ratio * value for ratio, value in zip((1.5, 1, 0.5), VALUES[estimator], strict=True)]
+    check_reduced(loss, tokens, values, [1.5 * -0.3, 0.4, 0.5 * 0.2], reduction)
+
+
+def test_weighted_kl_with_a_cap():
+    tokens = batch(ref_logps=f64(-1, -2, -0.5) - f64(*REF))
+    loss = TokenKLLoss(
+        coeff=2, to="reference", estimator="k1", reduction="token_mean", importance_weighted=True, weight_cap=1.2
+    )
+    check(loss, tokens, 2 * (1.2 * -0.3 + 0.4 + 0.5 * 0.2) / 3, [-0.24, 0.8 / 3, 0.2 / 3])
+
+
+@pytest.mark.parametrize("estimator", list(VALUES))
+def test_weighted_sample_kl(estimator):
+    # D = 0.1 of a with the ratio 1.5, and 0.2 of b with 0.5; gradients ρ D on every token of the sample, over two samples.
+    tokens = batch(ref_logps=f64(-1, -2, -0.5) - f64(*REF))
+    value = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: exp(-d) - 1 + d}[estimator]
+    loss = KLLoss(to="reference", estimator=estimator, importance_weighted=True)
+    check(loss, tokens, (1.5 * value(0.1) + 0.5 * value(0.2)) / 2, [0.075, 0.075, 0.05], kl_mean=0.15)
+
+
+def test_weighted_k3_has_the_gradient_that_goes_through_its_ratio():
+    tokens = batch(ref_logps=f64(-1, -2, -0.5) - f64(*REF))
+    d = tokens.logps - tokens.ref_logps
+    ((tokens.logps - tokens.old_logps).exp() * ((-d).exp() - 1 + d)).sum().backward()
+    by_hand = tokens.logps.grad.clone()
+    tokens.logps.grad = None
+    TokenKLLoss(to="reference", reduction="sample_sum", importance_weighted=True)(tokens)[0].backward()
+    torch.testing.assert_close(2 * tokens.logps.grad, by_hand)
+
+
+# --- decoupled ------------------------------------------------------------------------------------------------
+
+
+@every_reduction
+def test_decoupled_clip(reduction):
+    # Proximal / sampled: 3, 1.25, 0.4, capped at 2: 2, 1.25, 0.4. Trained / proximal: 0.5, 0.8, 1.25 against a clip of 0.7 … 1.2.
+    # Weights 4, 2.5, −0.4. Objectives: 0.5 · 4 (free: pushed up, has gone down), 0.8 · 2.5, 1.25 · −0.4 (free: brought back).
+    tokens = batch(ratios=(1.5, 1.0, 0.5), proximal_logps=f64(-1, -2, -0.5) - f64(0.5, 0.8, 1.25).log())
+    loss = TokenClippedSurrogateLoss(clip_eps_low=0.3, behavior_cap=2.0, **settings(reduction))
+    terms = [-2.0, -2.0, 0.5]
+    check_reduced(
+        loss, tokens, terms, terms, reduction,
+        behavior_weight_mean=(3 + 1.25 + 0.4) / 3, behavior_capped_frac=1 / 3, clip_frac=0.0, ratio_mean=2.55 / 3,
+    )  # fmt: skip
+
+
+def test_decoupled_clip_is_around_the_proximal_policy():
+    # Trained / proximal: 1.5, 1, 0.5, beyond 0.8 … 1.2 for t0 and t2; trained / sampled is 1 everywhere, where PPO clips nothing.
+    proximal = f64(-1, -2, -0.5) - f64(1.5, 1, 0.5).log()
+    tokens = batch(ratios=(1, 1, 1), proximal_logps=proximal)
+    # Proximal / sampled 2/3, 1, 2. t0: 1.2 · 2 · 2/3 = 1.6 and no gradient; t1: 2; t2: 0.8 · −1 · 2 and no gradient.
+    loss = TokenClippedSurrogateLoss(behavior_cap=5.0, reduction="token_mean")
+    check(loss, tokens, -(1.6 + 2 - 1.6) / 3, [0, -2 / 3, 0], clip_frac=2 / 3)
+
+
+def test_decoupled_clip_where_sampler_and_proximal_policy_are_one_is_the_clip():
+    tokens = batch()
+    check(
+        TokenClippedSurrogateLoss(behavior_cap=2.0), replace(tokens, proximal_logps=tokens.old_logps), -1.8, [0, -1, 0]
+    )
+    check(TokenClippedSurrogateLoss(), batch(), -1.8, [0, -1, 0])
+
+
 # --- entropy and value ----------------------------------------------------------------------------------------
 
 
@@ -413,6 +495,13 @@ def test_a_composite_is_the_weighted_sum_of_its_terms():
         ([SequenceMask(0.4, 1.2)], [0, 0, 1]),
         ([TokenMask(0.4, 1.4), SequenceTruncation(2.0)], [0, 1.5, 0.5]),
         ([SequenceMask(0.6, 1.3), TokenTruncation(1.2)], [1.2, 1, 0]),  # geometric rejection, then token truncation
+        # Of negative weight is only b; its mean log(sampled / trained) is ln 2 = 0.693. a would be dropped by a gap of −0.2 at most.
+        ([NegativeSequenceMask(0.7)], [1, 1, 1]),
+        ([NegativeSequenceMask(0.69)], [1, 1, 0]),
+        # π = e^ℓ = 0.368, 0.135, 0.607 and μ = π / ρ = 0.245, 0.135, 1.213 (the table is no distribution): |π − μ| = 0.123, 0, 0.607.
+        ([DivergenceMask(0.1)], [0, 1, 0]),
+        ([DivergenceMask(0.2)], [1, 1, 0]),
+        ([DivergenceMask(0.7)], [1, 1, 1]),
         ([], [1, 1, 1]),
     ],
 )
@@ -457,6 +546,40 @@ def test_what_a_correction_masks_stays_masked_when_weights_are_centred(inner):
     check(CorrectedLoss(inner, [SequenceMask(0.6, 1.3)]), batch(), 2.25, [-0.75, -0.75, 0])
 
 
+@pytest.mark.parametrize(
+    ("weights", "ratios", "factors"),
+    [
+        ((1.0, -1.0, 0.0), (1.5, 1.5, 1.5), [0, 1, 1]),  # has gone up, and only the first is pushed on
+        ((1.0, -1.0, 0.0), (0.5, 0.5, 0.5), [1, 0, 1]),
+        ((1.0, -1.0, 0.0), (1.0, 1.0, 1.0), [1, 1, 1]),
+    ],
+)
+@pytest.mark.parametrize("kind", ["tv", "kl"])
+def test_divergence_mask_drops_only_what_is_pushed_farther_away(kind, weights, ratios, factors):
+    tokens = batch(ratios, weights)
+    assert DivergenceMask(1e-3, kind).factors(tokens).tolist() == factors
+
+
+def test_divergence_is_that_of_this_token_or_another():
+    # μ = 0.2, π = 0.3 for t0: KL = 0.2 ln(2/3) + 0.8 ln(8/7) = −0.0810930 + 0.1068251; total variation 0.1.
+    logps, old = f64(log(0.3), log(1e-9), log(0.9)), f64(log(0.2), log(1e-6), log(0.5))
+    facts = BatchFacts(num_items=1, num_tokens=3)
+    tokens = ActionTokens(
+        logps=logps, weights=f64(1, -1, 1), item_index=torch.zeros(3, dtype=torch.int64), num_items=1, facts=facts, old_logps=old
+    )  # fmt: skip
+    assert DivergenceMask(0.0257, "kl").factors(tokens).tolist() == [0, 1, 0]
+    assert DivergenceMask(0.0258, "kl").factors(tokens).tolist() == [1, 1, 0]
+    # A ratio of 1/1000 is far outside of any clip; of a token this rare it moves nothing.
+    assert DivergenceMask(0.099, "tv").factors(tokens).tolist() == [0, 1, 0]
+    assert DivergenceMask(0.101, "tv").factors(tokens).tolist() == [1, 1, 0]
+
+
+def test_divergence_mask_around_an_unclipped_ratio_is_dppo():
+    # −ρ A: −3, −2, 0.5; t2 masked. Gradients −ρ A of t0 and t1, over 3 tokens.
+    free = TokenClippedSurrogateLoss(clip_eps_low=1e6, clip_eps_high=1e6, reduction="token_mean")
+    check(CorrectedLoss(free, [DivergenceMask(0.2)]), batch(), -5 / 3, [-1, -2 / 3, 0])
+
+
 def test_mismatch_between_sampler_and_trainer():
     # ρ − 1 − ln ρ: 0.5 − 0.4054651, 0, −0.5 + 0.6931472. Ratios 1.5, 1, 0.5: mean 1, mean square 3.5 / 3, so ess = 6/7.
     # Samples' ratios 1.5, 0.5: mean 1, mean square 1.25. Of a's two tokens the first lies in the first quarter, the second in
@@ -473,6 +596,12 @@ def test_mismatch_between_sampler_and_trainer():
         "ess": 6 / 7,
         "ratio_sequence_mean": 1.0,
         "ess_sequence": 0.8,
+        # (ρ − 1)²: 0.25, 0, 0.25 by token; 0.25, 0.25 by sample.
+        "chi_square": 0.5 / 3,
+        "chi_square_sequence": 0.25,
+        # Mean of −ln ρ: −ln 1.5 / 2 and ln 2.
+        "log_perplexity_gap": (LN_2 - LN_1_5 / 2) / 2,
+        "log_perplexity_gap_abs": (LN_2 + LN_1_5 / 2) / 2,
     }
     assert stats == pytest.approx(expected, rel=1e-6)
     assert mismatch_stats(batch(old_logps=None)) == {}

@@ -229,6 +229,11 @@ class AlgoSettings:
     """Above 0, the policy is held near a frozen reference by so much KL."""
     kl_estimator: KLEstimate = "k3"
     """How that KL is estimated (docs/algorithms/README.md)."""
+    kl_weighted: bool = False
+    """Count the terms of that KL by the ratio of trained to sampled probability: right for samples of older versions too."""
+    correction: tuple[str, ...] = ()
+    """What is done about samples of another policy than the trained one (docs/importance_sampling.md): token_mask,
+    negative_sequence_mask, divergence_mask=0.2, …"""
     reference: str | None = None
     """The frozen reference, a model as for --model. Default: the weights that the run begins with; of a LoRA run the model under
     the adapter, which takes no memory."""

@@ -389,7 +389,21 @@ def make_algorithm(run: ResolvedRun) -> RLAlgorithm:
     if uses_gateway(run.config.agent, run.parts):
         given = with_episode_credit(given)  # a session with several threads counts once
     given = given if run.parts.loss is None else replace(given, loss=run.parts.loss)
-    return _regularised(given, config)
+    return _regularised(_corrected(given, config), config)
+
+
+def _corrected(algorithm: RLAlgorithm, settings: AlgoSettings) -> RLAlgorithm:
+    """The algorithm with its loss inside the corrections that the settings name."""
+    from ludic.training.losses.corrections import CorrectedLoss, make_correction
+
+    corrections = [make_correction(text) for text in settings.correction]
+    again = [c for c, text in zip(corrections, settings.correction, strict=True) if "mask" not in text]
+    if again and algorithm.loss.needs.old_logps:
+        raise ConfigError(
+            f"correction = {', '.join(settings.correction)}: the loss of {algorithm.name} has ratios itself, and a truncation or "
+            "rejection would count them twice. Take masks."
+        )
+    return replace(algorithm, loss=CorrectedLoss(algorithm.loss, corrections)) if corrections else algorithm
 
 
 def _regularised(algorithm: RLAlgorithm, settings: AlgoSettings) -> RLAlgorithm:
@@ -399,7 +413,11 @@ def _regularised(algorithm: RLAlgorithm, settings: AlgoSettings) -> RLAlgorithm:
     terms: dict[str, Loss] = {}
     if settings.kl_coeff:
         terms["reference"] = TokenKLLoss(
-            coeff=settings.kl_coeff, to="reference", estimator=settings.kl_estimator, reduction="token_mean"
+            coeff=settings.kl_coeff,
+            to="reference",
+            estimator=settings.kl_estimator,
+            reduction="token_mean",
+            importance_weighted=settings.kl_weighted,
         )
     if settings.entropy_bonus:
         terms["bonus"] = EntropyBonus(coeff=settings.entropy_bonus)

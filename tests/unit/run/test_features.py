@@ -179,6 +179,36 @@ def test_kl_to_the_first_weights_is_0_at_first_and_changes_the_second_update(lud
     assert logged("train/grad_norm", "plain")[1] != logged("train/grad_norm")[1]
 
 
+def test_weighted_kl_differs_once_the_policy_has_left_its_sampler(ludic):
+    passes = ("--updates-per-batch", "2", "--kl-coeff", "5")
+    done(ludic("train", *RUN, *passes, "--name", "plain"))
+    done(ludic("train", *RUN, *passes, "--kl-weighted"))
+    plain, weighted = logged("train/grad_norm", "plain"), logged("train/grad_norm")
+    assert weighted[0] == plain[0] and weighted[1] != plain[1]
+
+
+# --- off-policy ---
+
+
+def test_a_run_with_several_steps_per_batch_resumes_in_the_middle_of_one(ludic):
+    resumes_as_if_uninterrupted(ludic, "--updates-per-batch", "2", "--mini-batches", "2")
+
+
+def test_corrections_are_named_with_their_numbers(ludic):
+    masks = ("--correction", "negative_sequence_mask", "--correction", "divergence_mask=0.001")
+    done(ludic("train", *RUN, "--updates-per-batch", "2", *masks))
+    first, second = logged("train/correction_zero_frac")
+    assert first == 0 < second
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("token_tis", "no correction 'token_tis'"), ("token_truncation", "would count them twice")]
+)
+def test_a_correction_that_cannot_be_used_says_why(ludic, name, message):
+    ended = ludic("train", *RUN, "--correction", name)
+    assert ended.code != 0 and message in ended.err
+
+
 def test_a_resumed_run_keeps_its_first_weights_as_reference(ludic):
     resumes_as_if_uninterrupted(ludic, "--kl-coeff", "1")
 

@@ -20,9 +20,13 @@ from ludic.training.losses import (
     CISPOLoss,
     ClippedSurrogateLoss,
     CompositeLoss,
+    CorrectedLoss,
+    DivergenceMask,
     EntropyBonus,
     GMPOLoss,
+    KLLoss,
     LossTerm,
+    NegativeSequenceMask,
     Reduction,
     ReinforceBaselineLoss,
     TokenClippedSurrogateLoss,
@@ -43,6 +47,17 @@ LOSSES = {
     "gmpo": GMPOLoss(),
     "gmpo_episode_mean": GMPOLoss(reduction="episode_mean"),
     "baseline": ReinforceBaselineLoss(normalize=True, length_normalize=True),
+    "decoupled": TokenClippedSurrogateLoss(behavior_cap=1.5, reduction="token_mean"),
+    "masked": CorrectedLoss(
+        TokenClippedSurrogateLoss(clip_eps_high=1e6), [NegativeSequenceMask(0.02), DivergenceMask(0.01)]
+    ),
+    "weighted_kl": CompositeLoss(
+        [
+            LossTerm(name="policy", loss=CISPOLoss()),
+            LossTerm(name="kl", loss=TokenKLLoss(to="reference", importance_weighted=True)),
+            LossTerm(name="sample_kl", loss=KLLoss(to="reference", importance_weighted=True, weight_cap=2.0)),
+        ]
+    ),
     "with_entropy_and_kl": CompositeLoss(
         [
             LossTerm(name="policy", loss=CISPOLoss()),

@@ -20,11 +20,13 @@ from ludic.training.losses import (
     ClippedSurrogateLoss,
     CompositeLoss,
     CorrectedLoss,
+    DivergenceMask,
     EntropyBonus,
     GMPOLoss,
     KLLoss,
     LossTerm,
     MaskedCausalLMCrossEntropyLoss,
+    NegativeSequenceMask,
     Reduction,
     ReinforceBaselineLoss,
     ReinforceLoss,
@@ -41,6 +43,7 @@ from ludic.training.losses import (
     mismatch_stats,
     tokens_from_logits,
 )
+from ludic.training.losses.corrections import make_correction
 from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SAWItem
 
 REDUCTIONS = [
@@ -68,7 +71,15 @@ LOSSES = {
         f"{kind.__name__}-{to}-{k}": kind(to=to, estimator=k)
         for kind, to, k in product([TokenKLLoss, KLLoss], ["actor", "reference"], ["k1", "k2", "k3"])
     },
+    **{
+        f"{kind.__name__}-{to}-{k}-weighted": kind(to=to, estimator=k, importance_weighted=True, weight_cap=3.0)
+        for kind, to, k in product([TokenKLLoss, KLLoss], ["actor", "reference"], ["k1", "k2", "k3"])
+    },
     "kl_geometric": KLLoss(length_normalize=True),
+    "decoupled": TokenClippedSurrogateLoss(behavior_cap=1.5, reduction="episode_mean"),
+    "masked": CorrectedLoss(
+        ReinforceBaselineLoss(), [NegativeSequenceMask(0.05), DivergenceMask(0.1), DivergenceMask(0.05, "kl")]
+    ),
     "entropy": EntropyBonus(),
     "value": ValueLoss(),
     "batch_normalised": BatchNormalized(TokenClippedSurrogateLoss()),
@@ -110,6 +121,7 @@ def random_batch(lengths, *, seed=0, mismatch=0.3, dtype=torch.float64):
         ),
         episodes=episodes,
         old_logps=logps + mismatch * normal(num_tokens),
+        proximal_logps=logps + mismatch * normal(num_tokens),
         ref_logps=logps + mismatch * normal(num_tokens),
         entropy=normal(num_tokens).abs().requires_grad_(),
         values=normal(num_tokens).requires_grad_(),
@@ -118,7 +130,17 @@ def random_batch(lengths, *, seed=0, mismatch=0.3, dtype=torch.float64):
     )
 
 
-PER_TOKEN = ["logps", "weights", "old_logps", "ref_logps", "entropy", "values", "returns", "old_values"]
+PER_TOKEN = [
+    "logps",
+    "weights",
+    "old_logps",
+    "proximal_logps",
+    "ref_logps",
+    "entropy",
+    "values",
+    "returns",
+    "old_values",
+]
 LEAVES = ["logps", "entropy", "values"]
 
 
@@ -287,7 +309,7 @@ def test_a_sample_without_action_tokens_adds_nothing(loss_fn):
 # --- the padded form ------------------------------------------------------------------------------------------
 
 VOCABULARY = 6
-PADDED = {name: loss for name, loss in LOSSES.items() if not loss.needs.values}
+PADDED = {name: loss for name, loss in LOSSES.items() if not (loss.needs.values or loss.needs.proximal)}
 
 
 def saw_items(with_logps=True):
@@ -430,6 +452,20 @@ def test_wrappers_need_what_their_parts_need():
     assert BatchNormalized(both).needs.entropy and not BatchNormalized(both).needs.old_logps
     corrected = CorrectedLoss(CompositeLoss([LossTerm(name="v", loss=ValueLoss())]), [TokenTruncation()])
     assert corrected.needs.values and corrected.needs.old_logps
+    weighted = TokenKLLoss(to="reference", importance_weighted=True)
+    assert weighted.needs.old_logps and weighted.needs.reference and not TokenKLLoss(to="reference").needs.old_logps
+    decoupled = CorrectedLoss(BatchNormalized(TokenClippedSurrogateLoss(behavior_cap=2.0)), [TokenMask()])
+    assert decoupled.needs.proximal and not TokenClippedSurrogateLoss().needs.proximal
+
+
+def test_correction_is_made_from_its_name_and_numbers():
+    made = (
+        make_correction("token_mask=0.25,4"),
+        make_correction("divergence_mask=0.1"),
+        make_correction("sequence_mask"),
+    )
+    assert [type(one) for one in made] == [TokenMask, DivergenceMask, SequenceMask]
+    assert (made[0].low, made[0].high, made[1].limit, made[2].low) == (0.25, 4.0, 0.1, 0.99)
 
 
 @pytest.mark.parametrize(
@@ -451,6 +487,15 @@ def test_wrappers_need_what_their_parts_need():
         (lambda: SequenceRejection(-2.0), "cap=-2.0"),
         (lambda: TokenMask(2.0, 0.5), "low=2.0, high=0.5"),
         (lambda: SequenceMask(-0.1, 0.5), "low=-0.1"),
+        (lambda: TokenClippedSurrogateLoss(behavior_cap=0.0), "behavior_cap=0.0"),
+        (lambda: NegativeSequenceMask(-0.1), "max_gap=-0.1"),
+        (lambda: DivergenceMask(0.0), "limit=0.0"),
+        (lambda: DivergenceMask(0.1, "js"), "kind='js'"),
+        (lambda: TokenKLLoss(importance_weighted=True, weight_cap=0.0), "weight_cap=0.0"),
+        (lambda: KLLoss(length_normalize=True, importance_weighted=True), "another gradient than its KL"),
+        (lambda: make_correction("token_tis"), "no correction 'token_tis'; there are token_truncation"),
+        (lambda: make_correction("token_mask=a"), "'token_mask=a' cannot be made"),
+        (lambda: make_correction("token_mask=1,2,3"), "'token_mask=1,2,3' cannot be made"),
         (lambda: CISPOLoss(reduction="constant"), "constant_length"),
         (lambda: Reduction("constant", 0), "got 0"),
         (lambda: Reduction("token_mean", 512), "constant_length=512 is only used by"),

@@ -20,6 +20,8 @@ from ludic.training.losses.composite import CompositeLoss, LossTerm, RoutedLoss
 from ludic.training.losses.corrections import (
     CorrectedLoss,
     Correction,
+    DivergenceMask,
+    NegativeSequenceMask,
     SequenceMask,
     SequenceRejection,
     SequenceTruncation,
@@ -51,8 +53,8 @@ __all__ = [
     "Loss", "Needs", "ForeignLoss", "as_loss", "ActionTokens", "BatchFacts", "Reduction", "Stats", "TokenClippedSurrogateLoss",
     "KLLoss", "TokenKLLoss", "KLEstimator", "EntropyBonus", "Regularized", "ObservationLoss", "ObservedTokens", "BatchNormalized",
     "LossTerm", "CompositeLoss", "RoutedLoss", "CorrectedLoss", "Correction", "TokenTruncation", "SequenceTruncation",
-    "TokenRejection",
-    "SequenceRejection", "TokenMask", "SequenceMask", "mismatch_stats", "selective_log_softmax", "tokens_from_logits",
+    "TokenRejection", "SequenceRejection", "TokenMask", "SequenceMask", "NegativeSequenceMask", "DivergenceMask",
+    "mismatch_stats", "selective_log_softmax", "tokens_from_logits",
     "ReinforceLoss", "ReinforceBaselineLoss", "ClippedSurrogateLoss", "CISPOLoss", "SAPOLoss", "GMPOLoss",
     "MaskedCausalLMCrossEntropyLoss", "DistillationLoss", "PreferencePairLoss", "KTOLoss", "ValueLoss",
 ]  # fmt: skip

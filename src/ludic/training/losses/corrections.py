@@ -3,17 +3,19 @@
 Even at the same version the two differ a little (other kernels, other precision); on older data they differ more. Every step
 reports the difference (`mismatch_stats`). Corrections are factors on the weights, made from ratios and without a gradient. They
 compose, and any loss can be wrapped in them (`CorrectedLoss`). A truncation multiplies by the ratio, up to a cap; a rejection
-does too, but drops what lies above the cap; a mask multiplies by 1 inside a band and by 0 outside.
+does too, but drops what lies above the cap; a mask multiplies by 1 inside a band and by 0 outside. Some masks look at the weight
+besides, and drop only what would be pushed farther away.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ludic.training.losses.base import Loss, as_loss, require_positive
+from ludic.training.losses.base import Loss, as_loss, require_not_negative, require_positive
 from ludic.training.losses.tokens import MAX_LOG_RATIO, ActionTokens, Stats, sum_and_count
 from ludic.types import ConfigError
 
@@ -33,14 +35,20 @@ def mismatch_stats(tokens: ActionTokens) -> Stats:
     difference = (tokens.logps.detach() - tokens.old_logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = difference.exp()
     k3 = ratio - 1 - difference
+    gap_B = -tokens.item_mean(difference)
+    sequence_B = _sequence_ratio(tokens, difference)
     return {
         "kl_actor_policy": sum_and_count(k3),
         "kl_actor_policy_k1": sum_and_count(-difference),
         **_along(tokens, k3),
         "logp_difference_abs": sum_and_count(difference.abs()),
-        "ratio_geometric_mean": sum_and_count(tokens.item_mean(difference).exp()),
+        "ratio_geometric_mean": sum_and_count((-gap_B).exp()),
+        "log_perplexity_gap": sum_and_count(gap_B),
+        "log_perplexity_gap_abs": sum_and_count(gap_B.abs()),
+        "chi_square": sum_and_count((ratio - 1).square()),
+        "chi_square_sequence": sum_and_count((sequence_B - 1).square()),
         **moments("ratio_token", ratio),
-        **moments("ratio_sequence", _sequence_ratio(tokens, difference)),
+        **moments("ratio_sequence", sequence_B),
     }
 
 
@@ -165,6 +173,73 @@ class SequenceMask(_Band):
 
     def factors(self, tokens: ActionTokens) -> Tensor:
         return tokens.spread(self._is_inside(tokens.item_mean(_log_ratio(tokens, self)).exp()))
+
+
+class NegativeSequenceMask(Correction):
+    """Tokens of negative weight do not count in samples that have become unlikely: mean log(sampled / trained) above `max_gap`.
+
+    From DeepSeek-V3.2 (arXiv 2512.02556). Such samples push the policy away from what it no longer does.
+    """
+
+    def __init__(self, max_gap: float = 0.1) -> None:
+        require_not_negative(max_gap=max_gap)
+        self.max_gap = max_gap
+
+    def factors(self, tokens: ActionTokens) -> Tensor:
+        gap_A = tokens.spread(-tokens.item_mean(_log_ratio(tokens, self)))
+        return ((tokens.weights >= 0) | (gap_A <= self.max_gap)).to(gap_A.dtype)
+
+
+class DivergenceMask(Correction):
+    """A clip on how far a token's probability has moved, and not on its ratio: DPPO (arXiv 2602.04879).
+
+    Tokens that the weight pushes farther in the direction in which they have gone do not count where sampled against trained
+    probability, each as "this token or another", differ by more than `limit` in total variation, |π − μ|, or in KL(μ ‖ π). A rare
+    token may change its ratio much; a likely one may not.
+    """
+
+    def __init__(self, limit: float = 0.2, kind: Literal["tv", "kl"] = "tv") -> None:
+        require_positive(limit=limit)
+        if kind not in ("tv", "kl"):
+            raise ConfigError(f"DivergenceMask(kind={kind!r}); there are 'tv' (total variation) and 'kl'.")
+        self.limit, self.kind = limit, kind
+
+    def factors(self, tokens: ActionTokens) -> Tensor:
+        log_ratio = _log_ratio(tokens, self)
+        old = tokens.require_old_logps(type(self).__name__).exp()
+        new = tokens.logps.detach().exp()
+        is_far = (new - old).abs() > self.limit if self.kind == "tv" else _binary_kl(old, new, log_ratio) > self.limit
+        goes_on = log_ratio * tokens.weights > 0
+        return (~(is_far & goes_on)).to(log_ratio.dtype)
+
+
+def _binary_kl(old: Tensor, new: Tensor, log_ratio: Tensor) -> Tensor:
+    """KL(μ ‖ π) of "this token or another"; probabilities of 1 are taken as a little less."""
+    others_old, others_new = ((1 - p).clamp(min=1e-6) for p in (old, new))
+    return -old * log_ratio + others_old * (others_old / others_new).log()
+
+
+CORRECTIONS: dict[str, type[Correction]] = {
+    "token_truncation": TokenTruncation,
+    "sequence_truncation": SequenceTruncation,
+    "token_rejection": TokenRejection,
+    "sequence_rejection": SequenceRejection,
+    "token_mask": TokenMask,
+    "sequence_mask": SequenceMask,
+    "negative_sequence_mask": NegativeSequenceMask,
+    "divergence_mask": DivergenceMask,
+}
+
+
+def make_correction(text: str) -> Correction:
+    """The correction that a setting names, such as token_mask or token_mask=0.5,2."""
+    name, _, given = text.partition("=")
+    if name not in CORRECTIONS:
+        raise ConfigError(f"There is no correction {name!r}; there are {', '.join(CORRECTIONS)}.")
+    try:
+        return CORRECTIONS[name](*map(float, given.split(",") if given else ()))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"The correction {text!r} cannot be made; write its numbers as token_mask=0.5,2.") from error
 
 
 def _log_ratio(tokens: ActionTokens, who: Correction) -> Tensor:

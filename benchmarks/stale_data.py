@@ -3,7 +3,8 @@
 Each cell is one correction, one lag, three seeds: a tiny Llama learns to write lines of which half are letters
 (letter_lines.py) with group-relative weights. A second experiment leaves the lag at 0 and disturbs the sampler's weights
 instead, by noise of a given share of each matrix's spread: sampler and trainer then differ for good, as another precision
-makes them differ.
+makes them differ. Lag counts batches. Ways with "×4" take four optimizer steps on each (two passes of two mini-batches) at 0.3 of
+the learning rate; those with "KL" are held near the first weights.
 
     OMP_NUM_THREADS=1 python benchmarks/stale_data.py                          # all: table, docs/results/stale_data.jsonl, .png
     OMP_NUM_THREADS=1 python benchmarks/stale_data.py --lags 8 --seeds 0 --only none token-TIS
@@ -17,6 +18,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,18 +32,22 @@ from ludic.training.credit_assignment import GroupNormalizedReturn
 from ludic.training.losses import (
     CorrectedLoss,
     Correction,
+    DivergenceMask,
     Loss,
     MaskedCausalLMCrossEntropyLoss,
+    NegativeSequenceMask,
+    Regularized,
     SequenceMask,
     SequenceRejection,
     SequenceTruncation,
     TokenClippedSurrogateLoss,
+    TokenKLLoss,
     TokenMask,
     TokenTruncation,
 )
 
-ON_POLICY = ("none", "PPO clip")
-"""If every ratio is 1 all corrections are equal, so these two represent all."""
+ON_POLICY = ("none", "PPO clip", "PPO clip ×4", "decoupled ×4")
+"""If every ratio is 1 all corrections are equal, so these represent all."""
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 GROUP_SIZE = 8
 
@@ -51,14 +57,49 @@ def corrected(*corrections: Correction) -> Loss:
     return CorrectedLoss(MaskedCausalLMCrossEntropyLoss(), corrections)
 
 
-WAYS: dict[str, Callable[[], Loss]] = {
-    "none": lambda: corrected(),
-    "token-TIS": lambda: corrected(TokenTruncation(2.0)),
-    "seq-TIS": lambda: corrected(SequenceTruncation(2.0)),
-    "seq-reject": lambda: corrected(SequenceRejection(2.0)),
-    "token-mask": lambda: corrected(TokenMask(0.5, 2.0)),
-    "geometric": lambda: corrected(SequenceMask(0.9, 1.1)),
-    "PPO clip": lambda: TokenClippedSurrogateLoss(length_normalize=True),
+def clipped(**settings: Any) -> Loss:
+    return TokenClippedSurrogateLoss(length_normalize=True, **settings)
+
+
+def near_the_first(*, weighted: bool) -> Loss:
+    """PPO's clip, and a KL to the weights from before training."""
+    return Regularized(
+        clipped(),
+        {"kl": TokenKLLoss(coeff=0.02, to="reference", estimator="k3", importance_weighted=weighted, weight_cap=2.0)},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    make: Callable[[], Loss]
+    num_passes: int = 1
+    """Over each batch, of two mini-batches each if there are several."""
+
+    def trainer(self, lr: float) -> dict[str, Any]:
+        if self.num_passes == 1:
+            return {"lr": lr}
+        return {"lr": 0.3 * lr, "updates_per_batch": self.num_passes, "mini_batches": 2}
+
+
+DPPO_LIMIT = 0.001
+"""Of 264 tokens each begins with a probability of 0.004: a limit for words of a language would never act."""
+WAYS: dict[str, Way] = {
+    "none": Way(lambda: corrected()),
+    "token-TIS": Way(lambda: corrected(TokenTruncation(2.0))),
+    "seq-TIS": Way(lambda: corrected(SequenceTruncation(2.0))),
+    "seq-reject": Way(lambda: corrected(SequenceRejection(2.0))),
+    "token-mask": Way(lambda: corrected(TokenMask(0.5, 2.0))),
+    "geometric": Way(lambda: corrected(SequenceMask(0.9, 1.1))),
+    "negative mask": Way(lambda: corrected(NegativeSequenceMask(0.05))),
+    "PPO clip": Way(clipped),
+    "clip, negative mask": Way(lambda: CorrectedLoss(clipped(), [NegativeSequenceMask(0.05)])),
+    "DPPO": Way(
+        lambda: CorrectedLoss(clipped(clip_eps_low=1e6, clip_eps_high=1e6, ratio_clip=20), [DivergenceMask(DPPO_LIMIT)])
+    ),
+    "PPO clip ×4": Way(clipped, num_passes=2),
+    "decoupled ×4": Way(lambda: clipped(behavior_cap=2.0), num_passes=2),
+    "KL": Way(lambda: near_the_first(weighted=False)),
+    "weighted KL": Way(lambda: near_the_first(weighted=True)),
 }
 
 
@@ -83,25 +124,26 @@ class LaggingPublisher:
         return weight + self._noise * weight.std() * torch.randn(weight.shape, generator=self._generator)
 
 
-def run(way: str, lag: int, noise: float, seed: int, num_steps: int, lr: float) -> dict[str, Any]:
+def run(way: str, lag: int, noise: float, seed: int, num_batches: int, lr: float) -> dict[str, Any]:
     """Run once; returns the measurements."""
     started = time.perf_counter()
     model = tiny_model(seed)
     engine = engine_of(copy.deepcopy(model))
-    algorithm = RLAlgorithm(name=way, credit_assigner=GroupNormalizedReturn(GROUP_SIZE), loss=WAYS[way]())
+    algorithm = RLAlgorithm(name=way, credit_assigner=GroupNormalizedReturn(GROUP_SIZE), loss=WAYS[way].make())
     publisher = LaggingPublisher(engine, lag, noise, seed)
     publisher.publish(model.state_dict(), 0)
     trainer = Trainer(
         model=model,
         algo=algorithm,
         batch_source=lines(engine, algorithm, seed=seed, group_size=GROUP_SIZE),
-        cfg=TrainerConfig(lr=lr, max_seq_len=64, weight_decay=0.0, watch_entropy=True, seed=seed, parity_tolerance=1e9),
+        cfg=TrainerConfig(max_seq_len=64, weight_decay=0.0, seed=seed, parity_tolerance=1e9, **WAYS[way].trainer(lr)),
         publisher=publisher,
+        reference=copy.deepcopy(model) if algorithm.loss.needs.reference else None,
     )
     history, ended = [], "done"
     try:
-        for _ in range(num_steps):
-            history.append(trainer.train_step_sync())
+        for _ in range(num_batches):
+            history.append([trainer.train_step_sync() for _ in range(trainer.cfg.steps_per_batch)][-1])
     except FloatingPointError as error:
         ended = str(error)
     engine.sync_weights(model.state_dict())
@@ -126,6 +168,7 @@ def _record(
     curve = [round(stats["train/avg_total_reward"], 4) for stats in history]
     names = ["ess", "ess_sequence", "kl_actor_policy", "kl_actor_policy_q1", "kl_actor_policy_q4", "entropy"]
     names += ["correction_mean", "correction_zero_frac", "correction_capped_frac", "correction_ess", "clip_frac"]
+    names += ["chi_square", "chi_square_sequence", "log_perplexity_gap", "behavior_capped_frac", "kl/kl_mean"]
     return {
         "way": way, "lag": lag, "noise": noise, "seed": seed, "final_reward": reward, "best_reward": max(curve), "ended": ended,
         "late_reward": fmean(curve[-len(curve) // 5 :]), "collapsed": ended != "done" or reward < curve[0], "curve": curve,
@@ -138,12 +181,17 @@ def _record(
 
 def table(records: Sequence[dict[str, Any]]) -> str:
     """Markdown: one row per correction and setting, means over seeds."""
-    columns = "way, lag, noise, late reward, worst seed, last weights, below the start, KL, ess, ess (sequence), masked, capped"
-    rows = [f"| {columns.replace(', ', ' | ')} |", "|---" * 12 + "|"]
+    columns = (
+        "way, lag, noise, late reward, worst seed, last weights, below the start, KL, chi², gap, ess, ess (sequence)"
+    )
+    columns += ", masked or clipped, capped"
+    rows = [f"| {columns.replace(', ', ' | ')} |", "|---" * 14 + "|"]
     for way, lag, noise in _cells(records):
         own = [r for r in records if (r["way"], r["lag"], r["noise"]) == (way, lag, noise)]
-        numbers = [_mean(own, name) for name in ("kl_actor_policy", "ess", "ess_sequence")]
-        shares = [_mean(own, name) for name in ("correction_zero_frac", "correction_capped_frac")]
+        numbers = [
+            _mean(own, name) for name in ("kl_actor_policy", "chi_square", "log_perplexity_gap", "ess", "ess_sequence")
+        ]
+        shares = [_mean(own, "correction_zero_frac", "clip_frac"), _mean(own, "correction_capped_frac")]
         rows.append(
             f"| {way} | {lag} | {noise:g} | {_mean(own, 'late_reward')} | {min(r['late_reward'] for r in own):.2f} | "
             f"{_mean(own, 'final_reward')} | {sum(r['collapsed'] for r in own)} of {len(own)} | "
@@ -158,9 +206,13 @@ def _cells(records: Sequence[dict[str, Any]]) -> list[tuple[str, int, float]]:
     return sorted(seen, key=lambda cell: (cell[2], cell[1], list(WAYS).index(cell[0])))
 
 
-def _mean(records: Sequence[dict[str, Any]], name: str) -> str:
-    values = [r[name] for r in records if r[name] is not None]
-    return f"{fmean(values):.3g}" if values else "–"
+def _mean(records: Sequence[dict[str, Any]], *names: str) -> str:
+    """Of the first of these that the records have."""
+    for name in names:
+        values = [r[name] for r in records if r.get(name) is not None]
+        if values:
+            return f"{fmean(values):.3g}"
+    return "–"
 
 
 def _stand_in(way: str, record: dict[str, Any]) -> str:
@@ -178,14 +230,14 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(12, 5), sharey=True)
     panels = [("lag", "updates between sampling and training", lambda r: r["noise"] == 0)]
     panels += [("noise", "noise on the sampler's weights (share of their spread), lag 0", lambda r: r["lag"] == 0)]
-    colours = pyplot.colormaps["tab10"]
+    colours = pyplot.colormaps["tab20"]
     for axis, (name, label, belongs) in zip(axes, panels, strict=True):
         values = sorted({r[name] for r in records if belongs(r)})
         for number, way in enumerate(w for w in WAYS if any(r["way"] == w for r in records)):
             own = [r for r in records if r["way"] == _stand_in(way, r) and belongs(r)]
             measured = [v for v in values if any(r[name] == v for r in own)]
             means = [fmean(r["late_reward"] for r in own if r[name] == v) for v in measured]
-            places = [values.index(r[name]) + (number - 3) * 0.03 for r in own]
+            places = [values.index(r[name]) + (number - 7) * 0.02 for r in own]
             axis.plot([values.index(v) for v in measured], means, color=colours(number), label=way, linewidth=1.6)
             axis.scatter(places, [r["late_reward"] for r in own], color=colours(number), s=9, alpha=0.6)
         axis.set_xticks(range(len(values)), [f"{v:g}" for v in values])
@@ -200,22 +252,27 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", nargs="*", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--lags", nargs="*", type=int, default=[0, 4, 12])
+    parser.add_argument("--lags", nargs="*", type=int, default=[0, 4, 16])
     parser.add_argument("--noises", nargs="*", type=float, default=[0.5], help="at lag 0")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--batches", type=int, default=50)
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--out", type=Path, default=RESULTS / "stale_data.jsonl")
+    parser.add_argument("--append", action="store_true", help="keep the results in --out, and run what is missing")
     parser.add_argument("--from", dest="source", type=Path, help="do not run; read these results")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.source is None:
         settings = [(lag, 0.0) for lag in args.lags] + [(0, noise) for noise in args.noises]
-        args.out.write_text("")
-        for lag, noise in settings:
-            for way in args.only if lag or noise else [way for way in args.only if way in ON_POLICY]:
-                for seed in args.seeds:
-                    record = run(way, lag, noise, seed, args.steps, args.lr)
+        known = [json.loads(line) for line in args.out.read_text().splitlines()] if args.append else []
+        args.out.write_text("".join(json.dumps(record) + "\n" for record in known))
+        done = {(r["way"], r["lag"], r["noise"], r["seed"]) for r in known}
+        for seed in args.seeds:
+            for lag, noise in settings:
+                for way in args.only if lag or noise else [way for way in args.only if way in ON_POLICY]:
+                    if (way, lag, noise, seed) in done:
+                        continue
+                    record = run(way, lag, noise, seed, args.batches, args.lr)
                     print({k: v for k, v in record.items() if k != "curve"}, flush=True)
                     with args.out.open("a") as file:
                         file.write(json.dumps(record) + "\n")

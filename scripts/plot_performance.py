@@ -3,7 +3,7 @@
     python benchmarks/engine.py --vllm --json engine.jsonl
     python scripts/plot_performance.py engine.jsonl --out docs/results/engine.png
 
-One panel per model shape, on the workloads fixed1, fixed128 …; both engines return log-probs. Of several records of one row the
+One panel per model shape on which all engines were measured, on the workloads fixed1, fixed128 …; both engines return log-probs. Of several records of one row the
 last counts. Needs matplotlib (the extra plot).
 """
 # ruff: noqa: T201 - a script prints
@@ -46,10 +46,12 @@ def main(settings: Settings) -> None:
     except ImportError as error:
         raise MissingExtra("plot", "Drawing a curve") from error
     rows = read(settings)
-    shapes = [shape for shape in SHAPES if any(row["shape"] == shape for row in rows)]
+    found = {shape: curves(rows, shape) for shape in SHAPES}
+    most = max(map(len, found.values()))  # engines: a shape without vLLM has no panel beside one with it
+    shapes = [shape for shape, engines in found.items() if len(engines) == most]
     figure, panels = pyplot.subplots(1, len(shapes), figsize=(4.2 * len(shapes), 3.8), squeeze=False)
     for panel, shape in zip(panels[0], shapes, strict=True):
-        draw(panel, shape, curves(rows, shape))
+        draw(panel, shape, found[shape])
     panels[0][0].set_ylabel("tokens per second")
     figure.suptitle(source(rows), fontsize=9)
     figure.tight_layout()

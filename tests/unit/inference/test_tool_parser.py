@@ -52,6 +52,13 @@ def test_json_that_is_not_a_call_is_a_parse_error_and_never_an_exception(body):
     assert result.parse_error and result.tool_calls is None
 
 
+@pytest.mark.parametrize("end", ["}}", "}}}"], ids=["doubled at the start", "doubled on both sides"])
+def test_doubled_braces_as_qwen_coder_copies_them_from_its_template(end):
+    result = hermes(f'<tool_call>\n{{{{"name": "f", "arguments": {{"a": "{{1}}"{end}\n</tool_call>')
+    assert calls(result) == [("f", {"a": "{1}"})] and not result.parse_error
+    assert hermes('<tool_call>{{"name": "f"}}}</tool_call>').parse_error
+
+
 def test_an_unclosed_block_is_a_parse_error():
     assert hermes('<tool_call>{"name": "f", "arguments": {}}').parse_error
     nested = hermes('<tool_call>{"name": <tool_call>{"name":"g"}</tool_call>')

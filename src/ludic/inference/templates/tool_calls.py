@@ -82,11 +82,20 @@ class HermesToolParser:
             return ToolParseResult(content=text)
         found = _Found()
         for block in self._BLOCK.findall(text):
-            found.add_json(_json_or_none(block), ("arguments", "parameters"))
+            found.add_json(self._read(block.strip()), ("arguments", "parameters"))
         outside = self._BLOCK.sub("", text)
         if self._OPEN in outside:  # opened and never closed
             found.broken = True
         return found.result(outside.strip())
+
+    @staticmethod
+    def _read(block: str) -> Any:
+        """Also of doubled braces: the template of Qwen2.5-Coder shows them by mistake, and the model copies one side or both."""
+        value = _json_or_none(block)
+        if value is None and block.startswith("{{"):
+            once = block[1:]
+            value = next((v for text in (once, once[:-1]) if (v := _json_or_none(text)) is not None), None)
+        return value
 
 
 class Llama3ToolParser:

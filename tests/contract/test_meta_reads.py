@@ -32,7 +32,7 @@ ALLOWED = {
     ("types/requests.py", "group_id"): HOME,
     ("batch_gen/store.py", "group_id"): "of a line that is indexed without decoding its rollout",
     ("batch_gen/store.py", "engine"): "the writer adds to what the engine wrote",
-    ("types/samples.py", "domain"): USER,
+    ("types/rollout.py", "domain"): HOME,
     ("batch_gen/sources/teachers.py", "hint"): USER,
     ("batch_gen/requests/curriculum.py", "task_index"): "the curriculum wrote it into its own requests",
     ("eval/outcome.py", "task_id"): USER,

@@ -131,13 +131,23 @@ def _meta(
         "avg_prompt_length": _mean([len(item.input_ids) - item.num_action_tokens for item in kept]),
         "avg_turns": _mean([sum(map(_num_turns, session)) for session in sessions]),
     }
-    averages |= _call_rates(settled.rollouts)
+    averages |= _call_rates(settled.rollouts) | _rates_by_domain(sessions)
     averages |= component_means(
         [added(rollout.reward_components for rollout in session) for session in sessions],
         [added(rollout.scores for rollout in session) for session in sessions],
     )
     metrics = {name: float(value) for name, value in {**counts, **averages}.items()}
     return {**counts, **averages, "rollout_metrics": metrics}
+
+
+def _rates_by_domain(sessions: Sequence[Sequence[Rollout]]) -> dict[str, float]:
+    """Episodes and mean reward of each domain that requests name; empty where they name none."""
+    rewards: dict[str, list[float]] = {}
+    for session in sessions:
+        if (domain := session[0].domain) is not None:
+            rewards.setdefault(domain, []).append(sum(rollout.total_reward for rollout in session))
+    counts = {f"{name}/num_rollouts": float(len(own)) for name, own in rewards.items()}
+    return counts | {f"{name}/avg_total_reward": fmean(own) for name, own in rewards.items()}
 
 
 def _call_rates(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -312,7 +312,7 @@ async def _run_once(running: RunningEpisode, factories: Factories, limits: Episo
         ):
             return await protocol.run(
                 env=env,
-                max_steps=limits.max_steps,
+                max_steps=min(limits.max_steps, protocol.max_steps or limits.max_steps),
                 env_seed=plan.env_seed,
                 sampling_seed=plan.sampling_seed,
                 inference=plan.request.inference,

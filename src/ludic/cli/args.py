@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 import tyro
 
-from ludic.run.config import RunConfig
+from ludic.run.config import FILE_SECTIONS, RunConfig
 from ludic.run.settings import (
     Setting,
     check_numbers,
@@ -75,7 +75,10 @@ def parse_with_settings(
     rest, pairs = _take_pairs(type(default), args)
     sections: dict[str, list[Setting]] = {}
     for setting in settings_of(type(default)):
-        sections.setdefault(setting.section, []).append(setting)
+        if _is_in_a_file_only(setting):
+            _refuse_flag(setting, rest)
+        else:
+            sections.setdefault(setting.section, []).append(setting)
     kinds = typing.get_type_hints(type(default))
     fields: list[Any] = [("command", arguments)]
     for section, settings in sections.items():
@@ -93,8 +96,18 @@ def parse_with_settings(
     return typed.command, config
 
 
+def _is_in_a_file_only(setting: Setting) -> bool:
+    return setting.entry is not None or setting.section in FILE_SECTIONS
+
+
+def _refuse_flag(setting: Setting, args: Sequence[str]) -> None:
+    if any(arg.partition("=")[0].replace("_", "-") == setting.flag for arg in args):
+        where = f"[[{setting.name}]]" if setting.entry is not None else f"{setting.name} = … under [{setting.section}]"
+        raise ConfigError(f"{setting.flag} is no flag; write {where} in a file, and give the file as TARGET.")
+
+
 def _is_flag(setting: Setting) -> bool:
-    return setting.path != ("env", "id")  # it is the target
+    return setting.path != ("env", "id") and not _is_in_a_file_only(setting)  # the id is the target
 
 
 def _field(setting: Setting, value: Any) -> tuple[str, Any, Any]:
@@ -171,7 +184,7 @@ def parse_run(arguments: type[A], args: Sequence[str], *, prog: str, description
         return command, replace(config, env=replace(config.env, id=command.target))
     usual = read_toml(RunConfig, path)
     command, config = parse_with_settings(arguments, usual, args, prog=prog, description=description)
-    if not config.env.id:
+    if not config.env.id and not config.envs:
         raise ConfigError(f'{path} names no env; write id = "…" under [env].')
     return command, config
 

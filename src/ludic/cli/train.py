@@ -40,11 +40,11 @@ def train(args: list[str]) -> int:
     command, config = parse_run(TrainArgs, args, prog="ludic train", description=DESCRIPTION)
     from ludic.run.resolve import env_factory
 
-    env = env_factory(config.env.id)  # reports a wrong name before torch is loaded
+    envs = [env_factory(id) for id in config.env_ids]  # reports a wrong name before torch is loaded
     need_extras("train", "ludic train")
     from ludic.run import build
 
-    run = build(config, env=env)  # type: ignore[arg-type]
+    run = build(config, env=None if config.envs else envs[0])  # type: ignore[arg-type]
     if command.dry_run:
         return show_plan(run, resume=command.resume)
     with reported(run, resume=command.resume) as report:
@@ -122,8 +122,8 @@ def _opening(run: "Run", *, resume: bool) -> list[str]:
     config, start = run.config, run.starting_point(resume=resume)
     teacher = "" if config.algo.teacher is None else f", taught by {config.algo.teacher}"
     lines = [
-        f"{run.folder}: {config.model.model} learns {config.env.id} with {config.algo.algo}, {config.train.steps} updates of "
-        f"{config.rollouts.rollouts_per_update} rollouts{teacher}."
+        f"{run.folder}: {config.model.model} learns {' and '.join(config.env_ids)} with {config.algo.algo}, "
+        f"{config.train.steps} updates of {config.rollouts.rollouts_per_update} rollouts{teacher}."
     ]
     if start.first_step:
         lines.append(f"Going on after update {start.first_step}.")

@@ -89,6 +89,8 @@ class InteractionProtocol(ABC):
 
     env_timeout_s: float | None = None
     """Time limit of each reset and step of an env; None: no limit. The rollout engine sets it."""
+    max_steps: int | None = None
+    """Turns at most, where envs with different limits are played by one rollout engine; None: the engine's limit."""
     _collector: TraceCollector | None = None
 
     @property

@@ -11,11 +11,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 from ludic.batch_gen.episodes import DEFAULT_ENV_TIMEOUT_S
 from ludic.catalog import CutOff, Unreadable
 from ludic.models import TINY
+from ludic.run.entries import Arguments, EnvEntry, LeagueSettings, RecordedEntry, at_least
 from ludic.training.config import CheckpointConfig, LRSchedule, TrainerConfig
 from ludic.types import ConfigError, SamplingParams, shown_url
 from ludic.types.urls import PUT_LOGIN, refuse_login
@@ -26,8 +27,8 @@ SERVER_VARIABLE = "LUDIC_SERVER"
 DEFAULT_MAX_LAG = 4
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in a run folder."""
-Arguments: TypeAlias = dict[str, Any]
-"""Keyword arguments of a part: a table in the file, `--flag name=value` (again and again) on the command line."""
+FILE_SECTIONS = frozenset({"league"})
+"""Sections whose settings are no flags, like lists of tables: a file has them."""
 
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 Engine: TypeAlias = Literal["local", "vllm", "pipeline"]
@@ -45,13 +46,6 @@ def check_name(name: str | None, pattern: str = r"[\w.+-]+") -> None:
             f"name = {name!r}; a folder is named with letters, digits and . _ + -, and cannot be . or .. (--runs or --out "
             "chooses where it is)."
         )
-
-
-def at_least(low: float, **values: float | None) -> None:
-    """ConfigError for a setting below `low`; None is not checked."""
-    for name, value in values.items():
-        if value is not None and value < low:
-            raise ConfigError(f"{name} = {value}; it must be at least {low:g}.")
 
 
 # --- sections that training and evaluation share ---------------------------------------------------------------
@@ -435,6 +429,9 @@ class RunConfig:
     eval: EvalSettings = field(default_factory=EvalSettings)
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)
     run: RunSettings = field(default_factory=RunSettings)
+    league: LeagueSettings = field(default_factory=LeagueSettings)
+    envs: tuple[EnvEntry, ...] = ()
+    recorded: tuple[RecordedEntry, ...] = ()
     checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(CHECKPOINTS, every_n_steps=20))
 
     KEYS: ClassVar[Mapping[str, Mapping[str, str]]] = {
@@ -470,6 +467,17 @@ class RunConfig:
         schedule = self.trainer.lr_schedule or LRSchedule(total_steps=_OPEN_END)
         norm = self.trainer.max_grad_norm or 0.0  # a file has no word for None
         object.__setattr__(self, "trainer", replace(self.trainer, lr_schedule=schedule, max_grad_norm=norm))
+        if self.envs and self.env.id:
+            raise ConfigError(
+                f"[[envs]] names the envs of the run, and [env] or the command line names {self.env.id!r}; give one."
+            )
+        for what, names in (("envs", [e.label for e in self.envs]), ("recorded", [r.name for r in self.recorded])):
+            if len(set(names)) != len(names):
+                raise ConfigError(f'[[{what}]] has the names {", ".join(names)}; give each entry its own name = "…".')
+
+    @property
+    def env_ids(self) -> tuple[str, ...]:
+        return tuple(entry.id for entry in self.envs) or (self.env.id,)
 
     @property
     def is_evaluated(self) -> bool:

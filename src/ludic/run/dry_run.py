@@ -28,15 +28,26 @@ _SMOLLM2_PARAMETERS = 134_515_008
 
 def plan_lines(run: ResolvedRun, start: ResumePoint) -> list[str]:
     """The plan in sentences; ConfigError for what cannot work."""
-    samples, steps, total = train_samples(run), run.steps, run.config.rollouts.rollouts_per_update
+    steps, total = run.steps, run.config.rollouts.rollouts_per_update
+    check_teacher(run, make_algorithm(run))
+    check_source(run)
+    start_line = f"Updates {start.first_step + 1} to {steps}; everything is written to {run.folder}."
+    if run.envs:
+        whole = f"{steps} updates × {total} rollouts: {steps * total:,} episodes."
+        lines = [f"{env.name}, {env.share:.0%}: {' '.join(_task_lines(env.run, env.share))}" for env in run.envs]
+        return [*_model_lines(run), whole, *lines, *_feature_lines(run), start_line]
+    return [*_model_lines(run), *_task_lines(run), *_feature_lines(run), start_line]
+
+
+def _task_lines(run: ResolvedRun, share: float = 1.0) -> list[str]:
+    """The tasks and tokens of one env, which has this share of the episodes."""
+    samples, steps, total = train_samples(run), run.steps, round(run.config.rollouts.rollouts_per_update * share)
     eval_samples(run)
     first_env(run)
     outside = outside_agent(run.config.agent, run.parts)
-    check_teacher(run, make_algorithm(run))
-    check_source(run)
     tasks = "each group with its own seed"
     if samples is not None:
-        tasks = f"{steps * run.num_groups / len(samples):.2f} passes over {len(samples):,} samples"
+        tasks = f"{steps * run.num_groups * share / len(samples):.2f} passes over {len(samples):,} samples"
     per_update = min(run.max_steps * run.sampling.max_tokens, run.trainer.max_seq_len) * total
     tokens = (
         f"At most {run.max_steps} turns of {run.sampling.max_tokens} tokens: {per_update:,} sampled tokens an update, "
@@ -45,13 +56,10 @@ def plan_lines(run: ResolvedRun, start: ResumePoint) -> list[str]:
     if outside is not None:
         calls = run.config.agent.agent_max_calls or "any number of"
         tokens = f"The agent {outside.name} makes {calls} model calls an episode, of {run.sampling.max_tokens} tokens at most."
-    return [
-        *_model_lines(run),
-        f"{steps} updates × {total} rollouts ({run.num_groups} groups of {run.group_size}): {steps * total:,} episodes, {tasks}.",
-        tokens,
-        *_feature_lines(run),
-        f"Updates {start.first_step + 1} to {steps}; everything is written to {run.folder}.",
-    ]
+    groups = f"{total / run.group_size:g} groups of {run.group_size}"
+    if share < 1:
+        return [f"{groups} an update with {run.config.algo.algo}, {tasks}.", tokens]
+    return [f"{steps} updates × {total} rollouts ({groups}): {steps * total:,} episodes, {tasks}.", tokens]
 
 
 def _feature_lines(run: ResolvedRun) -> list[str]:
@@ -77,6 +85,16 @@ def _feature_lines(run: ResolvedRun) -> list[str]:
         lines.append(f"The policy is held near {what}: {algo.kl_coeff:g} × KL ({algo.kl_estimator}).")
     if algo.entropy_bonus:
         lines.append(f"Entropy is rewarded: {algo.entropy_bonus:g} × its mean over tokens.")
+    for entry in run.config.recorded:
+        lines.append(
+            f"Beside every played sample {entry.share:g} of {', '.join(map(str, entry.files))}, with {entry.algo}."
+        )
+    league = run.config.league
+    if league.league_every:
+        lines.append(
+            f"{league.league_share:.0%} of the groups are played against one of the last {league.league_size} snapshots of the "
+            f"policy, taken every {league.league_every} updates."
+        )
     return lines
 
 

@@ -20,15 +20,16 @@ from ludic.batch_gen.pipeline.source import PipelineBatchSource
 from ludic.distributed.publish.folder import FolderPublisher
 from ludic.eval import EvalReport, SnapshotEvaluator
 from ludic.gateway.protocol import close_gateways
-from ludic.inference import LocalTeacher, VLLMTeacher, tokenizer_fingerprint
+from ludic.inference import HFChatTemplate, LocalTeacher, VLLMTeacher, tokenizer_fingerprint
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot
 from ludic.models.loading import LoadedModel
 from ludic.models.lora import dense_parameters
-from ludic.run.config import ModelSettings, redis_url, required_servers
+from ludic.run.config import AgentSettings, ModelSettings, redis_url, required_servers
 from ludic.run.folder import WEIGHTS, ResumePoint, rollouts_file
 from ludic.run.model import ServedPolicy, load_policy, load_tokenizer, local_engine, make_template, serve_locally
 from ludic.run.parts import (
+    EnvsEvaluator,
     EpisodeSetup,
     first_env,
     make_algorithm,
@@ -38,7 +39,7 @@ from ludic.run.parts import (
     play,
 )
 from ludic.run.resolve import ResolvedRun
-from ludic.run.sources import check_source, make_source
+from ludic.run.sources import check_source, make_league, make_source, with_league, with_recorded
 from ludic.training import RLAlgorithm
 from ludic.training.credit_assignment import EpisodeCredit, HybridNormalizedReturn
 from ludic.training.learner.stop import run_sync
@@ -66,7 +67,8 @@ class Generation(ABC):
     @staticmethod
     def check(run: ResolvedRun) -> None:
         """ConfigError for what cannot work, before weights are loaded."""
-        outside_agent(run.config.agent, run.parts)
+        for own in run.each:
+            outside_agent(own.config.agent, run.parts)
         check_teacher(run, make_algorithm(run))
         check_source(run)
 
@@ -82,14 +84,28 @@ class Generation(ABC):
         """For the trainer: evaluates the current weights, or a copy of them where evaluation runs in the background."""
         served, setup = self._evaluation()
         if not self._run.trainer.eval_in_background or served.snapshot is None:
-            return make_evaluator(self._run, setup)
+            return self._evaluator_of(setup)
         snapshot = served.snapshot()
         self._closing.callback(snapshot.close)
         self._closing.callback(close_gateways, snapshot)
-        return SnapshotEvaluator(make_evaluator(self._run, replace(setup, client=snapshot)), snapshot)
+        beside = tuple(replace(each, client=snapshot) for each in setup.beside)
+        return SnapshotEvaluator(self._evaluator_of(replace(setup, client=snapshot, beside=beside)), snapshot)
+
+    def _evaluator_of(self, setup: EpisodeSetup) -> Evaluator:
+        if not self._run.envs:
+            return make_evaluator(self._run, setup)
+        setups = zip(self._run.envs, (replace(setup, beside=()), *setup.beside), strict=True)
+        return EnvsEvaluator({env.name: make_evaluator(env.run, own) for env, own in setups})
+
+    def _require_one_env(self) -> None:
+        if self._run.envs:
+            raise ConfigError(
+                "This run has several envs: trainer.eval() evaluates them all, `ludic eval ENV --model RUN` one."
+            )
 
     async def evaluate(self) -> EvalReport:
         """Evaluates the current weights once."""
+        self._require_one_env()
         evaluator = make_evaluator(self._run, self._evaluation()[1])
         await evaluator.eval()
         assert evaluator.last_report is not None, "an evaluation has just ended"
@@ -97,6 +113,7 @@ class Generation(ABC):
 
     async def play(self) -> list[Rollout]:
         """Plays the evaluation's tasks once with the current weights."""
+        self._require_one_env()
         return await play(self._run, self._evaluation()[1])
 
     def status(self) -> str:
@@ -115,13 +132,21 @@ class Generation(ABC):
         self._closing.close()
 
     def _setup(self, served: ServedPolicy) -> EpisodeSetup:
-        run, agent = self._run, self._run.config.agent
-        with_tools = agent.may_call_tools or bool(run.parts.tools)
-        template = make_template(self._loaded.tokenizer, with_tools=with_tools)
+        """Of the run's env, or of the first of several with the others beside it."""
         self._closing.callback(close_gateways, served.client)  # before the client itself is closed
-        return make_episode_setup(
-            run.config.env, agent, run.env, served.client, template, served.model, run.parts, reward=run.config.reward
-        )
+        made: list[EpisodeSetup] = []
+        for own in self._run.each:
+            config, parts = own.config, own.parts
+            template = self._template(config.agent)
+            setup = make_episode_setup(
+                config.env, config.agent, own.env, served.client, template, served.model, parts, reward=config.reward
+            )
+            made.append(setup if not self._run.envs else replace(setup, protocol=f"play {len(made)}"))
+        return replace(made[0], beside=tuple(made[1:]))
+
+    def _template(self, agent: AgentSettings) -> HFChatTemplate:
+        with_tools = agent.may_call_tools or bool(self._run.parts.tools)
+        return make_template(self._loaded.tokenizer, with_tools=with_tools)
 
 
 class EmbeddedGeneration(Generation):
@@ -134,7 +159,12 @@ class EmbeddedGeneration(Generation):
         self._episodes = self._setup(self._served)
         self.publisher, self.algorithm = self._served.publisher, make_algorithm(run)
         path = rollouts_file(run.folder, start) if run.config.rollouts.save_rollouts else None
-        source: BatchSource = make_source(run, self._episodes, self.algorithm, jsonl_path=path)
+        league = make_league(run, self._served.client) if isinstance(self._served.client, LocalEngine) else None
+        if league is not None:
+            self._closing.callback(league.close)
+            self._episodes = with_league(run, self._episodes, league, self._template(run.config.agent))
+        played = make_source(run, self._episodes, self.algorithm, jsonl_path=path, league=league)
+        source = with_recorded(run, played, loaded.tokenizer)
         if self.algorithm.loss.needs.teacher_kl is not None:
             self.teacher = load_teacher(run)
         elif run.config.algo.teacher is not None:
@@ -150,7 +180,8 @@ class EmbeddedGeneration(Generation):
     @staticmethod
     def check(run: ResolvedRun) -> None:
         Generation.check(run)
-        first_env(run)
+        for own in run.each:
+            first_env(own)
 
     def _serve(self) -> ServedPolicy:
         run = self._run

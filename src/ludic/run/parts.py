@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ludic import registry
@@ -30,13 +31,14 @@ from ludic.gateway.agents import AgentCommand, AgentFunction, OutsideAgent, is_a
 from ludic.gateway.protocol import GatewayProtocol
 from ludic.gateway.session import SessionLimits
 from ludic.inference import ChatTemplate
-from ludic.interaction import InteractionProtocol, MultiAgentProtocol, SingleAgentProtocol
+from ludic.interaction import InteractionProtocol, MultiAgentProtocol, Policies, RoleAssignment, SingleAgentProtocol
 from ludic.interaction.base import AnyEnv
 from ludic.rewards import Rewards, as_scorer
 from ludic.rewards.shaping import SoftOverlong
 from ludic.run.config import AgentSettings, AlgoSettings, EnvSettings, RewardSettings
+from ludic.run.entries import RecordedEntry
 from ludic.run.folder import METRICS, wandb_id
-from ludic.run.resolve import EnvFactory, Parts, ResolvedRun
+from ludic.run.resolve import EnvFactory, Parts, ResolvedRun, open_reduction
 from ludic.run.settings import values_of
 from ludic.training import (
     JSONLLogger,
@@ -67,6 +69,8 @@ if TYPE_CHECKING:
     from ludic.training import RLAlgorithm
 
 PROTOCOL = "play"
+PLAYED = "played"
+"""Objective of the samples that the run plays, where recorded ones are beside them."""
 _CONCURRENCY = 64
 """Episodes at a time with servers, where the settings do not say."""
 SHOWN = (
@@ -100,6 +104,12 @@ class EpisodeSetup:
     """Name of the model, a part of every request: the episodes of another model in the same file do not count."""
     rewards: Rewards | None = None
     """What scores the episodes, beside the env."""
+    protocol: str = PROTOCOL
+    """Name of its protocol in requests."""
+    beside: tuple[EpisodeSetup, ...] = ()
+    """Of the other envs of the run: its engines play their episodes, too."""
+    policies: Policies | None = None
+    """Which policy plays which role, for requests that say it."""
     engines: dict[str, RolloutEngine] = field(default_factory=dict)
     """Every engine that was made, by its purpose; `activity` reports their progress."""
 
@@ -114,8 +124,8 @@ class EpisodeSetup:
     ) -> RolloutEngine:
         """A new rollout engine; `purpose` is its name in `activity`."""
         self.engines[purpose] = RolloutEngine(
-            env_registry={} if self.env.id in registry.envs else {self.env.id: self.factory.factory},
-            protocol_registry={PROTOCOL: lambda model=None: self.make_protocol(self.client)},
+            env_registry={s.env.id: s.factory.factory for s in (self, *self.beside) if s.env.id not in registry.envs},
+            protocol_registry={s.protocol: s.new_protocol for s in (self, *self.beside)},
             jsonl_path=jsonl_path,
             resume=resume,
             seed=seed,
@@ -125,6 +135,13 @@ class EpisodeSetup:
             rewards=self.rewards,
         )
         return self.engines[purpose]
+
+    def new_protocol(self, model: str | None = None, policies: RoleAssignment | None = None) -> InteractionProtocol:
+        """For one episode."""
+        seats = None if policies is None else self.policies
+        made = self.make_protocol(self.client) if seats is None else seats.protocol(policies or {})
+        made.max_steps = self.max_steps
+        return made
 
     @property
     def concurrency(self) -> int:
@@ -142,7 +159,7 @@ class EpisodeSetup:
     def request(self, inference: InferenceSpec, sample: Any = None, **facts: Any) -> RolloutRequest:
         return RolloutRequest(
             env=EnvSpec(self.env.id, env_arguments(self.env, sample)),
-            protocol=ProtocolSpec(PROTOCOL, {} if self.player is None else {"model": self.player}),
+            protocol=ProtocolSpec(self.protocol, {} if self.player is None else {"model": self.player}),
             inference=inference,
             **facts,
         )
@@ -322,17 +339,20 @@ def agent_factory(
 _EVAL_ENV_SEEDS, _EVAL_SAMPLING_SEEDS = 101, 102
 
 
-def train_requests(run: ResolvedRun, setup: EpisodeSetup, seed: int | None = None) -> RequestsFn:
+def train_requests(
+    run: ResolvedRun, setup: EpisodeSetup, seed: int | None = None, num_groups: int | None = None
+) -> RequestsFn:
     """The tasks of one update: the next samples of the data, or new seeds (which strategy and engine give out)."""
+    num_groups = run.num_groups if num_groups is None else num_groups
     inference = InferenceSpec(sampling=run.sampling, return_=ReturnSpec.for_rl())
     samples = train_samples(run)
     if samples is None:
-        return lambda: [setup.request(inference)] * run.num_groups
+        return lambda: [setup.request(inference)] * num_groups
     return make_dataset_sequence_requests_fn(
         samples,
-        batch_size=run.num_groups,
+        batch_size=num_groups,
         env_kind=run.config.env.id,
-        protocol_kind=PROTOCOL,
+        protocol_kind=setup.protocol,
         inference=inference,
         env_kwargs_fn=partial(env_arguments, run.config.env),
         shuffle=True,
@@ -370,6 +390,29 @@ def fixed_requests(
 
 
 def make_algorithm(run: ResolvedRun) -> RLAlgorithm:
+    """What is learned from a batch: from played episodes, of one env or several, and from recorded ones beside them."""
+    from ludic.training.algorithms import Objective, mix_objectives
+
+    objectives = {}
+    if run.has_own_algorithms:  # weighted as if the samples of all envs were one batch
+        objectives = {env.name: Objective(algorithm=_played_algorithm(env.run), weight=env.share) for env in run.envs}
+    elif run.config.recorded:
+        objectives = {PLAYED: Objective(algorithm=_played_algorithm(run.each[0]))}
+    if not objectives:
+        return _played_algorithm(run.each[0])
+    for entry in run.config.recorded:
+        objectives[entry.name] = Objective(algorithm=recorded_algorithm(entry), weight=entry.weight)
+    return mix_objectives(objectives, default=PLAYED if PLAYED in objectives else None)
+
+
+def recorded_algorithm(entry: RecordedEntry) -> RLAlgorithm:
+    reduction = open_reduction(AlgoSettings(algo=entry.algo, algo_set=entry.algo_set))
+    arguments = entry.algo_set if reduction is None else {**entry.algo_set, "reduction": reduction}
+    made: RLAlgorithm = registry.algorithms.make(entry.algo, **arguments)
+    return made
+
+
+def _played_algorithm(run: ResolvedRun) -> RLAlgorithm:
     """The given or named algorithm, with the group size if it takes one, reduction, regularisers, a given loss. For agents behind
     the gateway its credit is that of whole episodes."""
     from ludic.training import RLAlgorithm, with_episode_credit
@@ -436,6 +479,24 @@ async def play(run: ResolvedRun, setup: EpisodeSetup) -> list[Rollout]:
     engine = setup.engine(seed=run.seed, max_failed_share=run.config.rollouts.max_failed_share)
     concurrency = run.trainer.eval_concurrency or setup.concurrency
     return await engine.generate_rollouts(eval_requests(run, setup), max_steps=run.max_steps, concurrency=concurrency)
+
+
+class EnvsEvaluator:
+    """Evaluates the envs of a run one after the other; metrics are under their names, and the mean over envs."""
+
+    def __init__(self, evaluators: Mapping[str, EngineEvaluator]) -> None:
+        self._evaluators = evaluators
+
+    async def eval(self, **settings: Any) -> tuple[list[dict[str, Any]], dict[str, float]]:
+        records: list[dict[str, Any]] = []
+        found: dict[str, dict[str, float]] = {}
+        for name, evaluator in self._evaluators.items():
+            more, metrics = await evaluator.eval(**settings)
+            records += more
+            found[name] = {key.removeprefix("eval/"): value for key, value in metrics.items()}
+        named = {f"{name}/{key}": value for name, own in found.items() for key, value in own.items()}
+        shared = [key for key in ("mean_reward", "accuracy") if all(own.get(key) is not None for own in found.values())]
+        return records, named | {key: fmean(own[key] for own in found.values()) for key in shared}
 
 
 def make_evaluator(run: ResolvedRun, setup: EpisodeSetup) -> EngineEvaluator:

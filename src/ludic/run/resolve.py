@@ -15,6 +15,7 @@ from ludic.catalog import Suggested
 from ludic.envs.check import require_env
 from ludic.interaction.base import AnyEnv
 from ludic.run.config import CHECKPOINTS, DEFAULT_MAX_LAG, AlgoSettings, Averaging, RunConfig
+from ludic.run.entries import EnvEntry
 from ludic.run.settings import values_of, with_values
 from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.types import (
@@ -149,6 +150,17 @@ class Parts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NamedEnv:
+    """One of several envs of a run."""
+
+    name: str
+    share: float
+    """Of the episodes."""
+    run: "ResolvedRun"
+    """The settings as if the run had this env alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedRun:
     """A run with every default filled in; all its parts are built from this."""
 
@@ -168,6 +180,18 @@ class ResolvedRun:
     eval_sampling: SamplingParams
     trainer: TrainerConfig
     checkpoint: CheckpointConfig
+    envs: tuple[NamedEnv, ...] = ()
+    """Empty for a run with one env."""
+
+    @property
+    def each(self) -> "tuple[ResolvedRun, ...]":
+        """The settings of every env."""
+        return tuple(env.run for env in self.envs) or (self,)
+
+    @property
+    def has_own_algorithms(self) -> bool:
+        """Whether an env of several has another algorithm than the others."""
+        return any(own.config.algo != self.each[0].config.algo for own in self.each)
 
     @property
     def num_groups(self) -> int:
@@ -186,11 +210,17 @@ class ResolvedRun:
 def resolve(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> ResolvedRun:
     """Fill in every default and check the settings as a whole. Nothing is loaded and nothing is written."""
     parts = parts or Parts()
+    if config.envs:
+        return _resolve_several(config, parts)
     size, name, lag = _group_size(config.algo, parts), config.run.name or default_name(config), config.rollouts.max_lag
     max_lag = (DEFAULT_MAX_LAG * config.trainer.steps_per_batch if config.is_pipeline else 0) if lag is None else lag
     queue_key = config.pipeline.queue_key or f"ludic:{name}"
     max_waiting = config.pipeline.max_waiting or max(64, 4 * (config.rollouts.rollouts_per_update // size))
-    values: dict[str, Any] = {"group_size": size, "reduction": _reduction(config.algo, parts), "name": name}
+    values: dict[str, Any] = {
+        "group_size": size,
+        "reduction": None if parts.algorithm is not None else open_reduction(config.algo),
+        "name": name,
+    }
     values["max_lag"] = max_lag
     if config.is_pipeline:
         values |= {"queue_key": queue_key, "max_waiting": max_waiting}
@@ -216,6 +246,62 @@ def resolve(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> R
         trainer=_trainer_config(filled, max_lag, max_steps),
         checkpoint=replace(config.checkpoint, output_dir=folder / CHECKPOINTS),
     )
+
+
+def _resolve_several(config: RunConfig, parts: Parts) -> ResolvedRun:
+    """Every env as a run with that env alone; the whole has the largest of their limits."""
+    refused = {
+        "rollouts": config.rollouts.rollouts,
+        "curriculum": config.rollouts.curriculum,
+        "league_every": config.league.league_every,
+        "engine = 'pipeline'": config.is_pipeline,
+        "protocol=": parts.protocol,
+        "data=": parts.samples,
+    }
+    given = [name for name, value in refused.items() if value]
+    if given:
+        raise ConfigError(f"[[envs]] does not go with {', '.join(given)}: these are for runs with one env.")
+    name = config.run.name or default_name(config)
+    alone = replace(config, envs=(), recorded=(), run=replace(config.run, name=name))
+    total = sum(entry.weight for entry in config.envs)
+    envs = tuple(
+        NamedEnv(
+            name=entry.label,
+            share=entry.weight / total,
+            run=resolve(config_of_entry(alone, entry), env_factory(entry.id), parts),
+        )
+        for entry in config.envs
+    )
+    first, max_steps = envs[0].run, max(env.run.max_steps for env in envs)
+    longest = max(env.run.sampling.max_tokens for env in envs)
+    whole = replace(
+        first,
+        config=with_values(config, {"name": name, "max_lag": first.max_lag}),
+        max_steps=max_steps,
+        sampling=replace(first.sampling, max_tokens=longest),
+        trainer=replace(first.trainer, eval_max_steps=max_steps),
+        envs=envs,
+    )
+    if parts.algorithm is not None and whole.has_own_algorithms:
+        raise ConfigError(
+            "algo= is one algorithm for all envs, but an entry of [[envs]] has its own. Give one of the two."
+        )
+    return whole
+
+
+def config_of_entry(config: RunConfig, entry: EnvEntry) -> RunConfig:
+    """The settings of a run with this env alone. A part that an entry names comes with the entry's arguments."""
+    values: dict[str, Any] = {"id": entry.id, "set": entry.set, "data": entry.data}
+    for part in ("agent", "parser", "algo"):
+        if (named := getattr(entry, part)) is not None:
+            values |= {part: named, f"{part}_set": getattr(entry, f"{part}_set")}
+        elif arguments := getattr(entry, f"{part}_set"):
+            values[f"{part}_set"] = {**values_of(config)[f"{part}_set"], **arguments}
+    own = {
+        name: getattr(entry, name) for name in ("max_steps", "system_prompt", "max_tokens", "group_size", "eval_data")
+    }
+    values |= {name: value for name, value in own.items() if value is not None}
+    return with_values(config, values | ({"tools": entry.tools} if entry.tools else {}))
 
 
 def _trainer_config(config: RunConfig, max_lag: int, max_steps: int) -> TrainerConfig:
@@ -300,11 +386,21 @@ def _check_tasks(config: RunConfig, group_size: int) -> None:
         "dynamic_sampling": rollouts.dynamic_sampling,
         "curriculum": rollouts.curriculum,
         "filter": config.algo.filter,
+        "[[recorded]]": config.recorded,
+        "league_every": config.league.league_every,
     }
     if config.is_pipeline and any(own.values()):
         given = ", ".join(name for name, value in own.items() if value)
         raise ConfigError(
             f"{given}: for runs that play their own episodes (engine = local or vllm); in a pipeline actors play them."
+        )
+    if config.league.league_every and rollouts.engine != "local":
+        raise ConfigError(
+            f"league_every needs an engine that can keep copies of the weights: local, not {rollouts.engine!r}."
+        )
+    if config.league.league_every and rollouts.curriculum is not None:
+        raise ConfigError(
+            "league_every draws the opponents of new tasks; with a curriculum a task comes again. Give one."
         )
 
 
@@ -326,13 +422,11 @@ def _group_size(algo: AlgoSettings, parts: Parts) -> int:
     return 8 if "group_size" in inspect.signature(factory).parameters else 1
 
 
-def _reduction(algo: AlgoSettings, parts: Parts) -> Averaging | None:
+def open_reduction(algo: AlgoSettings) -> Averaging | None:
     """A token mean where the algorithm leaves it open: a sum grows with replies, and max_grad_norm would cut every step.
 
     Within a batch the two differ by one factor, so the direction stays that of the sum.
     """
-    if parts.algorithm is not None:
-        return None
     reduction = inspect.signature(registry.algorithms.spec(algo.algo).load()).parameters.get("reduction")
     is_open = reduction is not None and reduction.default is None
     if algo.reduction is not None:
@@ -352,7 +446,7 @@ _SAYS_THE_REDUCTION = {"reduction", "length_normalize", "constant_length"}
 
 def default_name(config: RunConfig) -> str:
     """Env, model and algorithm, as far as they can stand in the name of a folder."""
-    env = config.env.id.rpartition(":")[2].rpartition("/")[2]
+    env = "+".join(id.rpartition(":")[2].rpartition("/")[2] for id in config.env_ids)
     model = Path(config.model.model).name.removesuffix(".gguf")
     return slug(f"{env}-{model}-{config.algo.algo.rpartition(':')[2]}")
 

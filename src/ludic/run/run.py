@@ -313,9 +313,13 @@ def build(
     here; weights are loaded when the run trains or evaluates.
     """
     config = config or RunConfig()
-    if env is None and not config.env.id:
+    is_several = bool(config.envs or settings.get("envs"))
+    if env is None and not config.env.id and not is_several:
         raise ConfigError("No env: give env=, an id (`ludic envs` lists them), file.py:Class, or a class.")
-    factory = env if isinstance(env, EnvFactory) else env_factory(env or config.env.id)
+    if is_several:
+        config = with_given(config, {"envs": settings.pop("envs", config.envs)})
+    named = env or config.env.id or config.envs[0].id
+    factory = named if isinstance(named, EnvFactory) else env_factory(named)
     given = {
         "agent": _part(agent),
         "context": _part(context),
@@ -329,6 +333,8 @@ def build(
         "eval_data": _samples(eval_data),
     }
     values = {**settings, **{name: value for name, (value, _) in given.items() if value is not None}, "id": factory.id}
+    if is_several and env is None:
+        values["id"] = ""
     values["tools"] = (*config.agent.tools, *values["tools"])
     objects = {_PARTS.get(name, name): part for name, (_, part) in given.items() if part is not None}
     objects |= {"loss": loss, "protocol": protocol, "source": source, "reducers": reducers or {}}

@@ -3,7 +3,8 @@
 A config is a frozen dataclass of sections, which are dataclasses themselves. Each field of a section is a key of that section
 in the file, and a flag on the command line; key names are unique. A config class may add keys for fields that live elsewhere,
 such as those of the library's own dataclasses, by a class attribute `KEYS`: section -> key -> dotted path in the config.
-None means "not set" and is left out of a file, so it has to be the default wherever it is allowed.
+None means "not set" and is left out of a file, so it has to be the default wherever it is allowed. A field that is a tuple of
+dataclasses is a list of tables in the file (`[[envs]]`), and no flag.
 """
 
 import ast
@@ -53,6 +54,12 @@ class Setting:
         """Whether it holds the keyword arguments of a part, `name=value` again and again on the command line."""
         return typing.get_origin(self.kind) is dict
 
+    @property
+    def entry(self) -> Any:
+        """The dataclass of its entries, if it is a list of tables; else None."""
+        inner = typing.get_args(self.kind) if typing.get_origin(self.kind) is tuple else ()
+        return inner[0] if inner and dataclasses.is_dataclass(inner[0]) else None
+
     def value_in(self, config: Any) -> Any:
         return functools.reduce(lambda inside, name: getattr(inside, name), self.path, config)
 
@@ -67,6 +74,8 @@ def _settings_of(cls: Any) -> tuple[Setting, ...]:
             found += [_setting(cls, section, field.name, (section, field.name)) for field in dataclasses.fields(kind)]
             for name, path in added.get(section, {}).items():
                 found.append(_setting(cls, section, name, tuple(path.split("."))))
+        elif (entry := Setting(section, section, (section,), kind, "").entry) is not None:
+            found.append(Setting(section, section, (section,), kind, entry.__doc__))
     return tuple(found)
 
 
@@ -151,6 +160,8 @@ def check_numbers(values: Mapping[str, Any], where: str = "") -> None:
 def _numbers_in(value: Any) -> Iterator[int | float]:
     if isinstance(value, (int, float)):
         yield value
+    elif dataclasses.is_dataclass(value):
+        yield from _numbers_in(vars(value))
     elif isinstance(value, (Mapping, list, tuple)):
         for inner in value.values() if isinstance(value, Mapping) else value:
             yield from _numbers_in(inner)
@@ -194,6 +205,10 @@ def from_table(cls: type[T], content: Mapping[str, Any], where: str) -> T:
         by_section.setdefault(setting.section, {})[setting.name] = setting
     values: dict[str, Any] = {}
     for section, table in content.items():
+        only = next(iter(by_section.get(section, {}).values()), None)
+        if only is not None and only.entry is not None:
+            values[section] = entries_of(only.entry, table, f"{where}: [[{section}]]")
+            continue
         if section not in by_section or not isinstance(table, dict):
             raise ConfigError(f"{where}: {_unknown(section, None, by_section)}")
         for name, value in table.items():
@@ -202,6 +217,24 @@ def from_table(cls: type[T], content: Mapping[str, Any], where: str) -> T:
             values[name] = converted(value, by_section[section][name].kind, f"{where}: {name}")
     check_numbers(values, f"{where}: ")
     return with_values(cls(), values)
+
+
+def entries_of(cls: type[T], tables: Any, where: str) -> tuple[T, ...]:
+    """The entries of a list of tables."""
+    if not isinstance(tables, (list, tuple)):
+        raise ConfigError(f"{where} is a list: write two brackets around its name, once for each entry.")
+    kinds = typing.get_type_hints(cls)
+    made = []
+    for table in tables:
+        for name in table:
+            if name not in kinds:
+                raise ConfigError(
+                    f"{where}: there is no setting {name!r}.{_nearest(name, kinds)} It has: {', '.join(kinds)}."
+                )
+        values = {name: converted(value, kinds[name], f"{where}: {name}") for name, value in table.items()}
+        check_numbers(values, f"{where}: ")
+        made.append(cls(**values))
+    return tuple(made)
 
 
 def _unknown(name: str, section: str | None, by_section: Mapping[str, Mapping[str, Setting]]) -> str:
@@ -224,6 +257,10 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 def converted(value: Any, kind: Any, where: str) -> Any:
     """A value as the type of its setting; ConfigError if it is none."""
+    entry = Setting("", "", (), kind, "").entry
+    if entry is not None:
+        is_made = isinstance(value, (list, tuple)) and all(isinstance(each, entry) for each in value)
+        return tuple(value) if is_made else entries_of(entry, value, where)
     try:
         return msgspec.convert(value, kind, dec_hook=lambda wanted, given: wanted(given))
     except (msgspec.ValidationError, TypeError) as error:
@@ -248,6 +285,11 @@ def to_toml(config: Any) -> str:
     lines: list[str] = []
     section = ""
     for setting in settings_of(type(config)):
+        if setting.entry is not None:
+            for each in setting.value_in(config):
+                lines += ["", f"[[{setting.name}]]", *(f"{k} = {toml_value(v)}" for k, v in _stated(each).items())]
+            section = ""
+            continue
         if setting.section != section:
             section = setting.section
             lines += [""] if lines else []
@@ -258,7 +300,14 @@ def to_toml(config: Any) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _stated(entry: Any) -> dict[str, Any]:
+    """The fields of an entry that a file has to name."""
+    return {name: value for name, value in vars(entry).items() if value is not None and value != {} and value != ()}
+
+
 def toml_value(value: Any) -> str:
+    if dataclasses.is_dataclass(value):
+        return toml_value(_stated(value))
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):

@@ -1,4 +1,4 @@
-"""The batch source of a run that plays its own episodes: which tasks, which of their samples.
+"""The batch source of a run that plays its own episodes: which tasks of which envs, against whom, and what is beside them.
 
 Loads without torch.
 """
@@ -7,19 +7,38 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic import registry
-from ludic.batch_gen import DynamicSampling, OfflineBatchSource, RolloutBatchSource
+from ludic.agents import Agent
+from ludic.batch_gen import (
+    DynamicSampling,
+    IdentityStrategy,
+    OfflineBatchSource,
+    RequestsFn,
+    RequestStrategy,
+    RolloutBatchSource,
+    make_chat_template_step_to_item,
+)
 from ludic.batch_gen.requests.curriculum import Curriculum, TaskCurriculum
+from ludic.batch_gen.requests.dataset import AssignedRequests, WeightedPart, WeightedRequests
+from ludic.batch_gen.sources.mixed import MixedBatchSource, MixedPart
+from ludic.inference import ChatTemplate
+from ludic.interaction import Policies
 from ludic.run.parts import (
+    PLAYED,
     PROTOCOL,
     EpisodeSetup,
+    agent_factory,
     env_arguments,
+    first_env,
     make_algorithm,
     make_rewards,
+    recorded_algorithm,
     request_strategy,
     train_requests,
     train_samples,
@@ -27,8 +46,10 @@ from ludic.run.parts import (
 from ludic.run.resolve import ResolvedRun
 from ludic.types import (
     BatchSource,
+    ChatClient,
     ConfigError,
     EnvSpec,
+    FollowsDrift,
     InferenceSpec,
     ProtocolSpec,
     ReturnSpec,
@@ -40,15 +61,22 @@ from ludic.types import (
 )
 
 if TYPE_CHECKING:
+    from ludic.inference.local import LocalEngine
+    from ludic.inference.local.snapshot import League
     from ludic.training import RLAlgorithm
 
-_TASK_SEEDS = 103
+_TASK_SEEDS, _ENV_SEEDS, _RECORDED_SEEDS = 103, 104, 105
 _NUM_TASKS = 1024
 """Seeds that a curriculum chooses from, for envs without samples, where `curriculum_set` has no num_tasks."""
 
 
 def make_source(
-    run: ResolvedRun, setup: EpisodeSetup, algorithm: RLAlgorithm, *, jsonl_path: Path | None
+    run: ResolvedRun,
+    setup: EpisodeSetup,
+    algorithm: RLAlgorithm,
+    *,
+    jsonl_path: Path | None,
+    league: League | None = None,
 ) -> BatchSource:
     """Fresh rollouts by the engine of this run, or the stored ones of the settings."""
     rollouts = run.config.rollouts
@@ -62,17 +90,56 @@ def make_source(
             seed=run.seed,
         )
     curriculum = make_curriculum(run, algorithm)
+    requests: RequestsFn = train_requests(run, setup)
+    strategy: RequestStrategy = request_strategy(run, run.seed)
+    if run.envs:
+        requests, strategy = _requests_of_several(run, setup), IdentityStrategy()
+    elif league is not None:
+        requests = _seated_requests(run, setup)
     return RolloutBatchSource(
         setup.engine(jsonl_path=jsonl_path, seed=run.seed, max_failed_share=rollouts.max_failed_share),
-        requests_fn=train_requests(run, setup) if curriculum is None else None,
+        requests_fn=requests if curriculum is None else None,
         curriculum=curriculum,
-        strategy=request_strategy(run, run.seed),
+        strategy=strategy,
         algorithm=algorithm,
         max_steps=run.max_steps,
         concurrency=rollouts.concurrency or setup.concurrency,
         sample_filter=make_filter(run),
         dynamic_sampling=DynamicSampling(max_rounds=rollouts.dynamic_sampling) if rollouts.dynamic_sampling else None,
+        policy=None if league is None else _CURRENT,
+        followers=() if league is None else (league,),
     )
+
+
+def _requests_of_several(run: ResolvedRun, setup: EpisodeSetup) -> WeightedRequests:
+    """Groups of all envs in proportion to their shares; each request says which env it is of."""
+    parts = []
+    for index, (env, own) in enumerate(zip(run.envs, (setup, *setup.beside), strict=True)):
+        seed = derive_seed(run.seed, _ENV_SEEDS, index)
+        facts = {"domain": env.name} | ({"objective": env.name} if run.has_own_algorithms else {})
+        requests_fn = train_requests(env.run, own, seed, num_groups=1)
+        parts.append(
+            WeightedPart(
+                requests_fn=requests_fn, weight=env.share, strategy=request_strategy(env.run, seed), facts=facts
+            )
+        )
+    return WeightedRequests(parts, num_episodes=run.config.rollouts.rollouts_per_update)
+
+
+def with_recorded(run: ResolvedRun, source: BatchSource, tokenizer: Any) -> BatchSource:
+    """The source, and the recorded rollouts of the settings beside it."""
+    if not run.config.recorded:
+        return source
+    parts = [MixedPart(name=PLAYED, source=source, share=1.0)]
+    for index, entry in enumerate(run.config.recorded):
+        offline = OfflineBatchSource(
+            entry.files,
+            make_chat_template_step_to_item(tokenizer) if entry.render else None,
+            algorithm=recorded_algorithm(entry),
+            seed=derive_seed(run.seed, _RECORDED_SEEDS, index),
+        )
+        parts.append(MixedPart(name=entry.name, source=offline, share=entry.share, objective=entry.name))
+    return MixedBatchSource(parts)
 
 
 def check_source(run: ResolvedRun) -> None:
@@ -82,6 +149,14 @@ def check_source(run: ResolvedRun) -> None:
     make_filter(run)
     make_curriculum(run, algorithm)
     _check_stored(run)
+    for entry in run.config.recorded:
+        entry.files  # noqa: B018 - raises
+    if run.envs and isinstance(algorithm.credit_assigner, FollowsDrift):
+        raise ConfigError(
+            f"algo = {run.config.algo.algo!r} tracks single prompts, which only one env can number. Take grpo."
+        )
+    if run.config.league.league_every:
+        _roles(run)
     reference = run.config.algo.reference
     if reference is not None and not algorithm.loss.needs.reference:
         raise ConfigError(
@@ -214,3 +289,73 @@ def _values_of(algorithm: RLAlgorithm, curriculum: str) -> Any:
             "--algo spo, or --curriculum success_band, which tracks its own."
         )
     return tracker
+
+
+# --- leagues ---------------------------------------------------------------------------------------------------
+
+_CURRENT, _LEAGUE = "policy", "league"
+_MEMBER_SEQUENCES = 64
+"""Sequences of full length that fit a member's cache."""
+
+
+def make_league(run: ResolvedRun, engine: LocalEngine) -> League | None:
+    """Snapshots of the engine's weights, if the settings ask for a league."""
+    from ludic.inference.local.snapshot import League
+
+    settings = run.config.league
+    if not settings.league_every:
+        return None
+    kv_tokens = _MEMBER_SEQUENCES * run.trainer.max_seq_len
+    return League(engine, every=settings.league_every, max_size=settings.league_size, kv_tokens=kv_tokens)
+
+
+def with_league(run: ResolvedRun, setup: EpisodeSetup, league: League, template: ChatTemplate) -> EpisodeSetup:
+    """The setup, whose requests may seat members of the league."""
+
+    def make_agent(client: ChatClient, name: str) -> Agent:
+        return agent_factory(run.config.agent, template, name, run.parts)(client)
+
+    return replace(setup, policies=Policies({_CURRENT: setup.client, _LEAGUE: league}, make_agent))
+
+
+def _seated_requests(run: ResolvedRun, setup: EpisodeSetup) -> AssignedRequests:
+    """In the league's share of the groups the policy has one role, in turn, and a member has the others; in the rest it has all."""
+    assert setup.policies is not None, "with_league sets it"
+    roles = _roles(run)
+    share = Fraction(run.config.league.league_share).limit_denominator(100)
+    against = [{role: _CURRENT if role == own else _LEAGUE for role in roles} for own in roles]
+    alone = [dict.fromkeys(roles, _CURRENT)] * len(roles)
+    seatings = against * share.numerator + alone * (share.denominator - share.numerator)
+    requests = train_requests(run, setup)
+    if train_samples(run) is None:  # roles are drawn by a request's seed, so it needs one
+        requests = SeededRequests(run, setup)
+    return AssignedRequests(requests, seatings, setup.policies, seed=run.seed)
+
+
+class SeededRequests:
+    """The tasks of one update, each with the next seed."""
+
+    def __init__(self, run: ResolvedRun, setup: EpisodeSetup) -> None:
+        self._run, self._setup = run, setup
+        self._inference = InferenceSpec(sampling=run.sampling, return_=ReturnSpec.for_rl())
+        self._num_drawn = 0
+
+    def __call__(self) -> list[RolloutRequest]:
+        first, self._num_drawn = self._num_drawn, self._num_drawn + self._run.num_groups
+        seeds = (derive_seed(self._run.seed, _TASK_SEEDS, number) for number in range(first, self._num_drawn))
+        return [self._setup.request(self._inference, env_seed=seed) for seed in seeds]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_drawn": self._num_drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._num_drawn = state["num_drawn"]
+
+
+def _roles(run: ResolvedRun) -> tuple[str, ...]:
+    roles = tuple(first_env(run).agent_ids)
+    if len(roles) < 2:
+        raise ConfigError(
+            f"league_every is for envs with several players; {run.config.env.id!r} has one. Leave [league] out."
+        )
+    return roles

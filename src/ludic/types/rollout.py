@@ -179,6 +179,12 @@ class Rollout:
         own: str | None = self.meta.get("objective")
         return own if own is not None else self.request_meta.get("objective")
 
+    @property
+    def domain(self) -> str | None:
+        """As the request names it: chooses among teachers, separates metrics."""
+        named = self.request_meta.get("domain")
+        return None if named is None else str(named)
+
     # --- steps and rewards ---
 
     @property

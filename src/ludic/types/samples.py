@@ -180,7 +180,7 @@ class SampleOrigin:
             delegate=rollout.delegate,
             policy=rollout.policy,
             env_name=rollout.env_name,
-            domain=_text(rollout.request_meta.get("domain")),
+            domain=rollout.domain,
             objective=rollout.objective,
             env_seed=rollout.env_seed,
             sampling_seed=rollout.sampling_seed,

@@ -288,5 +288,7 @@ def test_every_file_of_the_page_runs(ludic, tmp_path, text):
     (tmp_path / "rps.py").write_text(ENV_OF_PAGE)
     (tmp_path / "run.toml").write_text(text)
     small = ["--model", "tiny", "--max-tokens", "1", "--group-size", "16", "--logger", "none"]
+    if "runs/earlier" in text:
+        done(ludic("train", "rps.py:RockPaperScissors", *small, "--steps", "1", "--name", "earlier"))
     done(ludic("train", "run.toml", *small, "--steps", "1", "--name", "first"))
     assert len(logged("train/grad_norm")) == 1

@@ -280,6 +280,57 @@ class MixedRequests:
             load_into(part, own)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightedPart:
+    """One part of `WeightedRequests`."""
+
+    requests_fn: RequestsFn
+    """One task per call."""
+    weight: float
+    strategy: RequestStrategy = field(default_factory=IdentityStrategy)
+    """Expands the task into a group."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Added to the meta of its requests: a domain, an objective."""
+
+
+class WeightedRequests:
+    """Groups of several request functions, their episodes in proportion to the weights, counted over the whole run."""
+
+    def __init__(self, parts: Sequence[WeightedPart], *, num_episodes: int) -> None:
+        """`num_episodes` per call; where groups have different sizes, on average."""
+        if not parts or any(not part.weight > 0 for part in parts):
+            raise ConfigError("WeightedRequests needs at least one part, and weights above 0.")
+        self._parts = list(parts)
+        total = sum(part.weight for part in parts)
+        self._shares = [part.weight / total for part in parts]
+        self._num_episodes = num_episodes
+        self._num_due = 0
+        self._num_given = [0] * len(parts)
+
+    def __call__(self) -> list[RolloutRequest]:
+        self._num_due += self._num_episodes
+        requests: list[RolloutRequest] = []
+        while (total := sum(self._num_given)) < self._num_due:
+            # The part that is furthest behind its share; of equal ones the first.
+            behind = [share * (total + 1) - given for share, given in zip(self._shares, self._num_given, strict=True)]
+            number = behind.index(max(behind))
+            part = self._parts[number]
+            group = part.strategy.expand([replace(r, meta={**r.meta, **part.facts}) for r in part.requests_fn()])
+            self._num_given[number] += sum(request.num_episodes for request in group)
+            requests += group
+        return requests
+
+    def state_dict(self) -> dict[str, Any]:
+        parts = [{"requests": state_of(part.requests_fn), "strategy": state_of(part.strategy)} for part in self._parts]
+        return {"num_due": self._num_due, "num_given": list(self._num_given), "parts": parts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._num_due, self._num_given = state["num_due"], list(state["num_given"])
+        for part, own in zip(self._parts, state["parts"], strict=True):
+            load_into(part.requests_fn, own["requests"])
+            load_into(part.strategy, own["strategy"])
+
+
 def _strategy_for(group_size: int) -> RequestStrategy:
     return IdentityStrategy() if group_size == 1 else GRPORequestStrategy(group_size)
 

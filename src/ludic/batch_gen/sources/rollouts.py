@@ -20,6 +20,7 @@ from ludic.batch_gen.requests.groups import RequestGroup, RequestsFn, RequestStr
 from ludic.types import (
     ConfigError,
     CreditAssigner,
+    FollowsVersions,
     GroupKey,
     RequestsExhausted,
     SampleFilter,
@@ -28,6 +29,7 @@ from ludic.types import (
     by_session,
     rounding_of,
 )
+from ludic.types.interfaces import load_into, state_of
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +93,11 @@ class RolloutBatchSource:
         strategy: RequestStrategy | None = None,
         dynamic_sampling: DynamicSampling | None = None,
         per_turn: bool = False,
+        policy: str | None = None,
+        followers: Sequence[FollowsVersions] = (),
     ) -> None:
+        """`policy`: only its rollouts are trained on, for episodes that other policies take part in. `followers` (a league) get
+        its version updates and are saved with the source."""
         engine = _exactly_one(engine=engine, orchestrator=orchestrator)
         self._runner = EpisodeRunner(engine, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency)
         self._curriculum = curriculum
@@ -103,12 +109,14 @@ class RolloutBatchSource:
         self._builder = BatchBuilder(credit_assigner=credit, sample_filter=sample_filter, per_turn=per_turn)
         self._stateful_credit = credit if isinstance(credit, Stateful) else None
         self._dynamic_sampling = dynamic_sampling
+        self._policy, self._followers = policy, list(followers)
         self._num_batches = self._groups_per_batch = 0
 
     async def next_batch(self) -> SAWBatch:
         started = time.perf_counter()
         if self._dynamic_sampling is None:
-            batch = self._builder.batch(await self._run_episodes(self._requests.take_draw()))
+            episodes = await self._run_episodes(self._requests.take_draw())
+            batch = self._builder.batch(episodes, policy=self._policy)
         else:
             batch = await self._refilled_batch(self._dynamic_sampling)
         self._num_batches += 1
@@ -140,14 +148,14 @@ class RolloutBatchSource:
             for episodes in _by_group(await self._run_episodes(groups)):
                 if any(episode.failure for episode in episodes):
                     failed += episodes
-                elif _rewards_differ(episodes, settings.eps):
+                elif _rewards_differ(episodes, settings.eps, self._policy):
                     kept.append(episodes)
                 else:
                     num_zero_variance += 1
         if len(kept) < num_groups:
             logger.warning("Dynamic sampling found %d of %d groups in %d rounds.", len(kept), num_groups, num_rounds)
         # The builder drops the failed episodes; they are there for the statistics.
-        batch = self._builder.batch([*(episode for group in kept for episode in group), *failed])
+        batch = self._builder.batch([*(episode for group in kept for episode in group), *failed], policy=self._policy)
         counts = {"num_sampling_rounds": num_rounds, "num_zero_variance_groups": num_zero_variance}
         batch.meta |= counts
         batch.meta["rollout_metrics"] |= {name: float(value) for name, value in counts.items()}
@@ -159,14 +167,21 @@ class RolloutBatchSource:
             self._curriculum.observe([r for e in episodes for r in e.rollouts if r.failure is None])
         return episodes
 
+    def notify_version(self, version: int) -> None:
+        """Set the version of the policy that plays the next episodes."""
+        for follower in self._followers:
+            follower.notify_version(version)
+
     def state_dict(self) -> dict[str, Any]:
         """Position of all stateful parts; call it between batches."""
-        state = {
+        state: dict[str, Any] = {
             "num_batches": self._num_batches,
             "num_episodes": self._runner.num_episodes,
             "groups_per_batch": self._groups_per_batch,
             "requests": self._requests.state_dict(),
         }
+        if self._followers:
+            state["followers"] = [state_of(follower) for follower in self._followers]
         # A resumed run generates unsaved batches again, so the credit rule must forget what it counted for them.
         return state if self._stateful_credit is None else {**state, "credit": self._stateful_credit.state_dict()}
 
@@ -176,6 +191,8 @@ class RolloutBatchSource:
         self._groups_per_batch = state["groups_per_batch"]
         if self._stateful_credit is not None and "credit" in state:
             self._stateful_credit.load_state_dict(state["credit"])
+        for follower, own in zip(self._followers, state.get("followers", ()), strict=True):
+            load_into(follower, own)
         self._requests.load_state_dict(state["requests"])
 
 
@@ -192,14 +209,15 @@ def _exactly_one(**spellings: T | None) -> T:
     return found
 
 
-def _rewards_differ(episodes: Sequence[Episode], eps: float) -> bool:
+def _rewards_differ(episodes: Sequence[Episode], eps: float, policy: str | None = None) -> bool:
     """True if some agent's rewards differ within the group, or the group has only one episode. Threads add to their session's."""
     if len(episodes) == 1:
         return True
     rewards: dict[GroupKey | None, list[float]] = {}
-    for session in by_session([r for episode in episodes for r in episode.rollouts if r.failure is None]):
+    own = [r for episode in episodes for r in episode.rollouts if r.failure is None and policy in (None, r.policy)]
+    for session in by_session(own):
         rewards.setdefault(session[0].group, []).append(sum(rollout.total_reward for rollout in session))
-    return any(max(own) - min(own) > max(eps, rounding_of(own)) for own in rewards.values())
+    return any(max(one) - min(one) > max(eps, rounding_of(one)) for one in rewards.values())
 
 
 def _by_group(episodes: Sequence[Episode]) -> list[list[Episode]]:

@@ -137,6 +137,10 @@ MAY_CHANGE_ON_RESUME = frozenset(
 def of_run(folder: Path) -> EvalConfig:
     """The evaluation of a training run: its env and agent settings, its first and its newest weights."""
     run = read_toml(RunConfig, folder / "config.toml")
+    if run.envs:
+        raise ConfigError(
+            f"{folder} has several envs, {', '.join(run.env_ids)}; evaluate one: ludic eval ENV --model {folder}"
+        )
     return EvalConfig(
         env=replace(run.env, data=run.eval.eval_data or run.env.data),
         policy=PolicySettings(

@@ -1,0 +1,116 @@
+"""Settings that only a file has: several envs, recorded rollouts, a league. docs/ludic-train.md has one file for each."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ludic.types import ConfigError
+
+Arguments: TypeAlias = dict[str, Any]
+"""Keyword arguments of a part: a table in the file, `--flag name=value` (again and again) on the command line."""
+
+
+def at_least(low: float, **values: float | None) -> None:
+    """ConfigError for a setting below `low`; None is not checked."""
+    for name, value in values.items():
+        if value is not None and value < low:
+            raise ConfigError(f"{name} = {value}; it must be at least {low:g}.")
+
+
+def above_0(where: str, **values: float) -> None:
+    for name, value in values.items():
+        if not value > 0:
+            raise ConfigError(f"{where}: {name} = {value}; it must be above 0. To leave it out, remove the entry.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvEntry:
+    """One of several envs of a run. What it leaves out is as in [env], [agent] and [algo], or as suits the env."""
+
+    id: str = ""
+    """Id of an env, or file.py:Class."""
+    name: str | None = None
+    """For metrics. Default: the last part of the id."""
+    weight: float = 1.0
+    """Share of the episodes, compared with the other entries."""
+    set: Arguments = field(default_factory=dict)
+    data: Path | None = None
+    eval_data: Path | None = None
+    max_steps: int | None = None
+    agent: str | None = None
+    agent_set: Arguments = field(default_factory=dict)
+    tools: tuple[str, ...] = ()
+    parser: str | None = None
+    parser_set: Arguments = field(default_factory=dict)
+    system_prompt: str | None = None
+    max_tokens: int | None = None
+    algo: str | None = None
+    algo_set: Arguments = field(default_factory=dict)
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.id:
+            raise ConfigError('[[envs]]: an entry names no env; write id = "…".')
+        above_0(f"[[envs]] {self.id}", weight=self.weight)
+        at_least(1, max_steps=self.max_steps, max_tokens=self.max_tokens, group_size=self.group_size)
+
+    @property
+    def label(self) -> str:
+        return self.name or re.split(r"[:/]", self.id)[-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedEntry:
+    """Recorded rollouts that are trained on beside those that the run plays, by their own algorithm."""
+
+    rollouts: tuple[Path, ...] = ()
+    """Files of rollouts, or run folders."""
+    name: str = "recorded"
+    """For metrics."""
+    share: float = 0.25
+    """Samples for each one that is played."""
+    weight: float = 1.0
+    """What their loss is multiplied by; 1 is what it would be if the batch held them only."""
+    algo: str = "sft"
+    algo_set: Arguments = field(default_factory=dict)
+    render: bool = False
+    """Their messages are written with this model's chat template: for rollouts of another model, whose tokens mean other texts."""
+
+    def __post_init__(self) -> None:
+        if not self.rollouts:
+            raise ConfigError('[[recorded]]: an entry names no rollouts; write rollouts = ["file.jsonl"].')
+        above_0(f"[[recorded]] {self.name}", share=self.share, weight=self.weight)
+
+    @property
+    def files(self) -> list[Path]:
+        """All files of rollouts; ConfigError where there is none."""
+        found = [
+            f for path in self.rollouts for f in (sorted(path.glob("rollouts/*.jsonl*")) if path.is_dir() else [path])
+        ]
+        missing = [str(path) for path in self.rollouts if not path.exists()]
+        if missing or not found:
+            raise ConfigError(
+                f"[[recorded]] {self.name}: there are no rollouts in {', '.join(missing or map(str, self.rollouts))}."
+            )
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeagueSettings:
+    """Frozen snapshots of the policy as opponents, in envs with several players."""
+
+    league_every: int = 0
+    """Updates after which the policy's weights join the league; 0 is no league."""
+    league_size: int = 4
+    """Snapshots that are kept, the newest."""
+    league_share: float = 0.5
+    """Share of the groups that are played against a snapshot; in the others the policy plays itself."""
+
+    def __post_init__(self) -> None:
+        at_least(0, league_every=self.league_every)
+        at_least(1, league_size=self.league_size)
+        if not 0 < self.league_share <= 1:
+            raise ConfigError(
+                f"league_share = {self.league_share}; it is a share of the groups, above 0 and at most 1."
+            )

@@ -3,8 +3,8 @@
     python benchmarks/engine.py --vllm --json engine.jsonl
     python scripts/plot_performance.py engine.jsonl --out docs/results/engine.png
 
-One panel per model shape on which all engines were measured, on the workloads fixed1, fixed128 …; both engines return log-probs. Of several records of one row the
-last counts. Needs matplotlib (the extra plot).
+One panel per model shape on which all engines were measured, on the workloads fixed1, fixed128 …; both engines return
+log-probs. Of several records of one row the last counts. Needs matplotlib (the extra plot).
 """
 # ruff: noqa: T201 - a script prints
 

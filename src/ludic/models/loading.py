@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ludic.models import SMOLLM2, TINY
@@ -126,7 +127,14 @@ def _cached_gguf() -> Iterator[None]:
         return
     gguf: Any = importlib.import_module("gguf")
     originals = gguf.GGUFReader, gguf.get_tensor_name_map
-    gguf.GGUFReader = functools.lru_cache(maxsize=1)(gguf.GGUFReader)
+
+    class PlainReader(gguf.GGUFReader):  # type: ignore[misc,name-defined]
+        """Takes its 250,000 slices from a plain array: those of a memory map take three times as long."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
+
+    gguf.GGUFReader = functools.lru_cache(maxsize=1)(PlainReader)
     gguf.get_tensor_name_map = functools.cache(gguf.get_tensor_name_map)
     try:
         yield

@@ -45,7 +45,7 @@ class GatewayArgs:
     save: Path | None = None
     """Append the rollouts of closed sessions to this file, one JSON object per line; *.gz is compressed."""
     max_idle_s: float = 3600.0
-    """Close sessions that nobody has used for so long; those with a reward are saved."""
+    """Close sessions without a call for so long; those with a reward are saved."""
     temperature: float = 1.0
     """Of sampling, whatever an agent asks for: what is recorded can be trained on."""
     max_tokens: int = 1024

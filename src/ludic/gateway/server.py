@@ -354,7 +354,7 @@ class Gateway:
             self.close_idle(max_idle_s)
 
     def close_idle(self, max_idle_s: float) -> None:
-        """Close the control endpoints' sessions that nobody uses: the program that opened them has ended, or forgot them."""
+        """Close the control endpoints' idle sessions: the program that opened them has ended, or forgot them."""
         for session in [session for session in self._opened_by_control if session.idle_s >= max_idle_s]:
             self._num_expired += 1
             is_rewarded = session.id in self._rewards

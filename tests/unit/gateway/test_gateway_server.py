@@ -181,7 +181,7 @@ async def test_sessions_are_managed_with_the_control_token():
     assert rollout.total_reward == 2.75
 
 
-async def test_sessions_that_nobody_uses_expire_and_are_kept_if_they_have_a_reward():
+async def test_idle_sessions_expire_and_are_kept_if_they_have_a_reward():
     closed: list[str] = []
     control = {"X-Ludic-Control-Token": "secret"}
     async with served(

@@ -337,7 +337,7 @@ def has_actor_logps(item: SAWItem) -> TypeGuard[HasActorLogps]:
 
 @dataclass(kw_only=True, slots=True)
 class SAWBatch:
-    """The items of one optimizer step."""
+    """The items that are trained on together."""
 
     items: list[SAWItem]
     meta: dict[str, Any] = field(default_factory=dict)

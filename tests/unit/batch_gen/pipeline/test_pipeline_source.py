@@ -19,6 +19,7 @@ from ludic.batch_gen.pipeline import (
 )
 from ludic.batch_gen.pipeline.lease import Lease
 from ludic.batch_gen.pipeline.queue import ExperienceQueue, new_actor_id
+from ludic.training import TrainingLoop
 from ludic.types import AccountsForItems, ChecksSamples, ConfigError, FollowsVersions, Stateful
 from tests.unit.batch_gen.pipeline.queue_parts import (
     ACTOR,
@@ -32,6 +33,7 @@ from tests.unit.batch_gen.pipeline.queue_parts import (
     raw_client,
     tags_of,
 )
+from tests.unit.training.test_training_loop import Recorder
 
 _numbers = count()
 
@@ -347,6 +349,40 @@ async def test_what_is_in_the_checkpoint_is_not_trained_on_again_and_what_is_not
     counts = await queue.counts()
     assert (counts.trained, counts.filtered, counts.balance) == (2, 2, 0)
     assert new.state_dict()["num_batches"] == 6
+
+
+async def test_a_batch_that_was_trained_on_in_part_goes_on_from_the_checkpoint_and_not_from_the_queue(
+    shared_redis, key, queue, pusher, make_source, tmp_path
+):
+    groups = [await pusher.push() for _ in range(6)]
+    old, first = make_source(batch_size=4), Recorder(tmp_path, mini_batches=4)
+    loop = TrainingLoop(first, old)
+    await loop.train_step()
+    checkpoint = loop._state()  # on disk by now, but Redis has not heard of it
+    await loop.train_step()
+    await crash(old)
+    let_lease_run_out(shared_redis, key)
+    new, second = make_source(batch_size=4), Recorder(tmp_path, mini_batches=4)
+    second.saved = checkpoint
+    resumed = TrainingLoop(second, new, resume_from="latest")
+    seen = []
+    plain = second.update
+    second.update = lambda step, batch, on_step: seen.append(tags_of(batch)) or plain(step, batch, on_step)
+    for _ in range(7):
+        await resumed.train_step()
+    own = {tag for group in groups[:2] for tag in group}
+    assert all(set(part) <= own for part in seen[:3]) and len({tag for part in seen[:3] for tag in part}) == 3
+    assert sorted(tag for part in seen[3:] for tag in part) == sorted(tag for group in groups[2:4] for tag in group)
+    resumed.save_checkpoint()
+    await new.flush()
+    counts = await queue.counts()
+    assert (counts.trained, counts.balance) == (8, 0)
+
+
+async def test_actors_are_told_the_items_of_one_version(make_source):
+    assert make_source(batch_size=8, versions_per_batch=4)._status().items_per_update == 2
+    with pytest.raises(ConfigError, match="versions_per_batch=0"):
+        make_source(versions_per_batch=0)
 
 
 async def test_a_checkpoint_that_redis_has_heard_of_changes_nothing_twice(

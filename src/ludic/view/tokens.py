@@ -103,7 +103,7 @@ def _model_of(index: RunIndex) -> str:
 
 
 def _tokenizer_files(index: RunIndex, model: str) -> list[Path]:
-    places = [*sorted((index.folder / CHECKPOINTS).glob(f"*/{TOKENIZER}"), reverse=True)]
+    places = [index.folder / TOKENIZER, *sorted((index.folder / CHECKPOINTS).glob(f"*/{TOKENIZER}"), reverse=True)]
     places += [index.folder / "server" / "model" / TOKENIZER]
     places = [place for place in places if place.is_file() and index.is_inside(place)]
     if model:  # a folder of a model, a checkpoint, or a run

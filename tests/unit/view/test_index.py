@@ -215,6 +215,18 @@ def test_old_run_without_records_or_config_is_shown(tmp_path):
     assert tokens["logprob"] == [-0.5] * 8 and shown["lag"] == 0
 
 
+def test_tokenizer_in_the_run_folder_gives_tokens_their_text(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    write(tmp_path / "old" / "rollouts" / "from_step_000000.jsonl", range(1))
+    words = {word: id for id, word in enumerate("abcdefghijklmnop")}
+    Tokenizer(models.WordLevel(words, unk_token="a")).save(str(tmp_path / "old" / "tokenizer.json"))
+    runs = Runs(tmp_path)
+    assert api.answer(runs, "/api/runs/old")["has_text"]
+    shown = api.answer(runs, "/api/runs/old/rollouts/r0")
+    assert shown["turns"][0]["steps"][0]["tokens"]["text"][0] == "a"
+
+
 def test_damaged_record_of_the_trainer_is_left_out(tmp_path, recorded):
     shutil.copytree(recorded / "letters", tmp_path / "letters")
     for step, content in ((1, b"not a zip"), (2, b"")):

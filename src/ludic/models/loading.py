@@ -128,7 +128,7 @@ def _cached_gguf() -> Iterator[None]:
     gguf: Any = importlib.import_module("gguf")
     originals = gguf.GGUFReader, gguf.get_tensor_name_map
 
-    class PlainReader(gguf.GGUFReader):  # type: ignore[misc,name-defined]
+    class PlainReader(gguf.GGUFReader):
         """Takes its 250,000 slices from a plain array: those of a memory map take three times as long."""
 
         def __setattr__(self, name: str, value: Any) -> None:

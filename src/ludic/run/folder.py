@@ -1,13 +1,16 @@
 """The folder of a run: whether it may be used, how far the run got, and what it holds.
 
 runs/<name>/  config.toml  metrics.jsonl  rollouts/from_step_000000.jsonl.gz  checkpoints/step_000020/  wandb_id  server/
-              trained/step_000012.rank0.npz
+              trained/step_000012.rank0.npz  failure.json (of a run that an error has ended)
               of a pipeline also: rollouts/actor-0-….jsonl.gz  weights/weights_20.safetensors  redis/  logs/learner.log
 """
 
+import contextlib
+import json
 import logging
 import re
 import secrets
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from ludic.training.checkpoint.manager import CheckpointManager
 
 CONFIG, METRICS, ROLLOUTS, TRAINED = "config.toml", "metrics.jsonl", "rollouts", "trained"
-WANDB_ID, SERVER = "wandb_id", "server"
+WANDB_ID, SERVER, FAILURE = "wandb_id", "server", "failure.json"
 WEIGHTS, REDIS, LOGS = "weights", "redis", "logs"
 logger = logging.getLogger(__name__)
 
@@ -135,6 +138,19 @@ def prepare_folder(run: ResolvedRun, start: ResumePoint) -> None:
         raise ConfigError(
             f"Cannot write the run folder {folder}: {error.strerror}. Choose another with --runs or --name."
         ) from error
+
+
+@contextlib.contextmanager
+def failure_written(folder: Path) -> Iterator[None]:
+    """Write down which error ends the run. Of several ranks the first that fails is heard: the others fail because of it."""
+    (folder / FAILURE).unlink(missing_ok=True)
+    try:
+        yield
+    except Exception as error:
+        what = {"time": time.time(), "error": f"{type(error).__name__}: {error}"}
+        with contextlib.suppress(OSError), (folder / FAILURE).open("x", encoding="utf-8") as file:
+            json.dump(what, file)
+        raise
 
 
 def write_config(run: ResolvedRun) -> None:

@@ -25,6 +25,7 @@ from ludic.run.folder import (
     CONFIG,
     TRAINED,
     ResumePoint,
+    failure_written,
     how_to_resume,
     latest_checkpoint,
     prepare_folder,
@@ -161,7 +162,7 @@ class Run:
         trainer, generation = self.trainer, self.generation
         assert trainer is not None and generation is not None, "prepare makes them"
         began = time.perf_counter()
-        with self._explained(), long_lived_objects_exempt():
+        with self._explained(), failure_written(self.folder), long_lived_objects_exempt():
             async with contextlib.AsyncExitStack() as stack:
                 stack.push_async_callback(cancel_all, [asyncio.create_task(self._show_activity())])
                 await stack.enter_async_context(generation.sampling())

@@ -60,6 +60,7 @@ def _summary(index: RunIndex) -> JSONObject:
         "id": index.id,
         "name": index.id.rpartition("/")[2],
         "state": state_of(index),
+        "error": index.failure(),
         "step": steps[-1] if steps else 0,
         "steps_planned": planned,
         "env": _setting(config, "env", "id"),
@@ -78,12 +79,14 @@ def _setting(config: Mapping[str, Any], section: str, name: str) -> Any:
 
 
 def state_of(index: RunIndex) -> str:
-    """finished, running or stopped, as far as a folder tells."""
+    """finished, failed, running or stopped, as far as a folder tells."""
     steps, planned = sorted(index.metrics), _setting(index.config, "train", "steps")
     if steps and isinstance(planned, int) and steps[-1] >= planned:
         return "finished"
     if not steps and (index.folder / "metrics.json").is_file():  # an evaluation writes it at its end
         return "finished"
+    if index.failure() is not None:
+        return "failed"
     took = index.metrics[steps[-1]].get("perf/step_s") if steps else None
     return "running" if time.time() - index.updated() < max(RUNNING_S, 5 * (took or 0.0)) else "stopped"
 

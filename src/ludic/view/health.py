@@ -83,6 +83,19 @@ def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
 
+def _failed_run(run: _Run) -> Iterator[Advisory]:
+    error = run.index.failure()
+    if error is not None:
+        yield Advisory(
+            level="warning",
+            code="failed_run",
+            title="An error has ended the run",
+            detail=error,
+            advice="Remove its cause, then go on from the newest checkpoint: the same command with --resume.",
+            link=run.link("metrics"),
+        )
+
+
 def _zero_spread(run: _Run) -> Iterator[Advisory]:
     groups = {key: members for key, members in compared_groups(run.recent).items() if len(members) > 1}
     zero = [members for members in groups.values() if is_zero_spread(members)]
@@ -310,6 +323,7 @@ def _damaged(run: _Run) -> Iterator[Advisory]:
 
 
 RULES: Sequence[Callable[[_Run], Iterator[Advisory]]] = (
+    _failed_run,
     _no_gradient,
     _zero_spread,
     _truncation,

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from ludic.run.folder import CONFIG, METRICS, ROLLOUTS, TRAINED
+from ludic.run.folder import CONFIG, FAILURE, METRICS, ROLLOUTS, TRAINED
 from ludic.types import ConfigError, Rollout, StopReason, spread_of
 from ludic.types.files import Line, is_compressed, read_lines
 
@@ -421,6 +421,15 @@ class RunIndex:
             return tomllib.loads(path.read_text(encoding="utf-8")) if self.is_inside(path) else {}
         except (OSError, ValueError):
             return {}
+
+    def failure(self) -> str | None:
+        """The error that has ended the run; None if there is none, or if it is older than this file."""
+        path = self.folder / FAILURE
+        try:
+            error = msgspec.json.decode(path.read_bytes())["error"] if self.is_inside(path) else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return error if isinstance(error, str) else None
 
     @property
     def num_decoded(self) -> int:

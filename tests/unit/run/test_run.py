@@ -1,6 +1,7 @@
 """`ludic.run`: a run from Python, with names or objects, from scripts, async code and notebooks."""
 
 import asyncio
+import json
 import math
 import os
 import signal
@@ -17,7 +18,7 @@ from ludic.models.tiny import make_tiny
 from ludic.parsers import ParseResult
 from ludic.run import Run, RunConfig, RunFailed, build, load
 from ludic.run.config import EnvSettings
-from ludic.run.folder import CONFIG
+from ludic.run.folder import CONFIG, FAILURE
 from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import read_toml
 from ludic.training import CheckpointConfig, TrainerConfig, make_grpo
@@ -243,3 +244,20 @@ def test_failed_run_says_how_to_resume(monkeypatch):
     with build(env=Broken, **SMALL, name="broken") as run, pytest.raises(RunFailed, match="runs/broken --resume"):
         run.train(steps=1)
     assert asyncio.all_tasks(asyncio.new_event_loop()) == set()
+    assert "out of letters" in json.loads((run.folder / FAILURE).read_text())["error"]
+
+
+def test_a_run_that_goes_on_after_a_failure_has_not_failed(monkeypatch):
+    with build(env=Letter, **SMALL, name="repaired", checkpoint_every=1) as run:
+        run.train(steps=1)
+        with monkeypatch.context() as patch, pytest.raises(ArithmeticError):
+            patch.setattr(type(run.trainer), "train", failing)
+            run.train(steps=1)
+        assert json.loads((run.folder / FAILURE).read_text())["error"] == "ArithmeticError: a bug"
+    with load("runs/repaired", env=Letter) as run:
+        run.resume(1)
+    assert not (run.folder / FAILURE).exists()
+
+
+async def failing(self, num_steps):
+    raise ArithmeticError("a bug")

@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import re
 import shutil
 
 import numpy as np
@@ -34,6 +35,24 @@ def test_runs_are_listed_with_their_settings_and_last_metrics(runs, recorded):
     assert (run["id"], run["state"], run["step"], run["steps_planned"]) == ("letters", "finished", 3, 3)
     assert run["model"] == "tiny" and run["algo"] == "grpo" and run["seed"] == 0
     assert "train/loss" in run["last"] and run["started"] <= run["updated"]
+
+
+def test_a_run_that_an_error_has_ended_says_so(recorded, tmp_path):
+    folder = tmp_path / "letters"
+    shutil.copytree(recorded / "letters", folder)
+    config = folder / "config.toml"
+    config.write_text(re.sub(r"(?m)^steps = 3$", "steps = 9", config.read_text()))
+    (run,) = ask(Runs(tmp_path), "/api/runs")["runs"]
+    assert (run["state"], run["error"]) == ("running", None)
+    for content, error in (
+        ('{"error": "OSError: full"}', "OSError: full"),
+        ("{", None),
+        ("[]", None),
+        ('{"error": 5}', None),
+    ):
+        (folder / "failure.json").write_text(content)
+        (run,) = ask(Runs(tmp_path), "/api/runs")["runs"]
+        assert (run["state"], run["error"]) == ("failed" if error else "running", error)
 
 
 def test_run_says_what_it_has(runs):

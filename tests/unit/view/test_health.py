@@ -32,6 +32,14 @@ def run_of(tmp_path, *, change=lambda number, row: None, metrics=lambda step: {}
     return advisories(index)
 
 
+def test_an_error_that_ended_the_run_is_shown(tmp_path):
+    run_of(tmp_path)
+    (tmp_path / "a b" / "failure.json").write_text('{"error": "OSError: the disk is full"}')
+    index = RunIndex("a b", tmp_path / "a b")
+    index.refresh(float("inf"))
+    assert only(advisories(index), "failed_run")["detail"] == "OSError: the disk is full"
+
+
 def only(found: list[dict], code: str) -> dict:
     assert [each["code"] for each in found] == [code]
     assert found[0]["advice"] and found[0]["title"] and found[0]["detail"]
@@ -152,4 +160,4 @@ def test_run_without_anything_has_no_advisory(tmp_path):
     (tmp_path / "rollouts").mkdir()
     index = RunIndex("x", tmp_path)
     index.refresh()
-    assert advisories(index) == [] and len(RULES) == 11
+    assert advisories(index) == [] and len(RULES) == 12

@@ -13,7 +13,8 @@ from urllib.parse import quote
 import numpy as np
 
 from ludic.training.config import TrainerConfig
-from ludic.view.index import Card, RunIndex, compared_groups, is_zero_spread
+from ludic.view.cards import Card, compared_groups, is_zero_spread
+from ludic.view.index import RunIndex
 
 WINDOW = 5
 """Updates that a rule looks at: the last ones, so that an advisory goes away once its cause is gone."""

@@ -19,7 +19,8 @@ from ludic.inference.serving.response import TextStream
 from ludic.models import SMOLLM2, TINY
 from ludic.run.config import CHECKPOINTS, ModelSettings
 from ludic.types import Rollout, Step
-from ludic.view.index import RunIndex, step_of_record
+from ludic.view.files import step_of_record
+from ludic.view.index import RunIndex
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from ludic.cli.eval.results import write_page
 from ludic.types import ConfigError, Rollout
 from ludic.types.files import LineWriter
 from ludic.view import api
-from ludic.view import index as index_module
+from ludic.view import files as files_module
 from ludic.view.index import RunIndex, Runs
 
 FOREVER = float("inf")
@@ -288,7 +288,7 @@ def test_folder_that_is_not_there_is_named(tmp_path):
 
 
 def test_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(index_module, "_CACHE_FROM", 1)
+    monkeypatch.setattr(files_module, "_CACHE_FROM", 1)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     index = empty_run(tmp_path / "x")
@@ -297,7 +297,7 @@ def test_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
 
 
 def test_cache_of_another_file_under_the_same_name_is_not_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(index_module, "_CACHE_FROM", 1)
+    monkeypatch.setattr(files_module, "_CACHE_FROM", 1)
     index, path = empty_run(tmp_path / "x"), tmp_path / "x" / "rollouts" / "from_step_000000.jsonl"
     write(path, range(3))
     index.refresh(FOREVER)

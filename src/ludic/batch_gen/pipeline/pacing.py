@@ -30,6 +30,8 @@ class LearnerState:
     """Groups that no learner has fetched; `max_waiting` bounds them."""
     num_learners: int
     """Live learners."""
+    versions_per_batch: int = 1
+    """By how much the version grows with each batch of `items_per_update`."""
 
 
 def may_begin(learner: LearnerState, *, ahead_items: int, served_version: int | None = None) -> bool:
@@ -47,10 +49,10 @@ def may_begin(learner: LearnerState, *, ahead_items: int, served_version: int | 
 
 
 def expected_lag(learner: LearnerState, ahead_items: int, served_version: int) -> int:
-    """Updates between the served policy and the one that trains on an item behind `ahead_items` others."""
+    """Versions between the served policy and the one that trains on an item behind `ahead_items` others."""
     assert learner.version is not None and learner.items_per_update is not None, "may_begin has checked"
-    being_trained = 0 if learner.is_waiting else 1
-    return learner.version - served_version + being_trained + ahead_items // learner.items_per_update
+    num_batches = (0 if learner.is_waiting else 1) + ahead_items // learner.items_per_update
+    return learner.version - served_version + num_batches * learner.versions_per_batch
 
 
 def is_too_late(learner: LearnerState, first_version: int | None) -> bool:

@@ -11,7 +11,7 @@ import platform
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NewType, TypeVar
 
@@ -198,8 +198,10 @@ class ExperienceQueue:
         """Send an actor's heartbeat and return the learner's state."""
         lease_ms = round(self.lease_times.holds_s * 1000)
         args = [actor, in_progress_items, self._living_ms, _FORGET_ACTOR_S * 1000, lease_ms]
-        version, items_per_update, max_lag, is_waiting, *counts = await self._call(scripts.BEAT_ACTOR, args)
-        return LearnerState(_number(version), _number(items_per_update), _number(max_lag), bool(is_waiting), *counts)
+        version, batch, max_lag, is_waiting, *counts = await self._call(scripts.BEAT_ACTOR, args)
+        items, _, versions = batch.partition(b"/")
+        learner = LearnerState(_number(version), _number(items), _number(max_lag), bool(is_waiting), *counts)
+        return replace(learner, versions_per_batch=_number(versions) or 1)
 
     async def leave(self, actor: ActorId) -> None:
         """Remove an actor that has ended and will not push again under this id."""

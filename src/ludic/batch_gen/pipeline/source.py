@@ -149,7 +149,7 @@ class PipelineBatchSource:
         self._batch_size, self._poll_timeout, self._max_lag = batch_size, poll_timeout, max_lag
         self._world_size, self._limits, self._max_tries = world_size, limits, max_tries
         self._share = math.ceil(batch_size / world_size)
-        self._items_per_version = max(batch_size // versions_per_batch, 1)
+        self._versions_per_batch = versions_per_batch
         # With several ranks, a group that one rank prefetches is missing for another.
         self._prefetches = prefetch and world_size == 1
         self._lease = Lease(f"learner-{rank}")
@@ -408,7 +408,8 @@ class PipelineBatchSource:
             return LearnerStatus(
                 sequence=next(self._status_numbers),
                 version=self._version,
-                items_per_update=self._items_per_version,
+                items_per_update=self._batch_size,
+                versions_per_batch=self._versions_per_batch,
                 max_lag=self._max_lag,
                 is_waiting=self.is_waiting,
                 items_in_hand=self._ledger.items_in_hand(leaving) + self._num_handing_out,

@@ -15,6 +15,7 @@ class Learner:
     items_per_update: int | None = 8
     max_lag: int | None = 2
     is_waiting: bool = False
+    versions_per_batch: int = 1
 
 
 @pytest.mark.parametrize(
@@ -64,14 +65,18 @@ def test_no_group_starts_with_weights_newer_than_the_resumed_step():
 
 
 @settings(deadline=None)
-@given(items_per_update=st.integers(1, 64), max_lag=st.integers(0, 5), group_size=st.integers(1, 16), data=st.data())
-def test_paced_groups_are_never_stale_and_never_starve_the_learner(items_per_update, max_lag, group_size, data):
-    """Groups finish at once and in order: one that may begin is never dropped, in any order of events."""
-    learner = Learner(version=0, items_per_update=items_per_update, max_lag=max_lag, is_waiting=True)
+@given(
+    items_per_update=st.integers(1, 64), max_lag=st.integers(0, 9), group_size=st.integers(1, 16), steps=st.integers(1, 4),
+    data=st.data(),
+)  # fmt: skip
+def test_paced_groups_are_never_stale_and_never_starve_the_learner(items_per_update, max_lag, group_size, steps, data):
+    """Groups finish at once and in order: one that may begin is never dropped, in any order of events. A batch takes `steps`
+    optimizer steps, and actors get the weights after the last."""
+    learner = Learner(0, items_per_update, max_lag, is_waiting=True, versions_per_batch=steps)
     queue: list[int] = []
-    num_updates = 0
+    num_updates = served = 0
     for _ in range(60):
-        may = may_begin(learner, ahead_items=len(queue))
+        may = may_begin(learner, ahead_items=len(queue), served_version=served)
         if learner.is_waiting and len(queue) >= items_per_update:  # it takes whole groups until it has enough
             taken = 0
             while taken < items_per_update:
@@ -79,10 +84,11 @@ def test_paced_groups_are_never_stale_and_never_starve_the_learner(items_per_upd
                 queue, taken = queue[group_size:], taken + group_size
             learner = replace(learner, is_waiting=False)
         elif may and (learner.is_waiting or data.draw(st.booleans(), label="the actor goes first")):
-            queue += [learner.version] * group_size
+            queue += [served] * group_size
         elif not learner.is_waiting:
-            learner = replace(learner, version=learner.version + 1, is_waiting=True)
             num_updates += 1
+            learner = replace(learner, version=num_updates, is_waiting=num_updates % steps == 0)
+            served = num_updates if learner.is_waiting else served
         else:
             raise AssertionError("the learner waits, and the actor may not begin")
     assert num_updates > 0 or items_per_update > 25 * group_size

@@ -379,8 +379,12 @@ async def test_a_batch_that_was_trained_on_in_part_goes_on_from_the_checkpoint_a
     assert (counts.trained, counts.balance) == (8, 0)
 
 
-async def test_actors_are_told_the_items_of_one_version(make_source):
-    assert make_source(batch_size=8, versions_per_batch=4)._status().items_per_update == 2
+async def test_actors_are_told_how_many_versions_a_batch_makes(queue, pusher, make_source):
+    source = make_source(batch_size=2, versions_per_batch=4)
+    await pusher.push()
+    await source.next_batch()
+    state = await queue.beat_actor(ACTOR, 0)
+    assert (state.items_per_update, state.versions_per_batch) == (2, 4)
     with pytest.raises(ConfigError, match="versions_per_batch=0"):
         make_source(versions_per_batch=0)
 

@@ -1,16 +1,20 @@
 """Checks for mistakes that do not stop training but spoil what it learns, and the likely cause of a run that learned nothing.
 
-The checks of the model and of the first batch only warn. Weights that are not finite end the run.
+The checks of the model and of the first batch only warn. Weights that are not finite, and a GPU without memory, end the run.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from ludic.distributed.ranks import Ranks
 from ludic.models.lora import adapter_problem
 from ludic.models.weights import FiniteCheck, not_finite
-from ludic.types import SAWItem
+from ludic.training.config import TrainerConfig
+from ludic.types import OutOfGPUMemory, SAWItem
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +36,25 @@ def require_finite(check: FiniteCheck, ranks: Ranks, what: str, advice: str) -> 
     names = ranks.broadcast(None if gathered is None else list(dict.fromkeys(n for own in gathered for n in own)))
     if names:
         raise not_finite(what, names, advice)
+
+
+@contextmanager
+def explained_memory(cfg: TrainerConfig) -> Iterator[None]:
+    """OutOfGPUMemory, with what to change, instead of torch's error."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        use = ""
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            own = torch.cuda.memory_reserved()
+            sizes = [f"{size / 2**30:.1f} GiB" for size in (total, own, max(total - free - own, 0), free)]
+            use = "Of {}, this process holds {}, others and CUDA {}; {} is free. ".format(*sizes)
+        recompute = "" if cfg.gradient_checkpointing else ", set gradient_checkpointing, which recomputes activations"
+        raise OutOfGPUMemory(
+            f"The GPU ran out of memory while training. {use}Lower micro_token_budget (now {cfg.micro_token_budget:,} tokens in one "
+            f"forward pass; the gradient stays the same){recompute}, or train an adapter (lora_rank). `ludic plan` says what fits."
+        ) from error
 
 
 def check_masks(items: Sequence[SAWItem], tokenizer: Any = None) -> list[str]:

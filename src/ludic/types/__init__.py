@@ -12,6 +12,7 @@ from ludic.types.errors import (
     LudicError,
     MissingExtra,
     NotFinite,
+    OutOfGPUMemory,
     OutOfRoom,
     ParserContractError,
     PolicyGone,
@@ -148,5 +149,6 @@ __all__ = [
     "SnapshotUnsupported", "TemplateError", "ContextError", "ParserContractError", "ScorerContractError",
     "PolicyGone", "TokenMismatch", "OutOfRoom",
     "NotFinite",
+    "OutOfGPUMemory",
     "PromptTooLong", "TokenBudgetSpent", "EngineClosed", "QueueFull", "StreamingClient", "TokenChunk",
 ]  # fmt: skip

@@ -57,6 +57,10 @@ class NotFinite(PolicyGone, FloatingPointError):
     """Weights or logits hold NaN or infinity; sampling or training with them is meaningless."""
 
 
+class OutOfGPUMemory(LudicError, RuntimeError):
+    """The GPU has no room for what training needs; the message says who holds it and what needs less."""
+
+
 DISTRIBUTION = "ludic-rl"
 """The distribution's name. It is on no package index: `ludic` on PyPI is another project."""
 

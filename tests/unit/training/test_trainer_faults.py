@@ -19,9 +19,10 @@ from ludic.models.forward import ModuleForward
 from ludic.training import CheckpointConfig, CheckpointManager, Trainer, TrainerConfig, make_grpo
 from ludic.training.checkpoint.manifest import read_json
 from ludic.training.learner import stop as stopping
+from ludic.training.learner import torch_learner
 from ludic.training.learner.stop import StopRequested, StopSignal
 from ludic.training.losses import CompositeLoss, LossTerm, TokenKLLoss
-from ludic.types import ConfigError, NotFinite
+from ludic.types import ConfigError, NotFinite, OutOfGPUMemory
 from tests.unit.training.bandit import ByteTokenizer, Given, bandit_trainer, hand_trainer, hide_nan_queries, tiny_llama
 from tests.unit.training.samples import random_items
 
@@ -307,6 +308,18 @@ async def test_failed_update_leaves_no_gradient():
     await expected.train_step()
     for a, b in zip(trainer.model.parameters(), expected.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+async def test_gpu_without_memory_is_named_with_what_needs_less(monkeypatch):
+    def no_room(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 558.00 MiB.")
+
+    trainer = hand_trainer(random_items([12, 20]))
+    monkeypatch.setattr(torch_learner, "accumulate_gradients", no_room)
+    with pytest.raises(
+        OutOfGPUMemory, match=r"Lower micro_token_budget \(now [0-9,]+ tokens.* set gradient_checkpointing"
+    ):
+        await trainer.train(1)
 
 
 async def test_parameter_groups_keep_their_own_learning_rates():

@@ -6,7 +6,7 @@ gradient itself is in gradients.py.
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from ludic.training.algorithms import RLAlgorithm
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager, ShardedCheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.critic.train import explained_variance, make_critic, value_moments, with_advantages
-from ludic.training.guards import check_model, require_finite
+from ludic.training.guards import check_model, explained_memory, require_finite
 from ludic.training.learner.batches import (
     Describe,
     PreparedBatch,
@@ -163,8 +163,10 @@ class TorchLearner(Learner):
     def check(self, check: Callable[[], None]) -> None:
         check_together(self.ranks, check)
 
-    def watch(self) -> contextlib.AbstractContextManager[None]:
-        return self.ranks.watching()
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        with self.ranks.watching(), explained_memory(self.cfg):
+            yield
 
     def broadcast(self, value: T) -> T:
         return self.ranks.broadcast(value)

@@ -52,8 +52,9 @@ def explained_memory(cfg: TrainerConfig) -> Iterator[None]:
             use = "Of {}, this process holds {}, others and CUDA {}; {} is free. ".format(*sizes)
         recompute = "" if cfg.gradient_checkpointing else ", set gradient_checkpointing, which recomputes activations"
         raise OutOfGPUMemory(
-            f"The GPU ran out of memory while training. {use}Lower micro_token_budget (now {cfg.micro_token_budget:,} tokens in one "
-            f"forward pass; the gradient stays the same){recompute}, or train an adapter (lora_rank). `ludic plan` says what fits."
+            f"The GPU ran out of memory while training. {use}Lower micro_token_budget (now {cfg.micro_token_budget:,} tokens in "
+            f"one forward pass; the gradient stays the same){recompute}, or train an adapter (lora_rank). `ludic plan` says what "
+            "fits."
         ) from error
 
 

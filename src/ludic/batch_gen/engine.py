@@ -225,10 +225,11 @@ class RolloutEngine:
         max_steps: int,
         timeout_s: float | None = None,
         concurrency: int = 8,
-        first_index: int | None = None,
+        first_index: int | Sequence[int] | None = None,
         has_whole_groups: bool = True,
     ) -> AsyncGenerator[Episode, None]:
-        """Episodes as they finish, numbered from `first_index`, by default from the engine's last number on.
+        """Episodes as they finish, numbered from `first_index`, by default from the engine's last number on; or each request from
+        its own number.
 
         `has_whole_groups=False`: siblings run in other calls; the caller calls `finish_group` when it has all of them.
         """

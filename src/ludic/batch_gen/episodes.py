@@ -8,7 +8,7 @@ import inspect
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -164,10 +164,17 @@ class Episode:
         return next((r.failure for r in self.rollouts if r.failure and not r.is_sub_task), None)
 
 
-def plan_episodes(requests: Iterable[RolloutRequest], *, first_index: int, seed: int) -> Iterator[EpisodePlan]:
-    """One plan per episode, in the order of the requests. Seeds depend only on the request and the episode's number."""
-    index = first_index
-    for request in requests:
+def plan_episodes(
+    requests: Iterable[RolloutRequest], *, first_index: int | Sequence[int], seed: int
+) -> Iterator[EpisodePlan]:
+    """One plan per episode, in the order of the requests. Seeds depend only on the request and the episode's number.
+
+    `first_index`: number of the first episode, or of the first episode of each request.
+    """
+    index = first_index if isinstance(first_index, int) else 0
+    for position, request in enumerate(requests):
+        if not isinstance(first_index, int):
+            index = first_index[position]
         for repeat in range(request.num_episodes):
             env_seed, sampling_seed = request.env_seed, request.sampling_seed
             if env_seed is None:

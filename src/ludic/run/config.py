@@ -262,6 +262,9 @@ class RolloutSettings:
     """Train on the rollouts of these files, which `ludic rescore` or another run wrote, instead of playing."""
     rollouts_per_update: int = 128
     """Episodes per batch; a multiple of group_size. A batch is one update, unless updates_per_batch or mini_batches is above 1."""
+    close_batch_at: float = 1.0
+    """Below 1, an update begins when this share of the episodes is done, in whole groups; the others go on into the next one, at
+    most max_lag versions later."""
     dynamic_sampling: int = 0
     """Above 1, groups of equal returns are replaced by fresh tasks, in at most so many rounds of an update. 0: they stay."""
     curriculum: str | None = None
@@ -273,7 +276,7 @@ class RolloutSettings:
     64 on a CPU); with servers 64."""
     max_lag: int | None = None
     """Above 0, the next batch is generated while this one is trained on, at most so many versions behind; each update makes one.
-    Default: 0; in a pipeline those of 4 batches."""
+    Default: 0; in a pipeline those of 4 batches; with close_batch_at those of 1."""
     engine: Engine = "local"
     """What generates: local is the engine inside this process; vllm a server, or several; pipeline separate actor processes
     (`ludic actor`, or `ludic launch` for all of it)."""
@@ -301,6 +304,12 @@ class RolloutSettings:
             raise ConfigError(
                 f"max_failed_share = {self.max_failed_share}; it is a share of the episodes, from 0 to 1."
             )
+        if not 0 < self.close_batch_at <= 1:
+            raise ConfigError(
+                f"close_batch_at = {self.close_batch_at}; it is a share of the episodes, above 0 and at most 1, such as 0.9."
+            )
+        if self.close_batch_at < 1 and self.dynamic_sampling:
+            raise ConfigError("dynamic_sampling waits for whole rounds of episodes, so close_batch_at = 1 beside it.")
         if not 0 < self.server_hung_after < math.inf:
             raise ConfigError(f"server_hung_after = {self.server_hung_after}; give seconds, such as 60.")
         for url in self.server:

@@ -74,6 +74,11 @@ def _feature_lines(run: ResolvedRun) -> list[str]:
             f"Groups of equal returns are replaced by fresh tasks, so an update plays up to "
             f"{rollouts.dynamic_sampling} times as many episodes."
         )
+    if rollouts.close_batch_at < 1:
+        lines.append(
+            f"An update begins when {rollouts.close_batch_at:.0%} of its episodes are done; the others go on, at most "
+            f"{run.max_lag} versions behind."
+        )
     if rollouts.curriculum is not None:
         lines.append(f"The curriculum {rollouts.curriculum} chooses the tasks.")
     if algo.filter:

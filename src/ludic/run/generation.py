@@ -6,14 +6,14 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ludic.batch_gen import AsyncRolloutBatchSource, TeacherAnnotatedBatchSource
+from ludic.batch_gen import AsyncRolloutBatchSource, RolloutBatchSource, TeacherAnnotatedBatchSource
 from ludic.batch_gen.pipeline.connection import require_redis
 from ludic.batch_gen.pipeline.queue import ExperienceQueue
 from ludic.batch_gen.pipeline.source import PipelineBatchSource
@@ -172,10 +172,19 @@ class EmbeddedGeneration(Generation):
             source = TeacherAnnotatedBatchSource(source, scorer, tokenizer_fingerprint=fingerprint)
         source = source if run.parts.source is None else run.parts.source(source)
         versions = run.trainer.steps_per_batch
-        ahead = (
-            AsyncRolloutBatchSource(source, max_lag=run.max_lag, versions_per_batch=versions) if run.max_lag else source
-        )
-        self.source = ahead
+        self._played = played
+        self.source = source
+        if run.max_lag and run.config.rollouts.close_batch_at == 1:
+            self.source = AsyncRolloutBatchSource(source, max_lag=run.max_lag, versions_per_batch=versions)
+
+    @asynccontextmanager
+    async def sampling(self) -> AsyncGenerator[None, None]:
+        async with super().sampling():
+            try:
+                yield
+            finally:
+                if isinstance(self._played, RolloutBatchSource):
+                    await self._played.close()
 
     @staticmethod
     def check(run: ResolvedRun) -> None:

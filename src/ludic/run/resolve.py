@@ -213,7 +213,7 @@ def resolve(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> R
     if config.envs:
         return _resolve_several(config, parts)
     size, name, lag = _group_size(config.algo, parts), config.run.name or default_name(config), config.rollouts.max_lag
-    max_lag = (DEFAULT_MAX_LAG * config.trainer.steps_per_batch if config.is_pipeline else 0) if lag is None else lag
+    max_lag = _usual_lag(config) if lag is None else lag
     queue_key = config.pipeline.queue_key or f"ludic:{name}"
     max_waiting = config.pipeline.max_waiting or max(64, 4 * (config.rollouts.rollouts_per_update // size))
     values: dict[str, Any] = {
@@ -246,6 +246,12 @@ def resolve(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> R
         trainer=_trainer_config(filled, max_lag, max_steps),
         checkpoint=replace(config.checkpoint, output_dir=folder / CHECKPOINTS),
     )
+
+
+def _usual_lag(config: RunConfig) -> int:
+    """In versions; every batch makes `steps_per_batch` of them."""
+    batches = DEFAULT_MAX_LAG if config.is_pipeline else int(config.rollouts.close_batch_at < 1)
+    return batches * config.trainer.steps_per_batch
 
 
 def _resolve_several(config: RunConfig, parts: Parts) -> ResolvedRun:
@@ -385,6 +391,7 @@ def _check_tasks(config: RunConfig, group_size: int) -> None:
     own = {
         "dynamic_sampling": rollouts.dynamic_sampling,
         "curriculum": rollouts.curriculum,
+        "close_batch_at": rollouts.close_batch_at < 1,
         "filter": config.algo.filter,
         "[[recorded]]": config.recorded,
         "league_every": config.league.league_every,
@@ -393,6 +400,12 @@ def _check_tasks(config: RunConfig, group_size: int) -> None:
         given = ", ".join(name for name, value in own.items() if value)
         raise ConfigError(
             f"{given}: for runs that play their own episodes (engine = local or vllm); in a pipeline actors play them."
+        )
+    per_batch, lag = config.trainer.steps_per_batch, rollouts.max_lag or 0
+    if rollouts.close_batch_at < 1 and lag < per_batch:
+        raise ConfigError(
+            f"close_batch_at = {rollouts.close_batch_at:g} trains on episodes that began a batch earlier, so max_lag = {lag} is "
+            f"too little: give {per_batch} or more, or leave it out."
         )
     if config.league.league_every and rollouts.engine != "local":
         raise ConfigError(

@@ -27,6 +27,7 @@ from ludic.batch_gen import (
 from ludic.batch_gen.requests.curriculum import Curriculum, TaskCurriculum
 from ludic.batch_gen.requests.dataset import AssignedRequests, WeightedPart, WeightedRequests
 from ludic.batch_gen.sources.mixed import MixedBatchSource, MixedPart
+from ludic.batch_gen.sources.stragglers import Stragglers
 from ludic.inference import ChatTemplate
 from ludic.interaction import Policies
 from ludic.run.parts import (
@@ -106,9 +107,17 @@ def make_source(
         concurrency=rollouts.concurrency or setup.concurrency,
         sample_filter=make_filter(run),
         dynamic_sampling=DynamicSampling(max_rounds=rollouts.dynamic_sampling) if rollouts.dynamic_sampling else None,
+        stragglers=_stragglers(run),
         policy=None if league is None else _CURRENT,
         followers=() if league is None else (league,),
     )
+
+
+def _stragglers(run: ResolvedRun) -> Stragglers | None:
+    """A group is carried into as many batches as make `max_lag` versions."""
+    close_at = run.config.rollouts.close_batch_at
+    carries = run.max_lag // run.trainer.steps_per_batch
+    return Stragglers(close_at=close_at, max_carries=carries) if close_at < 1 else None
 
 
 def _requests_of_several(run: ResolvedRun, setup: EpisodeSetup) -> WeightedRequests:
@@ -176,6 +185,7 @@ def _check_stored(run: ResolvedRun) -> None:
             )
     playing = {
         "engine = 'pipeline'": run.config.is_pipeline,
+        "close_batch_at": rollouts.close_batch_at < 1,
         "max_lag": run.max_lag,
         "dynamic_sampling": rollouts.dynamic_sampling,
         "curriculum": rollouts.curriculum,

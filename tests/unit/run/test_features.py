@@ -112,6 +112,24 @@ def test_dynamic_sampling_resumes(ludic):
     resumes_as_if_uninterrupted(ludic, "--dynamic-sampling", "4")
 
 
+# --- stragglers ---
+
+
+def test_updates_begin_before_the_last_episodes_and_train_on_them_later(ludic):
+    close = ["--close-batch-at", "0.5", "--rollouts-per-update", "16", "--max-tokens", "24", "--max-lag", "2"]
+    done(ludic("train", *RUN, *close, "--steps", "4", "--checkpoint-every", "2"))
+    trained, carried = logged("train/num_rollouts"), logged("train/num_carried")
+    assert all(number >= 8 and number % 4 == 0 for number in trained)
+    assert [t + c for t, c in zip(trained, carried, strict=True)] == [16.0] * 4, (
+        "what is carried counts for the next batch"
+    )
+    assert max(logged("train/lag_max")) <= 2.0 and sum(logged("train/num_stale")) == 0
+    done(ludic("train", "runs/first", "--resume", "--steps", "6"))
+    groups = [r.meta["episode_idx"] // 4 for r in played()]
+    trained = sum(logged("train/num_rollouts"))
+    assert len(set(groups)) * 4 >= trained, "no group twice"
+
+
 # --- filters ---
 
 
@@ -255,6 +273,9 @@ def test_the_entropy_bonus_raises_entropy_where_rewards_teach_nothing(ludic):
         (["--curriculum-set", "low=0.1"], "none is named"),
         (["--dynamic-sampling", "1"], "give 2 or more"),
         (["--dynamic-sampling", "4", "--algo", "reinforce", "--group-size", "1"], "there are none"),
+        (["--close-batch-at", "0"], "above 0 and at most 1"),
+        (["--close-batch-at", "0.9", "--max-lag", "0"], "max_lag = 0 is too little"),
+        (["--close-batch-at", "0.9", "--dynamic-sampling", "4"], "waits for whole rounds"),
         (["--reference", "tiny"], "give --kl-coeff"),
         (["--kl-coeff", "-1"], "at least 0"),
         (["--kl-estimator", "k4"], "k1"),

@@ -5,7 +5,7 @@ saved state is that of the parts before the last draw and the number of groups t
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 from ludic.types import ConfigError, RolloutRequest, Stateful, derive_seed, new_id
@@ -69,6 +69,17 @@ class GRPORequestStrategy:
 # --- the stream ---
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacedGroup:
+    """A group, and where it can be drawn again."""
+
+    requests: RequestGroup
+    before: dict[str, Any]
+    """State of the parts before its draw."""
+    index: int
+    """In its draw."""
+
+
 class RequestStream:
     """The groups of a request function and a strategy."""
 
@@ -95,7 +106,11 @@ class RequestStream:
 
     def take(self, num_groups: int) -> list[RequestGroup]:
         """`num_groups` groups, or fewer if a draw is empty."""
-        taken: list[RequestGroup] = []
+        return [placed.requests for placed in self.take_placed(num_groups)]
+
+    def take_placed(self, num_groups: int) -> list[PlacedGroup]:
+        """`take`, with the places of the groups."""
+        taken: list[PlacedGroup] = []
         while len(taken) < num_groups:
             if not self._left:
                 self._draw()
@@ -103,9 +118,21 @@ class RequestStream:
                     break
             more = self._left[: num_groups - len(taken)]
             self._left = self._left[len(more) :]
-            self._num_taken += len(more)
-            taken += more
+            first, self._num_taken = self._num_taken, self._num_taken + len(more)
+            taken += [
+                PlacedGroup(requests=group, before=self._before, index=index)
+                for index, group in enumerate(more, start=first)
+            ]
         return taken
+
+    def take_again(self, before: dict[str, Any], index: int) -> PlacedGroup:
+        """The group at a place of an earlier draw; the position stays. Its group id is new."""
+        now = self.state_dict()
+        self._restore(before)
+        self._draw()
+        found = PlacedGroup(requests=self._left[index], before=before, index=index)
+        self.load_state_dict(now)
+        return found
 
     def _draw(self) -> None:
         self._before = self._states()

@@ -2,7 +2,8 @@
 
 Dynamic sampling replaces groups without a learning signal until the batch is full: a group whose rollouts all have the same
 reward has zero advantage (DAPO, arXiv 2503.14476, section 3.2). Failed groups are replaced in the same way. The number of rounds
-is bounded; after the last one the batch may be smaller.
+is bounded; after the last one the batch may be smaller. With `stragglers` a batch closes before its last episodes are done
+(stragglers.py).
 """
 
 import logging
@@ -17,6 +18,7 @@ from ludic.batch_gen.engine import DEFAULT_MAX_STEPS, RolloutEngine
 from ludic.batch_gen.episodes import Episode, EpisodeLimits
 from ludic.batch_gen.requests.curriculum import Curriculum
 from ludic.batch_gen.requests.groups import RequestGroup, RequestsFn, RequestStrategy, RequestStream
+from ludic.batch_gen.sources.stragglers import StragglerRunner, Stragglers
 from ludic.types import (
     ConfigError,
     CreditAssigner,
@@ -95,11 +97,17 @@ class RolloutBatchSource:
         per_turn: bool = False,
         policy: str | None = None,
         followers: Sequence[FollowsVersions] = (),
+        stragglers: Stragglers | None = None,
     ) -> None:
         """`policy`: only its rollouts are trained on, for episodes that other policies take part in. `followers` (a league) get
-        its version updates and are saved with the source."""
+        its version updates and are saved with the source. `stragglers`: a batch does not wait for its last episodes; close the
+        source at the end."""
         engine = _exactly_one(engine=engine, orchestrator=orchestrator)
-        self._runner = EpisodeRunner(engine, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency)
+        if stragglers is not None and dynamic_sampling is not None:
+            raise ConfigError("Dynamic sampling waits for whole rounds of episodes, so it does not go with stragglers.")
+        limits: dict[str, Any] = {"max_steps": max_steps, "timeout_s": timeout_s, "concurrency": concurrency}
+        self._runner = EpisodeRunner(engine, **limits)
+        self._stragglers = None if stragglers is None else StragglerRunner(engine, stragglers, **limits)
         self._curriculum = curriculum
         next_requests = None if curriculum is None else curriculum.next_requests
         requests_fn = _exactly_one(requests_fn=requests_fn, request_fn=request_fn, curriculum=next_requests)
@@ -114,7 +122,9 @@ class RolloutBatchSource:
 
     async def next_batch(self) -> SAWBatch:
         started = time.perf_counter()
-        if self._dynamic_sampling is None:
+        if self._stragglers is not None:
+            batch = await self._closed_batch(self._stragglers)
+        elif self._dynamic_sampling is None:
             episodes = await self._run_episodes(self._requests.take_draw())
             batch = self._builder.batch(episodes, policy=self._policy)
         else:
@@ -126,6 +136,28 @@ class RolloutBatchSource:
         return batch
 
     get_next_batch = next_batch
+
+    async def _closed_batch(self, runner: StragglerRunner) -> SAWBatch:
+        """What is done of as many groups as the first draw has."""
+        if not self._groups_per_batch:
+            self._groups_per_batch = self._requests.num_next()
+        try:
+            new = self._requests.take_placed(self._groups_per_batch - runner.num_carried)
+        except RequestsExhausted:
+            if not runner.num_carried:
+                raise
+            new = []
+        episodes, counts = await runner.run(new)
+        self._observe(episodes)
+        batch = self._builder.batch(episodes, policy=self._policy)
+        batch.meta |= counts
+        batch.meta["rollout_metrics"] |= {name: float(value) for name, value in counts.items()}
+        return batch
+
+    async def close(self) -> None:
+        """End the episodes that run on into the next batch, if there are any."""
+        if self._stragglers is not None:
+            await self._stragglers.close()
 
     async def _refilled_batch(self, settings: DynamicSampling) -> SAWBatch:
         """As many groups with different rewards as the first draw has, or fewer after `max_rounds` rounds."""
@@ -163,9 +195,12 @@ class RolloutBatchSource:
 
     async def _run_episodes(self, groups: list[RequestGroup]) -> list[Episode]:
         episodes = await self._runner.run(groups)
+        self._observe(episodes)
+        return episodes
+
+    def _observe(self, episodes: Sequence[Episode]) -> None:
         if self._curriculum is not None:
             self._curriculum.observe([r for e in episodes for r in e.rollouts if r.failure is None])
-        return episodes
 
     def notify_version(self, version: int) -> None:
         """Set the version of the policy that plays the next episodes."""
@@ -176,10 +211,12 @@ class RolloutBatchSource:
         """Position of all stateful parts; call it between batches."""
         state: dict[str, Any] = {
             "num_batches": self._num_batches,
-            "num_episodes": self._runner.num_episodes,
+            "num_episodes": (self._stragglers or self._runner).num_episodes,
             "groups_per_batch": self._groups_per_batch,
             "requests": self._requests.state_dict(),
         }
+        if self._stragglers is not None:
+            state["stragglers"] = self._stragglers.state_dict()
         if self._followers:
             state["followers"] = [state_of(follower) for follower in self._followers]
         # A resumed run generates unsaved batches again, so the credit rule must forget what it counted for them.
@@ -187,13 +224,15 @@ class RolloutBatchSource:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._num_batches = state["num_batches"]
-        self._runner.num_episodes = state["num_episodes"]
+        (self._stragglers or self._runner).num_episodes = state["num_episodes"]
         self._groups_per_batch = state["groups_per_batch"]
         if self._stateful_credit is not None and "credit" in state:
             self._stateful_credit.load_state_dict(state["credit"])
         for follower, own in zip(self._followers, state.get("followers", ()), strict=True):
             load_into(follower, own)
         self._requests.load_state_dict(state["requests"])
+        if self._stragglers is not None:
+            self._stragglers.load_state_dict(state["stragglers"], self._requests)
 
 
 def _exactly_one(**spellings: T | None) -> T:

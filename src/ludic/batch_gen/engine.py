@@ -262,6 +262,10 @@ class RolloutEngine:
                             self._on_progress(counts.progress())
                         yield episode
 
+    def scorer_metrics(self) -> dict[str, float]:
+        """What the scorers count of themselves, over all episodes so far."""
+        return {} if self._rewards is None else self._rewards.metrics()
+
     @property
     def progress(self) -> Progress | None:
         """Progress of the running batch (the one started first, if there are several); None if no batch is running."""

@@ -19,6 +19,7 @@ COMMANDS = {
     "serve": ("ludic.cli.serve:serve", "Serve a model over HTTP, in the way of OpenAI's API."),
     "gateway": ("ludic.cli.gateway:gateway", "Serve a model to agents and record their sessions."),
     "export": ("ludic.cli.listing:export", "Write a trained model in the format of Hugging Face."),
+    "rescore": ("ludic.cli.rescore:rescore_run", "Score saved rollouts with another reward or judge."),
     "launch": ("ludic.cli.pipeline.command:launch", "Train with actors and a learner in separate processes."),
     "actor": ("ludic.cli.pipeline.command:actor", "Play for the learner of a pipeline."),
     "view": ("ludic.cli.view:view", "Look at runs in a browser: metrics, groups, rollouts, tokens."),

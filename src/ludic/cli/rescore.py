@@ -23,9 +23,9 @@ from ludic.types import ConfigError
 from ludic.types.files import is_compressed
 
 DESCRIPTION = (
-    "Score the episodes of a run again, as if they had been played with these rewards: scores of earlier ones are removed, the env's "
-    "own reward stays (--reward-weight env=0 leaves it out). The old files stay as they are; `ludic train ENV --rollouts FILE` trains on "
-    "the new one."
+    "Score the episodes of a run again, as if they had been played with these rewards: scores of earlier scorers are removed, the "
+    "env's reward stays (--reward-weight env=0 leaves it out). The old files stay as they are; `ludic train ENV --rollouts FILE` "
+    "trains on the new one."
 )
 RESCORED = "rescored"
 """Folder of the results in a run folder; each is a folder with rollouts/ inside, which `ludic view` and `ludic show` open."""
@@ -143,4 +143,6 @@ def _show_agreement(console: Console, found: Rescored, name: str) -> None:
         for kind, rate in (("right", one.true_positive_rate), ("wrong", one.false_positive_rate))
         if rate is not None
     ]
-    console.print(f"{name} and the env's verdict: accuracy {one.accuracy:.1%}, kappa {one.kappa:.3f}, {', '.join(rates)}")
+    console.print(
+        f"{name} and the env's verdict: accuracy {one.accuracy:.1%}, kappa {one.kappa:.3f}, {', '.join(rates)}"
+    )

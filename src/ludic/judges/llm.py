@@ -43,6 +43,10 @@ class JudgeBase:
     def case_of(self, rollout: Rollout) -> Case:
         return case_of(rollout, reference=self._reference) if self._show is None else self._show(rollout)
 
+    async def score(self, rollouts: Sequence[Rollout]) -> list[Mapping[str, float]]:
+        """The components of each rollout; raises JudgeError if one cannot be judged."""
+        raise NotImplementedError
+
     def metrics(self) -> dict[str, float]:
         """What the judge has cost since it was made, by the names of metrics."""
         return self.asking.cost.metrics(self.name)

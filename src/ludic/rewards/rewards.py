@@ -17,6 +17,7 @@ from ludic.tasks import all_or_none
 from ludic.types import (
     ConfigError,
     EnvironmentStep,
+    ReportsMetrics,
     Rollout,
     Scorer,
     ScorerContractError,
@@ -79,6 +80,14 @@ class Rewards:
     def identity(self) -> dict[str, Any]:
         """Names and weights: a resumed run does not take over episodes that were scored with others."""
         return {"scorers": [scorer.name for scorer in self.scorers], "weights": self.weights}
+
+    def metrics(self) -> dict[str, float]:
+        """What scorers have to say of themselves so far, such as what a judge has cost."""
+        found: dict[str, float] = {}
+        for scorer in self.scorers:
+            if isinstance(scorer, ReportsMetrics):
+                found |= scorer.metrics()
+        return found
 
     def weight_of(self, component: str) -> float:
         """The weight of a component, else that of its scorer, else 1."""

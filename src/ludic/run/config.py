@@ -9,12 +9,13 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import ClassVar, Literal, TypeAlias
 
 from ludic.batch_gen.episodes import DEFAULT_ENV_TIMEOUT_S
 from ludic.catalog import CutOff, Unreadable
+from ludic.judges import JudgeBy
 from ludic.models import TINY
 from ludic.run.entries import Arguments, EnvEntry, LeagueSettings, RecordedEntry, at_least
 from ludic.training.config import CheckpointConfig, LRSchedule, TrainerConfig
@@ -177,8 +178,31 @@ class RewardSettings:
     """Argument of a scorer, such as length.per_tokens=500; may be repeated."""
     reward_weight: dict[str, float] = field(default_factory=dict)
     """Weight of a reward component, such as length=0.1 or env=2; may be repeated. Default: 1."""
+    judge: str | None = None
+    """Model that grades episodes, the component judge: a model as for --model, or the URL of an OpenAI-compatible endpoint
+    (docs/judges.md)."""
+    judge_criteria: Path | None = None
+    """TOML file of criteria: a table [NAME] with text, and if wanted weight and scale. Default: one, whether the task is solved."""
+    judge_by: JudgeBy = "reply"
+    """What the judge sees: one reply, the replies of a group to rank, or pairs of them."""
+    judge_reference: str | None = None
+    """Key in the info of an env's last step of a right answer that the judge may see, such as target_answer."""
+    judge_model: str | None = None
+    """For a judge behind a URL: what the endpoint calls its model. Default: the only one that it lists."""
+    judge_key_env: str | None = None
+    """For a judge behind a URL: environment variable that holds its key."""
+    judge_tokens: int = 512
+    """Tokens of a verdict."""
+    judge_concurrency: int = 64
+    """Calls of the judge at a time."""
+    judge_cache: Path | None = None
+    """JSONL file of verdicts, which several runs may share. Default: they are kept in memory."""
+    judge_device: str | None = None
+    """Of a judge in this process. Default: the GPU if there is one."""
 
     def __post_init__(self) -> None:
+        at_least(1, judge_tokens=self.judge_tokens, judge_concurrency=self.judge_concurrency)
+        self._check_judge()
         names = [name for name, _ in self.named]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ConfigError(
@@ -193,6 +217,25 @@ class RewardSettings:
         for name, weight in self.reward_weight.items():
             if isinstance(weight, bool) or not isinstance(weight, (int, float)):
                 raise ConfigError(f"reward_weight {name} = {weight!r}; a weight is a number.")
+
+    def _check_judge(self) -> None:
+        usual = {one.name: one.default for one in fields(self) if one.name.startswith("judge_")}
+        if self.judge is None:
+            for name, value in usual.items():
+                if getattr(self, name) != value:
+                    raise ConfigError(f"{name} = {getattr(self, name)} is for a judge; give --judge MODEL, too.")
+        elif self.judge_is_served:
+            refuse_login("judge", self.judge, f"A key is given by --judge-key-env NAME. Or: {PUT_LOGIN}")
+        else:
+            for name in ("judge_model", "judge_key_env"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(
+                        f"{name} is for a judge behind a URL; judge = {self.judge!r} is loaded in this process."
+                    )
+
+    @property
+    def judge_is_served(self) -> bool:
+        return self.judge is not None and self.judge.startswith(("http://", "https://"))
 
     @property
     def named(self) -> list[tuple[str, str]]:

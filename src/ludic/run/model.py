@@ -172,6 +172,8 @@ def with_pinned_checkpoints(config: RunConfig) -> RunConfig:
         values["teacher"] = str(checkpoint_in(Path(config.algo.teacher)) or config.algo.teacher)
     if config.algo.reference is not None:
         values["reference"] = str(checkpoint_in(Path(config.algo.reference)) or config.algo.reference)
+    if config.reward.judge is not None and not config.reward.judge_is_served:
+        values["judge"] = str(checkpoint_in(Path(config.reward.judge)) or config.reward.judge)
     return with_values(config, values)
 
 
@@ -283,6 +285,19 @@ def local_engine(
         kv_tokens=kv_tokens,
         max_sequences=None if concurrency is None or not on_gpu else min(max(concurrency, 512), _MAX_SEQUENCES),
     )
+
+
+_JUDGE_CONTEXT = 16_384
+"""Tokens of a judge's prompt and verdict, if its model can."""
+_JUDGE_SEQUENCES = 16
+"""A judge's cache holds so many of the longest prompts, or more short ones: the policy needs the memory, too."""
+
+
+def load_judge(model: str, *, device: str | None = None) -> tuple[LocalEngine, HFChatTemplate, str]:
+    """A frozen model that judges on an engine in this process: client, chat template, name."""
+    loaded = load_policy(ModelSettings(model=model, device=device))
+    engine = local_engine(loaded, max_length=_JUDGE_CONTEXT, kv_tokens=_JUDGE_SEQUENCES * _JUDGE_CONTEXT)
+    return engine, make_template(loaded.tokenizer), loaded.name
 
 
 def serve_locally(loaded: LoadedModel, *, max_length: int, concurrency: int | None = None) -> ServedPolicy:

@@ -33,6 +33,7 @@ from ludic.gateway.session import SessionLimits
 from ludic.inference import ChatTemplate
 from ludic.interaction import InteractionProtocol, MultiAgentProtocol, Policies, RoleAssignment, SingleAgentProtocol
 from ludic.interaction.base import AnyEnv
+from ludic.judges import LazyJudge
 from ludic.rewards import Rewards, as_scorer
 from ludic.rewards.shaping import SoftOverlong
 from ludic.run.config import AgentSettings, AlgoSettings, EnvSettings, RewardSettings
@@ -215,8 +216,29 @@ def make_episode_setup(
 def make_rewards(settings: RewardSettings, agent: AgentSettings, parts: Parts | None = None) -> Rewards | None:
     """The scorers of the settings and the given ones, with their weights; None if nothing is scored or weighted."""
     scorers = [_scorer(settings, name, id, agent.max_tokens) for name, id in settings.named]
+    scorers += [_judge(settings)] if settings.judge is not None else []
     scorers += [as_scorer(given) for given in (parts.scorers if parts is not None else ())]
     return Rewards(scorers, settings.reward_weight) if scorers or settings.reward_weight else None
+
+
+def _judge(settings: RewardSettings) -> LazyJudge:
+    def load(model: str) -> Any:
+        from ludic.run.model import load_judge  # needs torch; a judge behind a URL does not
+
+        return load_judge(model, device=settings.judge_device)
+
+    return LazyJudge(
+        settings.judge or "",
+        load=load,
+        criteria=settings.judge_criteria,
+        by=settings.judge_by,
+        reference=settings.judge_reference,
+        model=settings.judge_model,
+        key_env=settings.judge_key_env,
+        max_tokens=settings.judge_tokens,
+        concurrency=settings.judge_concurrency,
+        cache=settings.judge_cache,
+    )
 
 
 def _scorer(settings: RewardSettings, name: str, id: str, max_tokens: int | None) -> Scorer:

@@ -155,6 +155,15 @@ class Scorer(Protocol):
         ...
 
 
+@runtime_checkable
+class ReportsMetrics(Protocol):
+    """Counts something that is worth a metric: calls, tokens, cache hits."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics by name, since it was made."""
+        ...
+
+
 class CreditAssigner(Protocol):
     """From finished rollouts to one weight per step; it sees a whole batch, so siblings can be compared."""
 

@@ -102,7 +102,7 @@ class RolloutBatchSource:
         """`policy`: only its rollouts are trained on, for episodes that other policies take part in. `followers` (a league) get
         its version updates and are saved with the source. `stragglers`: a batch does not wait for its last episodes; close the
         source at the end."""
-        engine = _exactly_one(engine=engine, orchestrator=orchestrator)
+        self._engine = engine = _exactly_one(engine=engine, orchestrator=orchestrator)
         if stragglers is not None and dynamic_sampling is not None:
             raise ConfigError("Dynamic sampling waits for whole rounds of episodes, so it does not go with stragglers.")
         limits: dict[str, Any] = {"max_steps": max_steps, "timeout_s": timeout_s, "concurrency": concurrency}
@@ -131,8 +131,9 @@ class RolloutBatchSource:
             batch = await self._refilled_batch(self._dynamic_sampling)
         self._num_batches += 1
         generation_s = time.perf_counter() - started
-        batch.meta["rollout_metrics"]["generation_s"] = generation_s
-        batch.meta |= {"source": "rollout", "batch_index": self._num_batches - 1, "generation_s": generation_s}
+        numbers = {"generation_s": generation_s, **self._engine.scorer_metrics()}
+        batch.meta["rollout_metrics"] |= numbers
+        batch.meta |= {"source": "rollout", "batch_index": self._num_batches - 1, **numbers}
         return batch
 
     get_next_batch = next_batch

@@ -134,6 +134,7 @@ async def _measure(
                 concurrency=concurrency or setup.concurrency,
                 on_rollouts=on_rollouts,
             )
+        report = replace(report, metrics={**report.metrics, **engine.scorer_metrics()})
         return Column(label=model.label, report=report, seconds=time.perf_counter() - began)
 
 

@@ -156,6 +156,7 @@ RECIPES = {
     "spo": Recipe(is_grouped=False, choose=prioritised),
     "sft": Recipe(is_grouped=False, feed=lambda source, teacher: RightAnswers()),
     "rft": UNGROUPED,
+    "proposer_solver": Recipe(),
     "dpo": Recipe(is_grouped=False, feed=lambda source, teacher: Preferences()),
     "ipo": Recipe(is_grouped=False, feed=lambda source, teacher: Preferences()),
     "kto": Recipe(is_grouped=False, feed=lambda source, teacher: Preferences(labelled=True)),

@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "batch_gen": BASE | {"interaction", "envs", "inference", "rewards"},
     "gateway": BASE | {"interaction", "inference", "envs", "batch_gen", "parsers", "sandbox"},
     "gateway.training": BASE | {"batch_gen", "eval", "gateway", "run"},
+    "prompt_search": BASE | {"batch_gen", "judges"},
     "distributed": BASE | {"inference", "models"},
     "training": BASE | {"models", "distributed"},
     "eval": BASE | {"batch_gen"},

@@ -14,6 +14,7 @@ from ludic.training import make_dpo, make_ipo, make_kto
 from ludic.training.learner.batches import prepare
 from ludic.training.learner.frozen import Reference
 from ludic.training.learner.gradients import accumulate_gradients
+from ludic.training.learner.mini_batches import groups_of
 from ludic.training.learner.packing import balanced_shares
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import ActionTokens, BatchFacts
@@ -189,6 +190,11 @@ async def test_a_comparison_is_never_split():
         accumulate_gradients(
             TrainedPolicy(tiny_llama()), make_dpo().loss, items, micro_token_budget=max(len(i.input_ids) for i in items)
         )
+
+
+async def test_mini_batches_hold_whole_comparisons():
+    items = await batch(PAIRS, 6)
+    assert groups_of(items) == [[n, n + 1] for n in range(0, 12, 2)]
 
 
 async def test_a_pair_is_dropped_with_its_longer_half():

@@ -6,9 +6,9 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ludic.cli.args import need_extras, parse
 from ludic.inference.vllm.command import check_port
@@ -20,13 +20,17 @@ from ludic.inference.vllm.control import (
     read_control_token,
 )
 from ludic.run.config import Dtype, ModelSettings, at_least
+from ludic.run.folder import CHECKPOINTS, METRICS
 from ludic.types import ConfigError, InferenceSpec, ReturnSpec, Rollout, SamplingParams
 from ludic.types.rollout import save_rollouts
 from ludic.types.urls import PUT_LOGIN, refuse_login
 
 if TYPE_CHECKING:
-    from ludic.gateway import Policy, Session
+    from ludic.gateway import Policy, Session, SessionBatchSource
+    from ludic.models.loading import LoadedModel
+    from ludic.training import Trainer
 
+_SHOWN = ("avg_total_reward", "num_waiting", "num_skipped", "loss", "grad_norm", "lag_max", "num_stale", "tokens_per_s")
 _TOKEN_FOLDER = Path("runs/gateway")
 
 
@@ -50,6 +54,30 @@ class GatewayArgs:
     """Of sampling, whatever an agent asks for: what is recorded can be trained on."""
     max_tokens: int = 1024
     """Tokens of one reply at most."""
+    train: bool = False
+    """Train the model on closed sessions that were rewarded, while it serves. Not with --server."""
+    algo: str = "reinforce_pp"
+    """Algorithm of --train. One that compares groups (grpo) takes sessions that were opened with a `group`."""
+    algo_set: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the algorithm, --algo-set KEY=VALUE."""
+    sessions_per_update: int = 16
+    """Sessions of one update."""
+    steps: int | None = None
+    """Updates after which the command ends. Default: it trains until it is stopped."""
+    lr: float = 1e-5
+    """Learning rate."""
+    lora_rank: int = 0
+    """Rank of a LoRA adapter; 0 trains all weights."""
+    max_seq_len: int = 4096
+    """Tokens of a sample; longer ones are dropped."""
+    max_lag: int = 8
+    """Versions that a sample's oldest token may be behind; older samples are dropped."""
+    out: Path = Path("runs/gateway_train")
+    """Folder of --train: metrics.jsonl, and checkpoints that load like any model."""
+    checkpoint_every: int = 10
+    """Updates between checkpoints; one is always written at the end."""
+    resume: bool = False
+    """Go on with the training in --out."""
     server: str | None = None
     """URL of a vLLM server (`ludic serve --engine vllm`) that samples. Default: the engine in this process."""
     max_sequences: int | None = None
@@ -65,9 +93,15 @@ class GatewayArgs:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port}; a port is a number from 0 to 65535.")
         at_least(1, max_tokens=self.max_tokens, max_sequences=self.max_sequences, max_model_len=self.max_model_len)
+        at_least(1, sessions_per_update=self.sessions_per_update, steps=self.steps)
         at_least(0, temperature=self.temperature)
         if not self.max_idle_s > 0:
             raise ConfigError(f"--max-idle-s {self.max_idle_s:g}; it must be more than 0.")
+        if self.train and (self.server is not None or self.temperature == 0):
+            raise ConfigError(
+                "--train updates the model in this process, and learns from samples: leave --server out, and give a temperature "
+                "above 0."
+            )
         if self.server is not None:
             refuse_login("server", self.server, PUT_LOGIN)
 
@@ -84,8 +118,10 @@ def gateway(args: list[str]) -> int:
     token, shown = _control_token(given.control_token_file)
     if given.save is not None:
         save_rollouts([], given.save)  # a path that cannot be written is named now
-    with _policy(given) as policy:
-        num_open = asyncio.run(_serve_until_stopped(given, policy, token, shown))
+    if given.train and not given.resume and (given.out / METRICS).exists():
+        raise ConfigError(f"There is a run in {given.out} already. Go on with --resume, or choose another --out.")
+    with _policy(given) as (policy, loaded):
+        num_open = asyncio.run(_serve_until_stopped(given, policy, loaded, token, shown))
     open_ = "1 session was" if num_open == 1 else f"{num_open} sessions were"
     lost = f" {open_} open; their rollouts are not saved." if num_open else ""
     print(f"Stopped.{lost}")
@@ -102,11 +138,12 @@ def _control_token(file: Path | None) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def _policy(given: GatewayArgs) -> Iterator["Policy"]:
+def _policy(given: GatewayArgs) -> "Iterator[tuple[Policy, LoadedModel | None]]":
+    """The policy that answers, and the model if it is in this process."""
     from ludic.gateway import Policy
     from ludic.run.model import load_policy, load_tokenizer, make_template
 
-    settings = ModelSettings(model=given.model, dtype=given.dtype, device=given.device)
+    settings = ModelSettings(model=given.model, dtype=given.dtype, device=given.device, lora_rank=given.lora_rank)
     if given.server is not None:
         from ludic.inference.vllm.client import VLLMChatClient
         from ludic.training.learner.stop import run_sync
@@ -115,7 +152,7 @@ def _policy(given: GatewayArgs) -> Iterator["Policy"]:
         client = VLLMChatClient(servers=[given.server])
         try:
             served = run_sync(client.control_get(client.servers[0], "/v1/models"))["data"][0]["id"]
-            yield Policy(client=client, chat_template=template, model=served)
+            yield Policy(client=client, chat_template=template, model=served), None
         finally:
             run_sync(client.close())
         return
@@ -126,47 +163,108 @@ def _policy(given: GatewayArgs) -> Iterator["Policy"]:
         loaded.model, loaded.tokenizer, max_sequences=given.max_sequences, max_model_len=given.max_model_len
     )
     try:
-        yield Policy(client=engine, chat_template=make_template(loaded.tokenizer, with_tools=True), model=loaded.name)
+        template = make_template(loaded.tokenizer, with_tools=True)
+        yield Policy(client=engine, chat_template=template, model=loaded.name), loaded
     finally:
         engine.close()
 
 
-async def _serve_until_stopped(given: GatewayArgs, policy: "Policy", token: str, shown: str) -> int:
+async def _serve_until_stopped(
+    given: GatewayArgs, policy: "Policy", loaded: "LoadedModel | None", token: str, shown: str
+) -> int:
     """Returns how many sessions were open at the end."""
     from ludic.gateway import Gateway
 
-    def save(session: "Session", rollouts: list[Rollout]) -> None:
+    trainer, source = (None, None) if not given.train else _trainer(given, policy, loaded)
+
+    def closed(session: "Session", rollouts: list[Rollout]) -> None:
         if given.save is not None:
             save_rollouts(rollouts, given.save)
+        if source is not None:
+            source.add(session, rollouts)
 
     server = Gateway(
         {policy.model: policy},
         default=policy.model,
         control_token=token,
         inference=given.inference,
-        on_closed=save,
+        on_closed=closed,
         max_idle_s=given.max_idle_s,
     )
-    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C raises KeyboardInterrupt instead
-            loop.add_signal_handler(number, stopped.set)
     await server.start(given.host, given.port)
     try:
-        print(_how_to_use(server.url, policy.model, shown, given.save), flush=True)
-        await stopped.wait()
+        print(_how_to_use(server.url, policy.model, shown, given), flush=True)
+        if trainer is None:
+            await _until_signal()
+        else:
+            left = None if given.steps is None else max(0, given.steps - trainer.step)
+            await trainer.train(left)  # until a signal, or the last step; then it saves
         return server.num_sessions
     finally:
         await server.close()
 
 
-def _how_to_use(url: str, model: str, token: str, save: Path | None) -> str:
+async def _until_signal() -> None:
+    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C raises KeyboardInterrupt instead
+            loop.add_signal_handler(number, stopped.set)
+    await stopped.wait()
+
+
+def _trainer(
+    given: GatewayArgs, policy: "Policy", loaded: "LoadedModel | None"
+) -> "tuple[Trainer, SessionBatchSource]":
+    """The trainer of the served weights, and the source that closed sessions go to."""
+    from ludic import registry
+    from ludic.distributed import SharedWeightsPublisher
+    from ludic.gateway import SessionBatchSource
+    from ludic.inference.local import LocalEngine
+    from ludic.training import (
+        CheckpointConfig,
+        JSONLLogger,
+        PrintLogger,
+        TeeLogger,
+        Trainer,
+        TrainerConfig,
+        with_episode_credit,
+    )
+
+    assert loaded is not None and isinstance(policy.client, LocalEngine), "--train refuses --server"
+    algo = with_episode_credit(registry.algorithms.make(given.algo, **given.algo_set))
+    source = SessionBatchSource(algorithm=algo, sessions_per_batch=given.sessions_per_update)
+    trainer = Trainer(
+        model=loaded.model,
+        algo=algo,
+        batch_source=source,
+        cfg=TrainerConfig(
+            lr=given.lr,
+            max_seq_len=given.max_seq_len,
+            micro_token_budget=max(8192, given.max_seq_len),
+            max_lag=given.max_lag,
+            too_long="drop",
+        ),
+        publisher=SharedWeightsPublisher(policy.client),
+        checkpoint_config=CheckpointConfig(given.out / CHECKPOINTS, every_n_steps=given.checkpoint_every),
+        resume_from="latest" if given.resume else None,
+        train_logger=TeeLogger(JSONLLogger(given.out / METRICS), PrintLogger(keys=_SHOWN)),
+        tokenizer=loaded.tokenizer,
+    )
+    return trainer, source
+
+
+def _how_to_use(url: str, model: str, token: str, given: GatewayArgs) -> str:
     control = f'-H "{CONTROL_HEADER}: {token}"'
-    saved = f", saves its rollouts to {save}" if save is not None else ""
+    saved = f", saves its rollouts to {given.save}" if given.save is not None else ""
+    learns = (
+        f"\n  training:        every {given.sessions_per_update} rewarded sessions, in {given.out}"
+        if given.train
+        else ""
+    )
     return (
         f"Gateway of {model} at {url} (Ctrl-C stops)\n"
         f"  open a session:  curl -X POST {url}/sessions {control}\n"
         "                   answers with id, base_url and api_key, for any client of OpenAI's or Anthropic's API\n"
         f"  its reward:      curl -X POST {url}/sessions/ID/reward {control} -d '{{\"value\": 1.0}}'\n"
-        f"  its end:         curl -X POST {url}/sessions/ID/close {control}{saved and f'   ({saved[2:]})'}"
+        f"  its end:         curl -X POST {url}/sessions/ID/close {control}{saved and f'   ({saved[2:]})'}{learns}"
     )

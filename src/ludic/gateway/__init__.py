@@ -2,7 +2,8 @@
 
 `run` and `cli` import it; it imports interaction, inference and what is below. Loads without torch. Start with forest.py (where a
 request continues), then session.py, server.py and wire/ (one file per API dialect). protocol.py plays episodes with agents.py's
-functions and commands; training.py has `train` and `evaluate`, the short way to all of it.
+functions and commands; training.py has `train` and `evaluate`, the short way to all of it; online.py
+makes batches of sessions that agents outside have finished.
 """
 
 import importlib
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ludic.gateway.agents import AgentCommand, AgentFunction
+    from ludic.gateway.online import SessionBatchSource
     from ludic.gateway.protocol import GatewayProtocol
     from ludic.gateway.server import Gateway
     from ludic.gateway.session import Policy, Session, SessionLimits
@@ -17,13 +19,14 @@ if TYPE_CHECKING:
     from ludic.gateway.training import evaluate, train
 
 __all__ = [
-    "AgentCommand", "AgentFunction", "Gateway", "GatewayProtocol", "Policy", "Session", "SessionLimits", "evaluate",
-    "session_rollouts", "train",
+    "AgentCommand", "AgentFunction", "Gateway", "GatewayProtocol", "Policy", "Session", "SessionBatchSource", "SessionLimits",
+    "evaluate", "session_rollouts", "train",
 ]  # fmt: skip
 
 _MODULES = {
     "AgentCommand": "agents", "AgentFunction": "agents", "Gateway": "server", "GatewayProtocol": "protocol", "Policy": "session",
-    "Session": "session", "SessionLimits": "session", "evaluate": "training", "session_rollouts": "threads", "train": "training",
+    "Session": "session", "SessionBatchSource": "online", "SessionLimits": "session", "evaluate": "training",
+    "session_rollouts": "threads", "train": "training",
 }  # fmt: skip
 
 

@@ -43,6 +43,7 @@ PING_S = 3.0
 """A stream in which nothing happens for this long gets a sign of life; clients and proxies give up on silent connections."""
 MAX_IDLE_S = 3600.0
 _SHUTDOWN_S = 0.5
+_MAX_GROUP = 256
 _MAX_CONNECTIONS = 1 << 16
 """Every episode has at least one."""
 _KEY_HEADERS = ("x-api-key", "x-goog-api-key")
@@ -128,6 +129,7 @@ class Gateway:
         timeout_s: float | None = None,
         pin_sampling: bool = True,
         keep_first_system: bool = False,
+        group: str | None = None,
     ) -> Session:
         session = Session(
             policies=self.policies,
@@ -139,6 +141,7 @@ class Gateway:
             pin_sampling=pin_sampling,
             keep_first_system=keep_first_system,
             base_url=f"{self.url}/v1",
+            group=group,
         )
         self._sessions[session.api_key] = session
         return session
@@ -303,12 +306,15 @@ class Gateway:
 
     async def _open(self, request: web.Request) -> web.Response:
         self._check_control(request)
-        body = await self._control_body(request, ("seed", "max_calls", "max_tokens"))
+        body = await self._control_body(request, ("seed", "max_calls", "max_tokens", "group"))
+        group = body.pop("group", None)
+        if group is not None and (not isinstance(group, str) or not 0 < len(group) <= _MAX_GROUP):
+            raise ConfigError(f"group={group!r:.80}; it must be a text of at most {_MAX_GROUP} characters.")
         wrong = [name for name, value in body.items() if value is not None and type(value) is not int]
         if wrong:
             raise ConfigError(f"{wrong[0]}={body[wrong[0]]!r:.80}; it must be a whole number.")
         limits = SessionLimits(max_calls=body.get("max_calls"), max_tokens=body.get("max_tokens"))
-        session = self.open_session(sampling_seed=body.get("seed"), limits=limits)
+        session = self.open_session(sampling_seed=body.get("seed"), limits=limits, group=group)
         self._opened_by_control.add(session)
         return web.json_response({"id": session.id, "base_url": session.base_url, "api_key": session.api_key})
 
@@ -332,6 +338,7 @@ class Gateway:
         session_rollouts(session, call_rewards=given["calls"])  # refuses a call that is not the session's
         earlier = self._rewards.get(session.id, {})
         self._rewards[session.id] = {name: {**earlier.get(name, {}), **values} for name, values in given.items()}
+        session.is_rewarded = True
         return web.json_response({"id": session.id, **self._rewards[session.id]})
 
     async def _close(self, request: web.Request) -> web.Response:
@@ -343,7 +350,12 @@ class Gateway:
         """Close a session; its rollouts go to `on_closed`."""
         rewards = self._rewards.get(session.id, {})
         self.close_session(session)
-        rollouts = session_rollouts(session, reward=rewards.get("components") or 0.0, call_rewards=rewards.get("calls"))
+        facts: JSONObject = {"engine": {"episode_run": session.id}}  # its threads are one episode
+        if session.group is not None:
+            facts["request_meta"] = {"group_id": session.group}
+        rollouts = session_rollouts(
+            session, reward=rewards.get("components") or 0.0, call_rewards=rewards.get("calls"), meta=facts
+        )
         if self._on_closed is not None:
             self._on_closed(session, rollouts)
         return rollouts
@@ -357,7 +369,7 @@ class Gateway:
         """Close the control endpoints' idle sessions: the program that opened them has ended, or forgot them."""
         for session in [session for session in self._opened_by_control if session.idle_s >= max_idle_s]:
             self._num_expired += 1
-            is_rewarded = session.id in self._rewards
+            is_rewarded = session.is_rewarded
             logger.warning(
                 "Session %s was not used for %g s and is closed; its rollouts are %s (%d such sessions so far).",
                 session.id, max_idle_s, "kept" if is_rewarded else "dropped: it has no reward", self._num_expired,

@@ -156,6 +156,10 @@ class Session:
     error: Exception | None = None
     """Why no call can succeed any more: a wrong set-up, or the policy is gone. The episode must raise it."""
     is_closed: bool = False
+    group: str | None = None
+    """Sessions with the same one attempt the same task, and are compared."""
+    is_rewarded: bool = False
+    """The control endpoint gave it a reward."""
 
     def __post_init__(self) -> None:
         self.forests = {name: Forest(keep_first_system=self.keep_first_system) for name in self.policies}

@@ -37,6 +37,7 @@ from ludic.training.credit_assignment import (
     MaximumLikelihoodReturn,
     MonteCarloReturn,
     PerStepReward,
+    ProposerSolverReturn,
     ScaledCredit,
     StateGroupReturn,
     TrackedValueReturn,
@@ -207,6 +208,15 @@ PRESETS = {
         ConstantCredit,
         MaskedCausalLMCrossEntropyLoss,
         {"reduction": Reduction("sample_sum")},
+    ),
+    "proposer_solver": (
+        {
+            "group_size": 8, "proposer": "proposer", "normalize_adv": True, "clip_eps_low": 0.2, "clip_eps_high": 0.2,
+            "ratio_clip": None, **SUMS, **DROP,
+        },
+        ProposerSolverReturn,
+        TokenClippedSurrogateLoss,
+        {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "reduction": Reduction("sample_sum"), "ratio_clip": None},
     ),
     "dpo": ({"beta": 0.1, "length_normalize": False}, ConstantCredit, PreferencePairLoss, {"kind": "dpo", "beta": 0.1}),
     "ipo": ({"beta": 0.1, "length_normalize": False}, ConstantCredit, PreferencePairLoss, {"kind": "ipo", "beta": 0.1}),

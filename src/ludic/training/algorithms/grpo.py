@@ -7,6 +7,7 @@ from ludic.training.credit_assignment import (
     ComponentNormalizedReturn,
     GroupNormalizedReturn,
     MaximumLikelihoodReturn,
+    ProposerSolverReturn,
     StateFn,
     StateGroupReturn,
     observation_before,
@@ -206,5 +207,29 @@ def make_gigpo(
         name=name,
         credit_assigner=StateGroupReturn(group_size, gamma=gamma, step_weight=step_weight, state_of=state_of),
         loss=TokenClippedSurrogateLoss(clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, reduction=reduction),
+        preprocess=checked(drop_zero_weight=drop_zero_weight, drop_zero_weight_eps=drop_zero_weight_eps),
+    )
+
+
+def make_proposer_solver(
+    *,
+    group_size: int = 8,
+    proposer: str = "proposer",
+    normalize_adv: bool = True,
+    clip_eps_low: float = 0.2,
+    clip_eps_high: float = 0.2,
+    reduction: Reduction | str | None = None,
+    ratio_clip: float | None = None,
+    drop_zero_weight: bool = False,
+    drop_zero_weight_eps: float = 1e-4,
+    name: str = "proposer_solver",
+) -> RLAlgorithm:
+    """One role invents tasks, others attempt them: attempts are compared within their task, proposals with each other."""
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=ProposerSolverReturn(group_size, proposer, normalize_adv),
+        loss=TokenClippedSurrogateLoss(
+            clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, ratio_clip=ratio_clip, reduction=reduction
+        ),
         preprocess=checked(drop_zero_weight=drop_zero_weight, drop_zero_weight_eps=drop_zero_weight_eps),
     )

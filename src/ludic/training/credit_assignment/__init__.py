@@ -17,6 +17,7 @@ from ludic.training.credit_assignment.group import (
     agent_in_env,
 )
 from ludic.training.credit_assignment.grouping import returns_to_go
+from ludic.training.credit_assignment.proposer import ProposerSolverReturn, learnability
 from ludic.training.credit_assignment.returns import ConstantCredit, EpisodicReturn, MonteCarloReturn, PerStepReward
 from ludic.training.credit_assignment.shaping import (
     KLCreditModifier,
@@ -38,8 +39,9 @@ from ludic.training.credit_assignment.value import GAE, BetaValueTracker, Tracke
 
 __all__ = [
     "MonteCarloReturn", "EpisodicReturn", "PerStepReward", "ConstantCredit", "GroupNormalizedReturn", "HybridNormalizedReturn",
-    "LeaveOneOutReturn", "MaximumLikelihoodReturn", "ComponentNormalizedReturn", "RoleBaselineReturn", "RoleFn", "agent_in_env",
-    "TurnGroupReturn", "TurnLeaveOneOutReturn", "StateGroupReturn", "StateFn", "observation_before", "TrackedValueReturn",
-    "BetaValueTracker", "GAE", "ValueFn", "gae", "KLCreditModifier", "ScaledCredit", "RoutedCredit", "EpisodeCredit",
-    "Relabelled", "Relabel", "with_turn_rewards", "PotentialShaping", "PotentialFn", "info_potential", "returns_to_go",
+    "LeaveOneOutReturn", "MaximumLikelihoodReturn", "ProposerSolverReturn", "learnability", "ComponentNormalizedReturn",
+    "RoleBaselineReturn", "RoleFn", "agent_in_env", "TurnGroupReturn", "TurnLeaveOneOutReturn", "StateGroupReturn", "StateFn",
+    "observation_before", "TrackedValueReturn", "BetaValueTracker", "GAE", "ValueFn", "gae", "KLCreditModifier", "ScaledCredit",
+    "RoutedCredit", "EpisodeCredit", "Relabelled", "Relabel", "with_turn_rewards", "PotentialShaping", "PotentialFn",
+    "info_potential", "returns_to_go",
 ]  # fmt: skip

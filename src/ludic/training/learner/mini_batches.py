@@ -90,11 +90,13 @@ class BatchInProgress:
 
 
 def groups_of(items: Sequence[SAWItem]) -> list[list[int]]:
-    """Places of the samples of each group; what names none is kept together by episode."""
+    """Places of the samples of each group; what names none is kept together by comparison or episode."""
     found: dict[tuple[str, Any], list[int]] = {}
     for place, item in enumerate(items):
         episode = episode_of(item)
         alone = ("sample", place) if episode is None else ("episode", episode)
+        if item.origin.comparison is not None:
+            alone = ("comparison", item.origin.comparison)
         group = item.origin.group_id
         found.setdefault(alone if group is None else ("group", group), []).append(place)
     return list(found.values())

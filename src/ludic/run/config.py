@@ -233,6 +233,13 @@ class RewardSettings:
                         f"{name} is for a judge behind a URL; judge = {self.judge!r} is loaded in this process."
                     )
 
+    def check_siblings(self, num: int, flag: str) -> None:
+        """ConfigError if the judge compares siblings and there are none."""
+        if self.judge_by != "reply" and num < 2:
+            raise ConfigError(
+                f"judge_by = {self.judge_by!r} compares the episodes of one task, but {flag} is {num}. Give at least 2."
+            )
+
     @property
     def judge_is_served(self) -> bool:
         return self.judge is not None and self.judge.startswith(("http://", "https://"))
@@ -551,7 +558,8 @@ MAY_CHANGE_ON_RESUME = frozenset(
      "share_prefixes", "gradient_checkpointing", "compile", "eval_every", "eval_at_start", "eval_in_background",
      "eval_episodes", "eval_pass_k", "eval_data", "eval_temperature", "eval_concurrency", "eval_timeout_s", "redis",
      "episode_timeout", "env_timeout", "actors", "max_waiting", "acknowledge", "max_restarts", "server",
-     "control_token", "server_memory", "server_hung_after"}
+     "control_token", "server_memory", "server_hung_after", "judge_key_env", "judge_concurrency", "judge_cache",
+     "judge_device"}
 )  # fmt: skip
 """Settings with which a run stays the same run."""
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -218,10 +219,24 @@ def make_rewards(settings: RewardSettings, agent: AgentSettings, parts: Parts | 
     scorers = [_scorer(settings, name, id, agent.max_tokens) for name, id in settings.named]
     scorers += [_judge(settings)] if settings.judge is not None else []
     scorers += [as_scorer(given) for given in (parts.scorers if parts is not None else ())]
-    return Rewards(scorers, settings.reward_weight) if scorers or settings.reward_weight else None
+    if not scorers and not settings.reward_weight:
+        return None
+    return Rewards(scorers, settings.reward_weight, max_concurrent=max(64, settings.judge_concurrency))
+
+
+_judges: weakref.WeakValueDictionary[Hashable, LazyJudge] = weakref.WeakValueDictionary()
 
 
 def _judge(settings: RewardSettings) -> LazyJudge:
+    """Those of several envs, and of evaluations, are the same object, so that its model is loaded once."""
+    key = tuple(getattr(settings, one.name) for one in fields(settings) if one.name.startswith("judge"))
+    made = _judges.get(key)
+    if made is None:
+        made = _judges[key] = _make_judge(settings)
+    return made
+
+
+def _make_judge(settings: RewardSettings) -> LazyJudge:
     def load(model: str) -> Any:
         from ludic.run.model import load_judge  # needs torch; a judge behind a URL does not
 

@@ -154,6 +154,7 @@ def with_recorded(run: ResolvedRun, source: BatchSource, tokenizer: Any) -> Batc
 def check_source(run: ResolvedRun) -> None:
     """ConfigError for rewards, filters, a curriculum or a reference that cannot work, before weights are loaded."""
     make_rewards(run.config.reward, run.config.agent, run.parts)
+    run.config.reward.check_siblings(run.group_size, "--group-size")
     algorithm = make_algorithm(run)
     make_filter(run)
     make_curriculum(run, algorithm)

@@ -12,6 +12,8 @@ import pytest
 pytest.importorskip("torch", reason="the train extra is not installed")
 
 from ludic.run import build
+from ludic.run.config import AgentSettings, RewardSettings
+from ludic.run.parts import make_rewards
 from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError, load_rollouts
 from tests.unit.cli.runner import invoke
@@ -215,3 +217,22 @@ def test_evaluating_with_a_judge(judge: str):
     (file,) = Path("runs/eval").glob("*/metrics.json")
     (numbers,) = json.loads(file.read_text()).values()
     assert numbers["judge/verdicts"] == 20 and 0 <= numbers["score/judge"] <= 1
+
+
+def test_a_judge_of_siblings_needs_some(judge: str):
+    for command in (
+        ["train", "parts.py:Letter", *FLAGS, "--group-size", "1", "--algo", "reinforce"],
+        ["eval", "parts.py:Letter", "--model", "tiny"],
+    ):
+        result = invoke([*command, "--judge", judge, "--judge-by", "pairs"])
+        assert isinstance(result.exception, ConfigError) and "compares the episodes of one task" in str(
+            result.exception
+        )
+
+
+def test_settings_of_one_judge_are_one_object():
+    """So that its model is loaded once for several envs and for evaluations."""
+    settings = RewardSettings(judge="tiny", reward_weight={"judge": 0.5})
+    first, second = make_rewards(settings, AgentSettings()), make_rewards(settings, AgentSettings())
+    assert first.scorers == second.scorers
+    assert make_rewards(RewardSettings(judge="tiny", judge_tokens=9), AgentSettings()).scorers != first.scorers

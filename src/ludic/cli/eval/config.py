@@ -129,7 +129,8 @@ class EvalConfig:
 
 MAY_CHANGE_ON_RESUME = frozenset(
     {"model", "dtype", "device", "threads", "concurrency", "timeout_s", "num_tasks", "samples", "pass_k", "majority_k",
-     "success_reward", "name", "out", "api_key_env", "episode_timeout", "env_timeout"}
+     "success_reward", "name", "out", "api_key_env", "episode_timeout", "env_timeout", "judge_key_env",
+     "judge_concurrency", "judge_cache", "judge_device"}
 )  # fmt: skip
 """Settings that do not affect finished episodes; more tasks, samples or models add to them."""
 
@@ -168,4 +169,5 @@ def resolve(config: EvalConfig, found: EnvFactory) -> EvalConfig:
         raise ConfigError("--num-tasks 0 takes all of --data, but there is none. Give a number.")
     if config.policy.api_key_env is not None and config.policy.base_url is None:
         raise ConfigError("--api-key-env is for an endpoint; give --base-url too.")
+    config.reward.check_siblings(config.measure.samples, "--samples")
     return resolve_play(config, found.suggested)

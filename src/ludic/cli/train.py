@@ -121,9 +121,10 @@ def _how_to_learn_slower(run: "Run") -> str:
 def _opening(run: "Run", *, resume: bool) -> list[str]:
     config, start = run.config, run.starting_point(resume=resume)
     teacher = "" if config.algo.teacher is None else f", taught by {config.algo.teacher}"
+    several = "" if config.trainer.steps_per_batch == 1 else f", {config.trainer.steps_per_batch} on each batch"
     lines = [
         f"{run.folder}: {config.model.model} learns {' and '.join(config.env_ids)} with {config.algo.algo}, "
-        f"{config.train.steps} updates of {config.rollouts.rollouts_per_update} rollouts{teacher}."
+        f"{config.train.steps} updates{several} of {config.rollouts.rollouts_per_update} rollouts{teacher}."
     ]
     if start.first_step:
         lines.append(f"Going on after update {start.first_step}.")

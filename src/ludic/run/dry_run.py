@@ -28,12 +28,12 @@ _SMOLLM2_PARAMETERS = 134_515_008
 
 def plan_lines(run: ResolvedRun, start: ResumePoint) -> list[str]:
     """The plan in sentences; ConfigError for what cannot work."""
-    steps, total = run.steps, run.config.rollouts.rollouts_per_update
+    total = run.config.rollouts.rollouts_per_update
     check_teacher(run, make_algorithm(run))
     check_source(run)
-    start_line = f"Updates {start.first_step + 1} to {steps}; everything is written to {run.folder}."
+    start_line = f"Updates {start.first_step + 1} to {run.steps}; everything is written to {run.folder}."
     if run.envs:
-        whole = f"{steps} updates × {total} rollouts: {steps * total:,} episodes."
+        whole = f"{run.shown_batches}: {run.num_batches * total:,} episodes."
         lines = [f"{env.name}, {env.share:.0%}: {' '.join(_task_lines(env.run, env.share))}" for env in run.envs]
         return [*_model_lines(run), whole, *lines, *_feature_lines(run), start_line]
     return [*_model_lines(run), *_task_lines(run), *_feature_lines(run), start_line]
@@ -41,25 +41,30 @@ def plan_lines(run: ResolvedRun, start: ResumePoint) -> list[str]:
 
 def _task_lines(run: ResolvedRun, share: float = 1.0) -> list[str]:
     """The tasks and tokens of one env, which has this share of the episodes."""
-    samples, steps, total = train_samples(run), run.steps, round(run.config.rollouts.rollouts_per_update * share)
+    samples, batches, total = (
+        train_samples(run),
+        run.num_batches,
+        round(run.config.rollouts.rollouts_per_update * share),
+    )
     eval_samples(run)
     first_env(run)
     outside = outside_agent(run.config.agent, run.parts)
     tasks = "each group with its own seed"
     if samples is not None:
-        tasks = f"{steps * run.num_groups * share / len(samples):.2f} passes over {len(samples):,} samples"
-    per_update = min(run.max_steps * run.sampling.max_tokens, run.trainer.max_seq_len) * total
+        tasks = f"{batches * run.num_groups * share / len(samples):.2f} passes over {len(samples):,} samples"
+    per_batch = min(run.max_steps * run.sampling.max_tokens, run.trainer.max_seq_len) * total
+    a_batch = "an update" if run.trainer.steps_per_batch == 1 else "a batch"
     tokens = (
-        f"At most {run.max_steps} turns of {run.sampling.max_tokens} tokens: {per_update:,} sampled tokens an update, "
-        f"{per_update * steps:,} in all."
+        f"At most {run.max_steps} turns of {run.sampling.max_tokens} tokens: {per_batch:,} sampled tokens {a_batch}, "
+        f"{per_batch * batches:,} in all."
     )
     if outside is not None:
         calls = run.config.agent.agent_max_calls or "any number of"
         tokens = f"The agent {outside.name} makes {calls} model calls an episode, of {run.sampling.max_tokens} tokens at most."
     groups = f"{total / run.group_size:g} groups of {run.group_size}"
     if share < 1:
-        return [f"{groups} an update with {run.config.algo.algo}, {tasks}.", tokens]
-    return [f"{steps} updates × {total} rollouts ({groups}): {steps * total:,} episodes, {tasks}.", tokens]
+        return [f"{groups} {a_batch} with {run.config.algo.algo}, {tasks}.", tokens]
+    return [f"{run.shown_batches} ({groups}): {batches * total:,} episodes, {tasks}.", tokens]
 
 
 def _feature_lines(run: ResolvedRun) -> list[str]:

@@ -1,6 +1,7 @@
 """From settings as written to a `ResolvedRun`: finds the env, fills in every default, checks everything that needs no weights."""
 
 import inspect
+import math
 import os
 import re
 import sys
@@ -201,6 +202,20 @@ class ResolvedRun:
     @property
     def steps(self) -> int:
         return self.config.train.steps
+
+    @property
+    def num_batches(self) -> int:
+        """As many as the updates, unless a batch takes several."""
+        return math.ceil(self.steps / self.trainer.steps_per_batch)
+
+    @property
+    def shown_batches(self) -> str:
+        size, each = self.config.rollouts.rollouts_per_update, self.trainer.steps_per_batch
+        return (
+            f"{self.steps} updates × {size} rollouts"
+            if each == 1
+            else f"{self.num_batches} batches × {size} rollouts, {each} updates each"
+        )
 
     @property
     def seed(self) -> int:

@@ -41,7 +41,7 @@ class ActorTokenLogps:
         return len(self.token_logps)
 
 
-_PER_TOKEN = (
+PER_TOKEN = (
     "token_weights", "token_rewards", "token_values", "token_returns", "teacher_logps", "token_turns", "proximal_logps",
 )  # fmt: skip
 
@@ -75,7 +75,7 @@ class SampleAttachments:
     """Log-probability of each action token under the weights from before the batch's first update; the trainer computes it."""
 
     def __post_init__(self) -> None:
-        for name in _PER_TOKEN:
+        for name in PER_TOKEN:
             values = getattr(self, name)
             if values is not None:
                 array = float_array(values, name)
@@ -91,7 +91,7 @@ class SampleAttachments:
             if left > 0:
                 runs.append(VersionRun(version, min(length, left)))
             left -= length
-        per_token = {name: None if (a := getattr(self, name)) is None else a[:count] for name in _PER_TOKEN}
+        per_token = {name: None if (a := getattr(self, name)) is None else a[:count] for name in PER_TOKEN}
         logps = None if self.actor_logps is None else ActorTokenLogps(self.actor_logps.token_logps[:count])
         candidates = None if self.candidates is None else self.candidates.first(count)
         return replace(self, actor_logps=logps, version_runs=tuple(runs), candidates=candidates, **per_token)
@@ -295,7 +295,7 @@ class SAWItem:
 def _check_lengths(item: SAWItem) -> None:
     """Raise unless every per-token attachment has one entry per action token."""
     attached = item.attachments
-    arrays = {name: getattr(attached, name) for name in _PER_TOKEN}
+    arrays = {name: getattr(attached, name) for name in PER_TOKEN}
     lengths = {name: None if array is None else len(array) for name, array in arrays.items()}
     lengths["actor_logps"] = None if attached.actor_logps is None else len(attached.actor_logps)
     lengths["candidates"] = None if attached.candidates is None else len(attached.candidates)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ludic.training import CheckpointConfig, TrainerConfig, TrainingLoop, make_grpo, make_ppo
+from ludic.training.checkpoint.rank_files import encoded
 from ludic.training.config import LRSchedule
 from ludic.training.learner.mini_batches import BatchInProgress, groups_of, items_of_state, items_state
 from ludic.training.multi_policy import train_policies
@@ -256,7 +257,9 @@ async def test_samples_come_out_of_a_checkpoint_as_they_went_in():
     first, second, third = random_items([9, 6, 12])
     runs = (VersionRun(3, second.num_action_tokens - 1), VersionRun(4, 1))
     attached = replace(second.attachments, version_runs=runs, temperature=0.7, untrainable_sampling="top_p=0.5")
-    second = replace(second, attachments=attached).with_origin(stop=StopReason.TERMINATED, group_id="g", env_seed=7)
+    second = replace(second, attachments=attached).with_origin(
+        stop=StopReason.TERMINATED, group_id="g", env_seed=np.int64(7)
+    )
     ids = third.input_ids[third.action_mask]
     candidates = CandidateSets.of([[int(one), 5] for one in ids])
     some = np.arange(len(ids), dtype=np.float32)
@@ -267,6 +270,7 @@ async def test_samples_come_out_of_a_checkpoint_as_they_went_in():
     )
     items = [first, second, third]
     state = items_state(items)
+    encoded({"own": state})  # all of it can be stored
     assert {f.name for f in fields(SampleAttachments)} <= state.keys() | {"candidates"}, "a new one would be lost"
     found = items_of_state(state)
     for ours, theirs in zip(found, items, strict=True):

@@ -6,6 +6,7 @@ step and cannot be drawn again after it, so a checkpoint between two steps holds
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 from ludic.training.config import TrainerConfig
 from ludic.training.learner.packing import episode_of
 from ludic.types import ActorTokenLogps, SampleAttachments, SampleOrigin, SAWItem, StopReason, derive_seed
+from ludic.types.samples import PER_TOKEN
 from ludic.types.tokens import CandidateSets
 
 
@@ -106,30 +108,32 @@ def groups_of(items: Sequence[SAWItem]) -> list[list[int]]:
 
 _ARRAYS = ("input_ids", "attention_mask", "action_mask")
 _PLAIN = ("temperature", "untrainable_sampling")
-_PER_TOKEN = (
-    "token_weights", "token_rewards", "token_values", "token_returns", "teacher_logps", "token_turns", "proximal_logps",
-)  # fmt: skip
 
 
 def items_state(items: Sequence[SAWItem]) -> dict[str, Any]:
     attached = [item.attachments for item in items]
     candidates = [one.candidates for one in attached]
-    origins = [{f.name: getattr(item.origin, f.name) for f in fields(SampleOrigin)} for item in items]
     return {
         **{name: _joined([getattr(item, name) for item in items]) for name in _ARRAYS},
         "weight": [float(item.weight) for item in items],
-        "origin": [{**own, "stop": None if own["stop"] is None else str(own["stop"].value)} for own in origins],
+        "origin": [{f.name: _plain(getattr(item.origin, f.name)) for f in fields(SampleOrigin)} for item in items],
         "actor_logps": _joined([None if a.actor_logps is None else a.actor_logps.token_logps for a in attached]),
-        **{name: _joined([getattr(a, name) for a in attached]) for name in _PER_TOKEN},
+        **{name: _joined([getattr(a, name) for a in attached]) for name in PER_TOKEN},
         "candidate_ids": _joined([None if one is None else one.ids for one in candidates]),
         "candidate_ends": _joined([None if one is None else one.ends for one in candidates]),
-        **{name: [getattr(a, name) for a in attached] for name in _PLAIN},
-        "version_runs": [[list(run) for run in a.version_runs] for a in attached],
+        **{name: [_plain(getattr(a, name)) for a in attached] for name in _PLAIN},
+        "version_runs": [[list(map(_plain, run)) for run in a.version_runs] for a in attached],
     }
 
 
+def _plain(value: Any) -> Any:
+    """As a checkpoint takes it: an enum's value, and numbers that are not numpy's."""
+    value = value.value if isinstance(value, Enum) else value
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def items_of_state(state: Mapping[str, Any]) -> list[SAWItem]:
-    names = (*_ARRAYS, "actor_logps", *_PER_TOKEN, "candidate_ids", "candidate_ends")
+    names = (*_ARRAYS, "actor_logps", *PER_TOKEN, "candidate_ids", "candidate_ends")
     columns: dict[str, list[Any]] = {name: _split(state[name]) for name in names}
     columns |= {name: list(state[name]) for name in (*_PLAIN, "weight", "origin", "version_runs")}
     found = []
@@ -141,7 +145,7 @@ def items_of_state(state: Mapping[str, Any]) -> list[SAWItem]:
             actor_logps=None if logps is None else ActorTokenLogps(logps),
             candidates=None if ids is None else CandidateSets(ids, own["candidate_ends"]),
             version_runs=tuple(own["version_runs"]),
-            **{name: own[name] for name in (*_PER_TOKEN, *_PLAIN)},
+            **{name: own[name] for name in (*PER_TOKEN, *_PLAIN)},
         )
         origin = SampleOrigin(**{**own["origin"], "stop": None if stop is None else StopReason(stop)})
         ids, attention, mask = (own[name] for name in _ARRAYS)

@@ -199,6 +199,11 @@ BUILTINS: Mapping[str, Mapping[str, Entry]] = {
             example={"task": "chain_sum"},
             suggested=Suggested(parser="xml_tag", parser_args={"tag": "answer"}, max_steps=1, max_tokens=512),
         ),
+        "dialogue": Entry(
+            "ludic.envs.dialogue:DialogueEnv",
+            example={"sample": {"goal": "a table for four at seven", "answer": "4 19:00"}},
+            suggested=Suggested(max_steps=32, max_tokens=128),
+        ),
         "prisoners_dilemma": Entry(
             "ludic.envs.prisoners_dilemma:PrisonersDilemmaEnv", suggested=Suggested(max_steps=32, max_tokens=8)
         ),

@@ -367,7 +367,8 @@ class AgentSession:
 
 
 def _joined(observations: list[str]) -> str:
-    return observations[0] if len(observations) == 1 else "\n\n".join(observations)
+    """One message; what an agent was told with nothing in it (its own move, answered by another's) leaves no blank lines."""
+    return observations[0] if len(observations) == 1 else "\n\n".join(filter(None, observations))
 
 
 def _same_answer(calls: list[ToolCall], content: str) -> ToolAnswers:

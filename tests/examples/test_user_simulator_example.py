@@ -1,0 +1,48 @@
+"""The user simulator's example: either role learns from a scripted partner."""
+
+import asyncio
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the local extra is not installed")
+pytest.importorskip("tyro", reason="the dev extra is not installed")
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def program():
+    spec = importlib.util.spec_from_file_location("user_simulator", ROOT / "examples" / "user_simulator.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def earned(out: str, name: str) -> list[float]:
+    return [float(line.split(f"{name} ")[1].split()[0]) for line in out.splitlines() if name in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("role", "name"), [("assistant", "helper"), ("user", "simulator")])
+def test_a_role_learns_from_a_scripted_partner(program, capsys, role, name):
+    assert program.main(["--train", role, "--updates", "30", "--groups", "8", "--group-size", "16"]) == 0
+    rewards = earned(capsys.readouterr().out, name)
+    # One word of 13 is right at first; one colour of four where the partner is not listened to.
+    assert len(rewards) == 3 and rewards[-1] > 0.5, rewards
+
+
+def test_both_roles_are_trained_together(program, capsys):
+    assert program.main(["--train", "both", "--updates", "10", "--groups", "2", "--group-size", "4"]) == 0
+    out = capsys.readouterr().out
+    assert earned(out, "simulator") == earned(out, "helper"), "they share the reward"
+
+
+def test_the_code_of_the_envs_page_runs():
+    page = (ROOT / "docs" / "envs" / "dialogue.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    names: dict = {}
+    exec(compile(code, "dialogue.md", "exec"), names)
+    batch = asyncio.run(names["source"].next_batch())
+    assert {item.origin.policy for item in batch.items} == {"helper"} and batch.meta["avg_total_reward"] == 1.0

@@ -1,7 +1,7 @@
 """One rank of a group: `torchrun … -m tests.integration.fsdp_worker FOLDER JOB…`; rank 0 writes FOLDER/JOB.pt.
 
-A job is run:NAME, gradients:NAME:REFERENCE (as in fsdp_scenarios), tensor_parallel, or tokens and tokens_cut (what TokenRecorder
-writes, with the model sharded and cut).
+A job is run:NAME, gradients:NAME:REFERENCE (as in fsdp_scenarios), tensor_parallel, resumed (in the middle of a batch), or tokens
+and tokens_cut (what TokenRecorder writes, with the model sharded and cut).
 """
 
 import sys
@@ -14,8 +14,10 @@ import torch
 
 from ludic.distributed.ranks import Ranks, join_ranks, leave_ranks
 from ludic.distributed.tensor_parallel import load_tensor_parallel
+from ludic.training import CheckpointConfig
+from ludic.training.learner.optimizer import local_part
 from ludic.training.learner.token_recorder import TokenRecorder
-from tests.integration.fsdp_scenarios import LOSSES, RUNS, SPECIAL_RUNS, gradients, llama, train
+from tests.integration.fsdp_scenarios import LOSSES, RUNS, SPECIAL_RUNS, gradients, llama, train, trainer_of
 
 
 def done(job: str, ranks: Ranks | None) -> Any:
@@ -24,6 +26,8 @@ def done(job: str, ranks: Ranks | None) -> Any:
         return train(RUNS["full"], ranks, model=cut_over(ranks))
     if kind in ("tokens", "tokens_cut"):
         return recorded_tokens(ranks, {} if kind == "tokens" else {"model": cut_over(ranks)})
+    if kind == "resumed":
+        return resumed_in_the_middle_of_a_batch(ranks)
     if kind == "run":
         return train((RUNS | SPECIAL_RUNS)[rest[0]], ranks)
     found = gradients(LOSSES[rest[0]], ranks, reference=rest[1])
@@ -38,6 +42,20 @@ def cut_over(ranks: Ranks | None) -> Any:
         llama().save_pretrained(folder)
     ranks.barrier()
     return load_tensor_parallel(folder, ranks, dtype=torch.float32)
+
+
+def resumed_in_the_middle_of_a_batch(ranks: Ranks | None) -> dict[str, int]:
+    """How many tensors, over all ranks, differ between an unbroken run and one that was resumed after its first step."""
+    assert ranks is not None, "of one process there is a unit test"
+    folder = ranks.broadcast(tempfile.mkdtemp() if ranks.is_first else None)
+    run, config = RUNS["mini_batches"], CheckpointConfig(folder, every_n_steps=1, max_to_keep=None)
+    unbroken = trainer_of(run, ranks, checkpoint_config=config)
+    assert unbroken.train_sync(run.steps)["train/step"] == run.steps
+    resumed = trainer_of(run, ranks, checkpoint_config=config, resume_from=1)
+    assert resumed.train_sync(run.steps - 1)["train/step"] == run.steps
+    pairs = zip(unbroken.model.parameters(), resumed.model.parameters(), strict=True)
+    differ = [not torch.equal(local_part(a), local_part(b)) for a, b in pairs]
+    return {"num_different": int(ranks.sum(sum(differ))), "num": len(differ)}
 
 
 def recorded_tokens(ranks: Ranks | None, parts: dict[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ def two(tmp_path_factory) -> Path:
         "tensor_parallel",
         "tokens",
         "tokens_cut",
+        "resumed",
     )
 
 
@@ -96,6 +97,10 @@ def test_two_processes_have_the_gradient_of_one(two, job):
 
 def test_two_processes_that_share_every_layer_train_as_one(two):
     assert_same_run(record(two, "tensor_parallel"), done("run:full", None))
+
+
+def test_two_processes_resume_in_the_middle_of_a_batch_bit_for_bit(two):
+    assert record(two, "resumed") == {"num_different": 0, "num": 21}
 
 
 @pytest.mark.parametrize("job", FOUR_JOBS)

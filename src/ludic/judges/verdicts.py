@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from ludic.inference import ChatTemplate, HFChatTemplate
 from ludic.inference.templates.hf import END_OF_TURN
 from ludic.types import ConfigError, LudicError, Message, Rollout
+from ludic.types.messages import encodable
 
 
 class JudgeError(LudicError, RuntimeError):
@@ -127,6 +128,7 @@ class Quoting:
         """The harmless text; several messages are sections with their roles, so that none can pretend to hold the next."""
         if not isinstance(text, str):
             return "\n".join(section(message["role"], self(_content_of(message))) for message in text)
+        text = encodable(text)
         while (broken := self._pattern.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)) != text:
             text = broken
         return text
@@ -210,7 +212,7 @@ Form: TypeAlias = Mapping[str, "FieldKind | Mapping[str, FieldKind]"]
 Verdict: TypeAlias = dict[str, Any]
 
 _REPLY = re.compile(
-    r"\s*(?:<think>.*?</think>)?\s*(?:```(?:json)?\s*(?P<fenced>\{.*\})\s*```|(?P<plain>\{.*\}))\s*", re.DOTALL
+    r"(?:<think>.*?</think>\s*)?(?:```(?:json)?\s*(?P<fenced>\{.*\})\s*```|(?P<plain>\{.*\}))", re.DOTALL
 )
 _QUOTE = '"'
 _NO_ESCAPE = re.compile(r'(?P<pair>\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))|\\')
@@ -240,7 +242,7 @@ def read_verdict(text: str, form: Form, mark: str) -> Verdict:
     >>> read_verdict('{"mark": "ab12", "reason": "Right.", "score": 9}', {"reason": Words(), "score": Score(0, 10)}, "ab12")
     {'reason': 'Right.', 'score': 9}
     """
-    found = _REPLY.fullmatch(text)
+    found = _REPLY.fullmatch(text.strip())
     if found is None:
         raise UnreadableVerdict(
             f"The reply is not one JSON object and nothing else. It begins with {text.strip()!r:.120}."

@@ -87,6 +87,7 @@ def make_source(
             algorithm=algorithm,
             batch_size=rollouts.rollouts_per_update,
             chunk_rollouts=max(64, rollouts.rollouts_per_update),
+            group_size=run.group_size if run.group_size > 1 else None,
             sample_filter=make_filter(run),
             seed=run.seed,
         )

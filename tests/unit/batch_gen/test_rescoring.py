@@ -1,6 +1,7 @@
 """Stored rollouts with other rewards, and training on them."""
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,11 @@ async def test_a_scorer_that_raises_fails_its_rollouts_and_nothing_else(tmp_path
         and found.failures == {"RuntimeError: I do not like odd.": len(odd)}
     )
     assert OfflineBatchSource(new, credit_assigner=TotalReward()).num_rollouts == 20 - len(odd)
+    groups = Counter(r.group_id for r in load_rollouts(new) if r.failure is None)
+    whole = OfflineBatchSource(new, credit_assigner=TotalReward(), group_size=2)
+    assert whole.num_rollouts == 2 * list(groups.values()).count(2) > 0, "incomplete groups are left out"
+    with pytest.raises(ConfigError, match="No group of the rollouts has group_size = 9"):
+        OfflineBatchSource(new, credit_assigner=TotalReward(), group_size=9)
 
 
 async def test_what_is_stopped_in_the_middle_leaves_the_old_result(tmp_path: Path):

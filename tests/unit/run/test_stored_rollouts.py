@@ -52,6 +52,21 @@ def test_stored_episodes_give_the_update_of_the_run_that_played_them_and_rescore
     assert row["train/reward/is_digit"] == pytest.approx(found.after)
 
 
+def not_a_digit(rollout) -> float:
+    if is_digit(rollout):
+        raise RuntimeError("A digit.")
+    return float(rollout.agent_steps[-1].action.islower())
+
+
+def test_groups_that_a_scorer_has_failed_are_not_trained_on(caplog):
+    weights_after("played")
+    (file,) = Path("runs/played/rollouts").iterdir()
+    found = asyncio.run(rescore([file], Path("lower.jsonl.gz"), Rewards([as_scorer(not_a_digit)], {"env": 0.0})))
+    assert 0 < found.num_failed < 16
+    weights_after("lower", rollouts=(Path("lower.jsonl.gz"),), rollouts_per_update=8)
+    assert "of 16 groups are left out" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -5,6 +5,7 @@ chunk. A chunk consists of whole groups, so that credit can compare siblings.
 """
 
 import asyncio
+import logging
 import random
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
@@ -35,6 +36,8 @@ from ludic.types import (
     was_rejected_as_cut_off,
 )
 from ludic.types.files import Line
+
+logger = logging.getLogger(__name__)
 
 _ORDER, _WITHIN_CHUNK = 0, 1
 StepToItem: TypeAlias = Callable[[Rollout, Step, float], SAWItem]
@@ -68,8 +71,10 @@ class OfflineBatchSource:
         algorithm: HasCreditAssigner | None = None,
         per_turn: bool = False,
         chunk_rollouts: int = 64,
+        group_size: int | None = None,
     ) -> None:
-        """`chunk_rollouts`: minimum number of rollouts that are credited, shuffled and held in memory at a time."""
+        """`chunk_rollouts`: minimum number of rollouts that are credited, shuffled and held in memory at a time. `group_size`:
+        leave out groups with another number of finished episodes, which rules that compare siblings refuse."""
         if batch_size < 1 or chunk_rollouts < 1:
             raise ConfigError(f"batch_size={batch_size}, chunk_rollouts={chunk_rollouts}; both must be at least 1.")
         if step_selector is not None and step_to_item is None:
@@ -85,7 +90,7 @@ class OfflineBatchSource:
         self._per_turn = per_turn
         self._chunk_rollouts = chunk_rollouts
         paths = [jsonl_paths] if isinstance(jsonl_paths, (str, Path)) else list(jsonl_paths)
-        self._groups = _index(paths)
+        self._groups = _index(paths, group_size)
         self._num_items: int | None = None
         # Position of the next batch: epoch, group within its order, item within the chunk that starts there.
         self._epoch, self._group, self._item = 0, 0, 0
@@ -227,9 +232,10 @@ class OfflineBatchSource:
         self._epoch, self._group, self._item = state["epoch"], state["group"], state["item"]
 
 
-def _index(paths: Sequence[str | Path]) -> list[list[Line]]:
+def _index(paths: Sequence[str | Path], group_size: int | None) -> list[list[Line]]:
     """The lines of the rollouts, grouped."""
     groups: dict[str, list[Line]] = {}
+    episodes: dict[str, set[str]] = {}
     num_failed = 0
     main: tuple[Any, str | None] = None, None
     """The agent's part in its episode and the group of the last rollout that was no thread; threads follow it in a file."""
@@ -249,12 +255,22 @@ def _index(paths: Sequence[str | Path]) -> list[list[Line]]:
                 num_failed += 1
                 continue
             groups.setdefault(own, []).append(line)
+            episodes.setdefault(own, set()).add(rollout.episode_run or rollout.id)
+    whole = {own: lines for own, lines in groups.items() if group_size in (None, len(episodes[own]))}
+    if groups and not whole:
+        sizes = sorted({len(own) for own in episodes.values()})
+        raise ConfigError(
+            f"No group of the rollouts has group_size = {group_size} finished episodes; there are {sizes}."
+        )
+    if len(whole) < len(groups):
+        logger.warning("%d of %d groups are left out: they have not %d finished episodes.",
+                       len(groups) - len(whole), len(groups), group_size)  # fmt: skip
     if not groups:
         raise ConfigError(
             f"There are no usable rollouts in {', '.join(map(str, paths)) or 'no files at all'} "
             f"({num_failed} failed ones were skipped)."
         )
-    return list(groups.values())
+    return list(whole.values())
 
 
 # --- items of rendered messages, for rollouts without stored tokens ---

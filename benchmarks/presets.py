@@ -157,6 +157,7 @@ RECIPES = {
     "sft": Recipe(is_grouped=False, feed=lambda source, teacher: RightAnswers()),
     "rft": UNGROUPED,
     "proposer_solver": Recipe(),
+    "fold_grpo": Recipe(),
     "dpo": Recipe(is_grouped=False, feed=lambda source, teacher: Preferences()),
     "ipo": Recipe(is_grouped=False, feed=lambda source, teacher: Preferences()),
     "kto": Recipe(is_grouped=False, feed=lambda source, teacher: Preferences(labelled=True)),

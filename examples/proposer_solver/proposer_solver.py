@@ -6,7 +6,8 @@ Takes: see README.md.
 
     python examples/proposer_solver/proposer_solver.py
 
-One policy in both roles: `ludic train examples/proposer_solver/proposer_solver.py:Letters --algo proposer_solver`.
+One policy in both roles: `ludic train examples/proposer_solver/proposer_solver.py:Letters --model tiny --algo proposer_solver
+--max-tokens 12 --cut-off read`.
 """
 # ruff: noqa: T201 - a script prints
 

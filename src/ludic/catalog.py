@@ -137,8 +137,8 @@ _CELL = Suggested(
 
 _ALGORITHMS = (
     "grpo", "dr_grpo", "maxrl", "echo", "gdpo", "dapo", "gspo", "cispo", "sapo", "gmpo", "gigpo", "rloo", "reinforce",
-    "reinforce_baseline", "reinforce_pp", "ppo", "scalerl", "sft", "rft", "dpo", "ipo", "kto", "proposer_solver", "opd",
-    "grpo_opd", "mopd",
+    "reinforce_baseline", "reinforce_pp", "ppo", "scalerl", "sft", "rft", "dpo", "ipo", "kto", "proposer_solver", "fold_grpo",
+    "opd", "grpo_opd", "mopd",
 )  # fmt: skip
 
 BUILTINS: Mapping[str, Mapping[str, Entry]] = {

@@ -19,7 +19,8 @@ _NAMES_BY_MODULE = {
     "ludic.training.credit_assignment": "MonteCarloReturn GroupNormalizedReturn HybridNormalizedReturn EpisodicReturn "
     "PerStepReward ConstantCredit TurnGroupReturn LeaveOneOutReturn TrackedValueReturn BetaValueTracker GAE gae "
     "TurnLeaveOneOutReturn StateGroupReturn RoleBaselineReturn Relabelled with_turn_rewards PotentialShaping info_potential "
-    "MaximumLikelihoodReturn ProposerSolverReturn learnability KLCreditModifier ScaledCredit EpisodeCredit",
+    "MaximumLikelihoodReturn ProposerSolverReturn learnability FoldedReturn fold_penalties KLCreditModifier "
+    "ScaledCredit EpisodeCredit",
     "ludic.training.filters": "keep_all drop_truncated drop_incomplete_completions drop_parse_errors keep_env_steps "
     "keep_agent_steps combine any_of apply_filter default_step_selector PreprocessFn compose_preprocess "
     "validate_actor_logps forget_temperature drop_zero_weight_samples "
@@ -30,7 +31,7 @@ _NAMES_BY_MODULE = {
     "ludic.training.algorithms": "RLAlgorithm with_episode_credit make_grpo make_dr_grpo make_dapo make_gspo make_cispo "
     "make_sapo make_gmpo make_rloo make_reinforce make_reinforce_baseline make_reinforce_pp make_ppo make_scalerl make_sft "
     "make_rft make_dpo make_ipo make_kto mix_objectives Objective make_spo "
-    "make_proposer_solver make_maxrl make_echo make_gdpo make_opd make_grpo_opd make_mopd make_gigpo",
+    "make_proposer_solver make_fold_grpo make_maxrl make_echo make_gdpo make_opd make_grpo_opd make_mopd make_gigpo",
     "ludic.training.critic.gae": "TokenGAE TurnGAE",
     "ludic.training.trainer": "Trainer TrainingLoop",
     "ludic.training.learner.interface": "Learner",

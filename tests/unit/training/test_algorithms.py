@@ -31,6 +31,7 @@ from ludic.training.algorithms import (
 from ludic.training.credit_assignment import (
     ComponentNormalizedReturn,
     ConstantCredit,
+    FoldedReturn,
     GroupNormalizedReturn,
     HybridNormalizedReturn,
     LeaveOneOutReturn,
@@ -208,6 +209,15 @@ PRESETS = {
         ConstantCredit,
         MaskedCausalLMCrossEntropyLoss,
         {"reduction": Reduction("sample_sum")},
+    ),
+    "fold_grpo": (
+        {
+            "group_size": 8, "max_main_tokens": None, "unfolded": 1.0, "failed_call": 1.0, "clip_eps_low": 0.2, "clip_eps_high": 0.28,
+            "ratio_clip": None, **SUMS,
+        },
+        FoldedReturn,
+        TokenClippedSurrogateLoss,
+        {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "reduction": Reduction("sample_sum"), "ratio_clip": None},
     ),
     "proposer_solver": (
         {

@@ -10,6 +10,7 @@ from ludic.training.algorithms.grpo import (
     make_dapo,
     make_dr_grpo,
     make_echo,
+    make_fold_grpo,
     make_gdpo,
     make_gigpo,
     make_grpo,
@@ -37,7 +38,7 @@ __all__ = [
     "RLAlgorithm", "with_episode_credit", "make_grpo", "make_dr_grpo", "make_maxrl", "make_echo", "make_gdpo", "make_dapo",
     "make_gigpo", "make_gspo", "make_cispo", "make_scalerl", "make_sapo", "make_gmpo", "make_reinforce", "make_reinforce_baseline",
     "make_reinforce_pp", "make_rloo", "make_ppo", "make_spo", "spo_algorithm", "make_sft", "make_rft", "make_dpo", "make_ipo",
-    "make_kto", "PreferencePairLoss", "KTOLoss", "make_opd", "make_grpo_opd", "make_mopd", "make_proposer_solver", "Objective",
-    "mix_objectives", "CISPOLoss", "ClippedSurrogateLoss", "DistillationLoss", "GMPOLoss", "MaskedCausalLMCrossEntropyLoss",
-    "ReinforceBaselineLoss", "ReinforceLoss", "SAPOLoss", "ValueLoss",
+    "make_kto", "PreferencePairLoss", "KTOLoss", "make_opd", "make_grpo_opd", "make_mopd", "make_proposer_solver",
+    "make_fold_grpo", "Objective", "mix_objectives", "CISPOLoss", "ClippedSurrogateLoss", "DistillationLoss", "GMPOLoss",
+    "MaskedCausalLMCrossEntropyLoss", "ReinforceBaselineLoss", "ReinforceLoss", "SAPOLoss", "ValueLoss",
 ]  # fmt: skip

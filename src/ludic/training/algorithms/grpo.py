@@ -5,11 +5,13 @@ from collections.abc import Mapping
 from ludic.training.algorithms.algorithm import RLAlgorithm, checked
 from ludic.training.credit_assignment import (
     ComponentNormalizedReturn,
+    FoldedReturn,
     GroupNormalizedReturn,
     MaximumLikelihoodReturn,
     ProposerSolverReturn,
     StateFn,
     StateGroupReturn,
+    fold_penalties,
     observation_before,
 )
 from ludic.training.losses import (
@@ -232,4 +234,28 @@ def make_proposer_solver(
             clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, ratio_clip=ratio_clip, reduction=reduction
         ),
         preprocess=checked(drop_zero_weight=drop_zero_weight, drop_zero_weight_eps=drop_zero_weight_eps),
+    )
+
+
+def make_fold_grpo(
+    *,
+    group_size: int = 8,
+    max_main_tokens: int | None = None,
+    unfolded: float = 1.0,
+    failed_call: float = 1.0,
+    clip_eps_low: float = 0.2,
+    clip_eps_high: float = 0.28,
+    reduction: Reduction | str | None = None,
+    ratio_clip: float | None = None,
+    name: str = "fold_grpo",
+) -> RLAlgorithm:
+    """FoldGRPO (arXiv 2510.11967): branches get the advantage of the episode that started them, less penalties of single turns."""
+    penalties = fold_penalties(max_main_tokens=max_main_tokens, unfolded=unfolded, failed_call=failed_call)
+    return RLAlgorithm(
+        name=name,
+        credit_assigner=FoldedReturn(group_size, process=penalties),
+        loss=TokenClippedSurrogateLoss(
+            clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, ratio_clip=ratio_clip, reduction=reduction
+        ),
+        preprocess=checked(),
     )

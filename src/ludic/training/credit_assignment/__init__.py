@@ -4,6 +4,7 @@ Algorithms choose a rule; no torch here. A rule sees a whole batch, so a baselin
 weight. Start with group.py (GRPO's advantage) or returns.py.
 """
 
+from ludic.training.credit_assignment.branches import FoldedReturn, ProcessFn, fold_penalties
 from ludic.training.credit_assignment.combine import RoutedCredit, ScaledCredit
 from ludic.training.credit_assignment.episodes import EpisodeCredit
 from ludic.training.credit_assignment.group import (
@@ -39,9 +40,9 @@ from ludic.training.credit_assignment.value import GAE, BetaValueTracker, Tracke
 
 __all__ = [
     "MonteCarloReturn", "EpisodicReturn", "PerStepReward", "ConstantCredit", "GroupNormalizedReturn", "HybridNormalizedReturn",
-    "LeaveOneOutReturn", "MaximumLikelihoodReturn", "ProposerSolverReturn", "learnability", "ComponentNormalizedReturn",
-    "RoleBaselineReturn", "RoleFn", "agent_in_env", "TurnGroupReturn", "TurnLeaveOneOutReturn", "StateGroupReturn", "StateFn",
-    "observation_before", "TrackedValueReturn", "BetaValueTracker", "GAE", "ValueFn", "gae", "KLCreditModifier", "ScaledCredit",
-    "RoutedCredit", "EpisodeCredit", "Relabelled", "Relabel", "with_turn_rewards", "PotentialShaping", "PotentialFn",
-    "info_potential", "returns_to_go",
+    "LeaveOneOutReturn", "MaximumLikelihoodReturn", "FoldedReturn", "ProcessFn", "fold_penalties", "ProposerSolverReturn",
+    "learnability", "ComponentNormalizedReturn", "RoleBaselineReturn", "RoleFn", "agent_in_env", "TurnGroupReturn",
+    "TurnLeaveOneOutReturn", "StateGroupReturn", "StateFn", "observation_before", "TrackedValueReturn", "BetaValueTracker", "GAE",
+    "ValueFn", "gae", "KLCreditModifier", "ScaledCredit", "RoutedCredit", "EpisodeCredit", "Relabelled", "Relabel",
+    "with_turn_rewards", "PotentialShaping", "PotentialFn", "info_potential", "returns_to_go",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ Takes: a minute.
 
     python examples/user_simulator.py                 # the assistant learns from a scripted user
     python examples/user_simulator.py --train user    # the user simulator learns to be understood by a scripted assistant
-    python examples/user_simulator.py --train both    # they learn to understand each other
+    python examples/user_simulator.py --train both    # from random weights they agree on one colour, right one time in four
 
 With a language model, take `DialogueEnv` itself, whose instructions are in plain English, a client of a served model as the
 simulator, and tasks of your own: docs/envs/dialogue.md.

@@ -193,6 +193,26 @@ def test_actors_feed_a_learner_that_evaluates_and_accounts_for_every_sample(ludi
     assert len(seeds) >= 48 and len(set(seeds)) == len(seeds), "two actors played the same episode"
 
 
+def test_actors_score_episodes_and_groups_and_the_learner_logs_each_component(ludic, shared_redis, tmp_path):  # noqa: F811
+    (tmp_path / "mine.py").write_text(
+        "def rank(rollouts):\n    return [float(number) for number, _ in enumerate(rollouts)]\n"
+    )
+    arguments = ["letter.py:Letter", *SMALL, "--steps", "2", "--algo", "gdpo", "--reward", "mine.py:rank"]
+    arguments += ["--reward", "length", "--reward-weight", "rank=0.5"]
+    config, command = pipeline_config(shared_redis, "scored", arguments)
+    with actors_beside(config, 0):
+        ended = ludic(*command())
+    assert ended.code == 0, ended.err
+    size = config.group_size
+    for row in read_metrics(config.folder / "metrics.jsonl"):
+        assert (
+            row["train/score/rank"] == (size - 1) / 2 == 2 * row["train/reward/rank"] and row["train/reward/length"] < 0
+        )
+    assert {row["steps"][-1]["info"]["scores"]["rank"] for row in episodes(config.folder)} == set(
+        map(float, range(size))
+    )
+
+
 def test_an_actor_plays_with_an_agent_behind_the_gateway(ludic, shared_redis, tmp_path):  # noqa: F811
     (tmp_path / "my_agent.py").write_text(AGENT)
     arguments = ["letter.py:Letter", *SMALL, "--steps", "2", "--agent", "my_agent.py:solve"]

@@ -20,6 +20,7 @@ from ludic.inference import ByteTemplate
 from ludic.inference.local import LocalEngine
 from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import ParseResult
+from ludic.rewards import Rewards
 from ludic.training import RLAlgorithm, Trainer, TrainerConfig, make_grpo
 from ludic.types import (
     EnvSpec,
@@ -127,9 +128,11 @@ def bandit_protocol(client: Any) -> SingleAgentProtocol:
     return SingleAgentProtocol(agent)
 
 
-def rollout_engine(client: Any) -> RolloutEngine:
+def rollout_engine(client: Any, rewards: Rewards | None = None) -> RolloutEngine:
     return RolloutEngine(
-        env_registry={"bandit": AsciiBandit}, protocol_registry={"single": lambda: bandit_protocol(client)}
+        env_registry={"bandit": AsciiBandit},
+        protocol_registry={"single": lambda: bandit_protocol(client)},
+        rewards=rewards,
     )
 
 
@@ -140,6 +143,7 @@ def bandit_trainer(
     num_prompts: int = 8,
     model: Any = None,
     curriculum: Any = None,
+    rewards: Rewards | None = None,
     make_source: Callable[[Any], Any] = lambda source: source,
     make_evaluator: Callable[[LocalEngine], Any] = lambda engine: None,
     **settings: Any,
@@ -148,7 +152,7 @@ def bandit_trainer(
     model = tiny_llama() if model is None else model
     engine = LocalEngine(model, ByteTokenizer(), max_model_len=64, kv_tokens=8192)
     source = RolloutBatchSource(
-        rollout_engine(engine),
+        rollout_engine(engine, rewards),
         requests_fn=BanditRequests(num_prompts) if curriculum is None else None,
         curriculum=curriculum,
         algorithm=algorithm,

@@ -69,10 +69,12 @@ def forget_tests() -> None:
 
 
 def start_collected(*arguments: str) -> str:
-    """The program for pytest's workers. Its server collects the tests of these arguments first. No test asks the hub for models."""
+    """The program for pytest's workers. Its server collects the tests of these arguments first, without threads: they would not be
+    there after a fork. No test asks the hub for models."""
     path, program = socket_and_program(sys.executable)
     command = [sys.executable, "-c", COLLECT, str(Path(__file__).parents[1]), path, *arguments]
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
     atexit.register(server.terminate)
     return program
 

@@ -1,22 +1,13 @@
 """Chat completions: what a body means, and what official clients make of the replies."""
 
-import contextlib
-
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ludic.gateway.wire.canonical import ModelRequest
 from ludic.gateway.wire.chat import Chat
-from ludic.gateway.wire.messages import Messages
-from ludic.gateway.wire.responses import Responses
-from ludic.inference.serving.request import MAX_MESSAGES, MAX_TOOLS
-from ludic.types import ConfigError
 from tests.unit.gateway.dialects import (
     FAILED,
     FULL,
-    HEAD,
-    JSON,
     REQUEST,
     TOKEN,
     Wire,
@@ -96,94 +87,6 @@ def test_usage_is_streamed_if_asked_for():
     assert read(stream_options={"include_usage": True}).without_effect == ("stream_options",)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("user", "ann"), ("metadata", {"a": "b"}), ("store", False), ("service_tier", "auto"), ("prompt_cache_key", "k"),
-        ("parallel_tool_calls", False), ("reasoning_effort", "low"), ("n", 1), ("response_format", {"type": "text"}),
-        ("logprobs", False), ("logit_bias", {}), ("verbosity", "low"), ("modalities", ["text"]), ("thinking", {"type": "enabled"}),
-    ],
-)  # fmt: skip
-def test_accepted_fields_without_effect(name, value):
-    assert read(**{name: value}).without_effect == (name,)
-    assert read(**{name: None}).without_effect == ()
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("n", 2, "n=2 is not supported"),
-        ("response_format", {"type": "json_object"}, "response_format"),
-        ("logit_bias", {"5": 1}, "logit_bias"),
-        ("logprobs", True, "logprobs"),
-        ("top_logprobs", 2, "top_logprobs"),
-        ("functions", [TOOL["function"]], "functions"),
-        ("modalities", ["audio"], "modalities"),
-        ("audio", {"voice": "a"}, "audio"),
-        ("web_search_options", {}, "web_search_options"),
-        ("tool_choice", "required", "tool_choice='required'"),
-        ("tool_choice", {"type": "function", "function": {"name": "add"}}, "tool_choice"),
-        ("tools", [{"type": "custom", "custom": {"name": "x"}}], r"tools\[0\].type: Invalid enum value 'custom'"),
-        ("tools", [{"type": "function", "function": {}}], r"tools\[0\].function.*name"),
-        ("tools", [TOOL] * (MAX_TOOLS + 1), "tools has 257 tools"),
-        ("max_tokens", 0, "max_tokens"),
-        ("max_tokens", "9", "max_tokens: Expected `int"),
-        ("temperature", "hot", "temperature"),
-        ("stop", [""], "stop"),
-        ("stream", "yes", "stream"),
-        ("model", 5, "model"),
-        ("model", "\ud800", "cannot be encoded"),
-        ("temprature", 1, "Unknown field 'temprature'. Did you mean 'temperature'?"),
-        ("messages", [], "messages must be a list with at least one message"),
-        ("messages", HI * (MAX_MESSAGES + 1), "messages has 4097 messages"),
-        ("messages", "Hi", "messages: Expected `array`"),
-        ("messages", [{"role": "robot"}], r"messages\[0\].role: Invalid value 'robot'. It is system"),
-        ("messages", [{"content": "Hi"}], r"messages\[0\].*role"),
-        ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "reads only text"),
-        ("messages", [{"role": "user", "content": [{"type": "input_audio"}]}], r"content\[0\].type.*input_audio"),
-        ("messages", [{"role": "tool", "content": "1"}], "tool_call_id"),
-        ("messages", [{"role": "assistant", "tool_calls": [{"function": CALL["function"]}]}], "id"),
-        ("messages", [{"role": "assistant", "function_call": {"name": "a"}}], "function_call"),
-        ("messages", [{"role": "assistant", "refusal": "No."}], "refusal"),
-        (
-            "messages",
-            [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "a", "arguments": "[1]"}}]}],
-            r"messages\[0\].tool_calls must be .*JSON object",
-        ),
-    ],
-)
-def test_refused_fields_are_named(name, value, said):
-    with pytest.raises(ConfigError, match=said):
-        read(**{name: value})
-
-
-FIELDS = [
-    "messages",
-    "tools",
-    "tool_choice",
-    "stop",
-    "model",
-    "stream",
-    "stream_options",
-    "max_tokens",
-    "seed",
-    "n",
-    "text",
-]
-MESSAGE = st.fixed_dictionaries(
-    {"role": st.sampled_from(["user", "assistant", "tool", "system"])},
-    optional=dict.fromkeys(("content", "tool_calls", "tool_call_id", "reasoning"), JSON),
-)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.dictionaries(st.sampled_from(FIELDS), JSON), st.lists(MESSAGE | JSON, max_size=3))
-def test_hostile_bodies_raise_only_config_errors(body, messages):
-    for value in (body, {**body, "messages": messages}, {"messages": messages}):
-        with contextlib.suppress(ConfigError):
-            CHAT.read(value)
-
-
 # --- writing -----------------------------------------------------------------------------------------------------
 
 
@@ -208,13 +111,6 @@ def test_the_events_of_a_stream():
     texts = [delta["content"] for e in events[1:-2] if (delta := e["choices"][0]["delta"]).get("content")]
     assert len(texts) == 6 and "".join(texts) == FULL.content
     assert {event["id"] for event in events[:-1]} == {f"chatcmpl-{TOKEN}"}
-
-
-@pytest.mark.parametrize("dialect", [Chat(), Responses(), Messages()])
-def test_no_text_ends_a_line_of_a_stream_early(dialect):
-    reply = make_reply(content="a\x85b\u2028c\u2029d\x0be\x1cf\r\n\ndata: g\r")
-    data = streamed(dialect, reply, pieces_of(reply)).decode()
-    assert all(line.startswith(("data: ", "event: ", ": ping")) for line in data.splitlines() if line)
 
 
 def test_a_stream_without_usage():
@@ -271,21 +167,3 @@ def test_a_streamed_reply_is_the_whole_reply_and_comes_back_as_it_was(client, wi
     assert [message.role for message in request.messages] == ["user", "assistant", *["tool"] * len(results)]
     assert_same_message(request.messages[1], reply, {f"call_{TOKEN}_{i}" for i in range(len(results))})
     assert request.messages[1].tool_calls == reply.tool_calls, "byte by byte"
-
-
-def test_the_client_raises_the_error_of_a_stream(client, wire):
-    import openai
-
-    stream = CHAT.stream(HEAD, REQUEST)
-    wire.answer = stream.begin() + stream.push("content", "Half") + stream.fail(FAILED)
-    with pytest.raises(openai.APIError, match="engine is closed"):
-        [*client.chat.completions.create(model="small", messages=HI, stream=True)]
-
-
-def test_the_client_raises_the_error_of_a_reply(client, wire):
-    import openai
-
-    wire.status, wire.answer = 503, CHAT.error(FAILED)
-    with pytest.raises(openai.InternalServerError, match="engine is closed"):
-        client.chat.completions.create(model="small", messages=HI)
-    wire.status = 200

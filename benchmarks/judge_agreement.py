@@ -59,7 +59,11 @@ CORRECT = (
 SOUND = "Each step of the reply follows from the task. Score 1 if so, 0 if a step is wrong or the reasoning is missing."
 BETTER = "The better reply is the one whose final answer is right. Of two right ones, the clearer one is better."
 WORK_OUT = "solve the task yourself in a few short steps, then compare your answer with the reply's final answer"
-COMPARE = "the reply's final answer, and whether it is the right answer"
+SAME = (
+    "The final answer of the reply and the right answer are the same number. Score 1 if they are equal, 0 if they differ or the "
+    "reply has no final answer. How the reply got there does not matter."
+)
+COMPARE = "the final answer of the reply is …, the right answer is …, so they are equal, or they are different"
 KINDS = ("alone", "reference", "rubric", "pairwise", "ranking")
 
 
@@ -194,7 +198,8 @@ async def measure(
                 return (await rubric.verdicts(case))["correct"]
         else:
             reason = COMPARE if kind == "reference" else WORK_OUT
-            grade = LLMJudge(asking, CORRECT, scale=(0, 1), reason=reason).grade
+            criterion = SAME if kind == "reference" else CORRECT
+            grade = LLMJudge(asking, criterion, scale=(0, 1), reason=reason).grade
         scores = dict(enumerate(await grade_each(grade, show, rollouts)))
         metrics = asking.cost.metrics()
     seconds = time.perf_counter() - began

@@ -11,6 +11,7 @@ from ludic.judges.verdicts import DATA_NOTE, Case, Form, Score, Words, case_of, 
 from ludic.tasks import all_or_none
 from ludic.types import ConfigError, Rollout
 
+COMPARED = "what the reply answers, what the right answer is, and whether the two agree"
 Show: TypeAlias = Callable[[Rollout], Case]
 """What a judge is shown of a rollout, instead of `case_of`."""
 
@@ -61,11 +62,14 @@ class LLMJudge(JudgeBase):
         criterion: str,
         *,
         scale: tuple[int, int] = (0, 10),
-        reason: str = "one or two sentences",
+        reason: str | None = None,
         **settings: Any,
     ) -> None:
-        """`reason`: what the judge writes before the score. `settings`: name, show, reference."""
+        """`reason`: what the judge writes before the score, in words; by default one or two sentences, with a reference the two
+        answers. `settings`: name, show, reference."""
         super().__init__(asking, **settings)
+        if reason is None:
+            reason = "one or two sentences" if self._reference is None else COMPARED
         self.criterion = criterion
         self.score_kind = Score(*scale)
         self.form: Form = {"reason": Words(reason), "score": self.score_kind}

@@ -6,7 +6,7 @@ starts a new item. Nothing is retokenised.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -86,8 +86,8 @@ def stitch_rollout(
     if require_logprobs:
         _require_logprobs(rollout, calls)
     segments = _segments(calls, per_turn=per_turn)
-    rewards = _call_rewards(rollout, calls)
-    return [_item(rollout, segment, number, weights, rewards) for number, segment in enumerate(segments)]
+    rewards, origin = _call_rewards(rollout, calls), SampleOrigin.of_rollout(rollout)
+    return [_item(rollout, segment, number, weights, rewards, origin) for number, segment in enumerate(segments)]
 
 
 # --- which calls belong together ---
@@ -155,6 +155,7 @@ def _item(
     number: int,
     weights: Mapping[RolloutStepKey, float],
     rewards: Mapping[str, float],
+    origin: SampleOrigin,
 ) -> SAWItem:
     last = calls[-1].trace
     # Each prompt contains the calls before it, so the last call holds the whole sequence.
@@ -186,7 +187,7 @@ def _item(
             ),
             version_runs=_version_runs(calls),
         ),
-        origin=_origin(rollout, calls, number),
+        origin=_origin(origin, calls, number),
     )
 
 
@@ -239,10 +240,11 @@ def _version_runs(calls: list[_Call]) -> tuple[VersionRun, ...]:
     return tuple(merged)
 
 
-def _origin(rollout: Rollout, calls: list[_Call], number: int) -> SampleOrigin:
+def _origin(whole: SampleOrigin, calls: list[_Call], number: int) -> SampleOrigin:
+    """`whole`: the facts of the rollout, which all its items share."""
     last = calls[-1].turn.last
-    return SampleOrigin.of_rollout(
-        rollout,
+    return replace(
+        whole,
         segment=number,
         step_index=last.index,
         step_kind=last.kind,

@@ -5,8 +5,10 @@ import pytest
 
 from ludic.inference import ScriptedClient
 from ludic.rewards import FunctionScorer, Rewards, as_scorer, remove_scores
+from ludic.training.credit_assignment import EpisodeCredit, EpisodicReturn
 from ludic.types import ConfigError, Rollout, Scorer, ScorerContractError, UnknownName
 from tests.unit.batch_gen.parts import make_engine, request
+from tests.unit.training.hand_made import session
 
 
 class Fixed:
@@ -213,3 +215,14 @@ async def test_at_most_max_concurrent_scorers_run_at_once():
     rollouts = await played(8)
     await asyncio.gather(*(rewards.score_episode([rollout]) for rollout in rollouts))
     assert most == 2
+
+
+async def test_a_session_of_several_threads_is_scored_in_its_main_rollout():
+    main, thread = session(1.0, (0, 2), (1,), call_rewards={1: 0.25})
+    scorer = Fixed()
+    await Rewards([scorer], {"env": 0.5}).score_episode([main, thread])
+    assert scorer.seen == [1]
+    assert main.reward_components == {"env": 0.5, "judge": 0.5} and thread.reward_components == {"env": 0.125}
+    assert main.own_reward == 1.0 and thread.own_reward == 0.25
+    rule = EpisodeCredit(EpisodicReturn())
+    assert set(rule.compute([main, thread]).values()) == {1.125}, "all threads get the credit of the whole session"

@@ -213,6 +213,7 @@ BUILTINS: Mapping[str, Mapping[str, Entry]] = {
         "tool_agent": Entry("ludic.agents:ToolAgent"),
         "react": Entry("ludic.agents:ReActAgent"),
         "retool": Entry("ludic.agents:ReToolAgent"),
+        "branching": Entry("ludic.agents:BranchingAgent"),
         "folding": Entry("ludic.agents:FoldingAgent"),
         "folding_react": Entry("ludic.agents:FoldingReActAgent"),
     },

@@ -80,6 +80,10 @@ class ContextStrategy(ABC):
         else:
             self._append({"role": "user", "content": text})
 
+    def rewind(self, num_messages: int) -> None:
+        """Forget all but the first `num_messages` messages (`BranchingAgent`)."""
+        self._messages = self._messages[:num_messages]
+
     def _append(self, message: Message) -> None:
         self._messages.append(message)
 

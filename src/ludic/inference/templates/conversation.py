@@ -55,6 +55,14 @@ class Conversation:
         self._reply: str | None = None
         self._completion: TokenIds = ()
 
+    def copy(self) -> "Conversation":
+        """The conversation as it is now, to go back to."""
+        made = Conversation(self._template)
+        made._tokens = None if self._tokens is None else TokenLog(self._tokens.view())
+        made._messages, made._tools = list(self._messages), self._tools
+        made._reply, made._completion = self._reply, self._completion
+        return made
+
     def next_prompt(self, messages: list[Message], *, tools: ToolSchemas | None = None) -> Prompt:
         """The prompt for these messages. Call `record` after it; otherwise the next prompt starts a new segment."""
         continues = self._continues(messages, tools)

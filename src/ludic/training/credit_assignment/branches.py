@@ -75,7 +75,7 @@ def fold_penalties(
         found = dict(scope(rollout)) if rollout.is_sub_task else {}
         for step in rollout.agent_steps:
             cost = failed_call * _fails(step)
-            if max_main_tokens is not None and not rollout.is_sub_task and step.action_target != "external":
+            if max_main_tokens is not None and not rollout.is_sub_task and not _is_of_branch(step):
                 cost += unfolded * (_num_tokens(step) > max_main_tokens)
             if cost:
                 found[step.index] = found.get(step.index, 0.0) - cost
@@ -86,6 +86,12 @@ def fold_penalties(
 
 def _fails(step: AgentStep) -> bool:
     return is_parse_failure(step) or any(result.get("is_error") for result in step.tool_results or ())
+
+
+def _is_of_branch(step: AgentStep) -> bool:
+    """Starts one, by a call that the protocol or the agent answers, or is in one (`BranchingAgent`)."""
+    names = {call["function"]["name"] for call in step.tool_calls or ()}
+    return step.action_target == "external" or "branch" in names or "branch" in step.info
 
 
 def _num_tokens(step: Step) -> int:

@@ -1,0 +1,126 @@
+"""A branch of the context: what is in it is forgotten when it returns, and every token stays as it was sampled."""
+
+import json
+
+import pytest
+
+from ludic.agents import BranchingAgent
+from ludic.batch_gen.stitching import stitch_rollout
+from ludic.context import FullDialog, SlidingWindow
+from ludic.inference import ScriptedClient
+from ludic.interaction import SingleAgentProtocol
+from ludic.models.prefix_tree import TokenTree
+from ludic.training.credit_assignment import EpisodicReturn, fold_penalties
+from ludic.types import ConfigError
+from tests.fakes import CountingEnv, RecordingClient, make_agent
+
+
+def call(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def branching(replies, **kwargs):
+    agent = make_agent(replies, cls=BranchingAgent, tools=[add], **kwargs)
+    agent.reset()
+    agent.on_env_reset("obs", {})
+    return agent
+
+
+BRANCHED = [
+    call("add", a=1, b=1),
+    call("branch", task="add more"),
+    call("add", a=2, b=2),
+    "thinking " + call("return_result", result="it is 4"),
+    "<a>6</a>",
+]
+
+
+async def test_after_a_return_only_the_result_is_left():
+    agent = branching(BRANCHED)
+    *_, final = (await agent.act()).steps
+    messages = [(m["role"], m["content"]) for m in final.prompt_messages]
+    assert messages[-4:] == [("assistant", ""), ("tool", "2"), ("assistant", ""), ("tool", "it is 4")]
+    assert not any(content == "4" or "thinking" in content for _, content in messages)
+    assert final.parse_result.action == "6"
+
+
+async def test_the_branch_sees_everything_before_it():
+    steps = (await branching(BRANCHED).act()).steps
+    inside = [m["content"] for m in steps[2].prompt_messages]
+    assert inside[-1].startswith("You are in a branch now") and "add more" in inside[-1] and "2" in inside
+    assert ["branch" in step.info for step in steps] == [False, False, True, True, False]
+
+
+async def test_prompts_go_back_to_the_sampled_tokens_of_the_call():
+    client = RecordingClient(ScriptedClient(BRANCHED))
+    await branching(client).act()
+    prompts = [prompt for prompt, _ in client.calls]
+    called = [*prompts[1], *client.calls[1][1]]  # the prompt and the sampled tokens of the call of `branch`
+    for prompt in prompts[2:]:  # in the branch, and after it
+        assert prompt[: len(called)] == called
+    assert len(prompts[4]) < len(prompts[3])
+
+
+async def test_samples_of_an_episode_are_paths_of_one_tree_and_train_each_token_once():
+    agent = make_agent(BRANCHED, cls=BranchingAgent, tools=[add])
+    (rollout,) = await SingleAgentProtocol(agent).run(env=CountingEnv(1), max_steps=1)
+    weights = EpisodicReturn().compute([rollout])
+    first, second = stitch_rollout(rollout, weights)
+    sampled = sum(len(step.trace.completion_token_ids) for step in rollout.agent_steps)
+    assert first.num_action_tokens + second.num_action_tokens == sampled
+    tree = TokenTree.of([first.input_ids, second.input_ids])
+    shared = len(first.input_ids) + len(second.input_ids) - tree.num_tokens
+    branch_call = rollout.agent_steps[1].trace
+    assert shared >= len(branch_call.prompt_token_ids) + len(branch_call.completion_token_ids)
+    penalties = fold_penalties(max_main_tokens=1)(rollout)
+    assert sorted(penalties) == [rollout.agent_steps[0].index, rollout.agent_steps[4].index]  # not the branch's calls
+
+
+async def test_a_branch_lasts_over_turns_of_the_env():
+    replies = [call("branch", task="t"), "<a>1</a>", call("return_result", result="done"), "<a>2</a>"]
+    agent = branching(replies)
+    first = (await agent.act()).steps
+    agent.on_after_step("next", {})
+    second = (await agent.act()).steps
+    assert first[-1].parse_result.action == "1" and "branch" in first[-1].info
+    assert [m["content"] for m in second[-1].prompt_messages][-1] == "done"
+    assert "next" not in [m["content"] for m in second[-1].prompt_messages]
+
+
+@pytest.mark.parametrize(
+    ("replies", "said"),
+    [
+        ([call("return_result", result="x"), "<a>1</a>"], "there is no branch"),
+        ([call("branch", task="a"), call("branch", task="b"), "<a>1</a>"], "in a branch already"),
+        ([call("branch", task="a") + call("add", a=1, b=1), "<a>1</a>"], "call branch alone"),
+        (
+            [call("branch", task="a"), call("return_result", result="r"), call("branch", task="b"), "<a>1</a>"],
+            "all 1 branches are used",
+        ),
+    ],
+)
+async def test_a_wrong_call_is_told(replies, said):
+    *_, final = (await branching(replies, max_branches=1).act()).steps
+    assert any(said in m["content"] for m in final.prompt_messages if m["role"] == "tool")
+
+
+async def test_a_new_episode_has_no_open_branch():
+    agent = branching([call("branch", task="t"), "<a>1</a>", call("branch", task="u"), "<a>2</a>"])
+    await agent.act()
+    agent.reset()
+    agent.on_env_reset("obs", {})
+    steps = (await agent.act()).steps
+    assert "You are in a branch now" in steps[-1].prompt_messages[-1]["content"]
+
+
+def test_settings_that_cannot_work_are_refused():
+    with pytest.raises(ConfigError, match="max_branches=0"):
+        make_agent([], cls=BranchingAgent, max_branches=0)
+    with pytest.raises(ConfigError, match="SlidingWindow"):
+        make_agent([], cls=BranchingAgent, ctx=SlidingWindow(max_turns=2))
+    assert make_agent([], cls=BranchingAgent, ctx=FullDialog()).max_branches == 8

@@ -64,7 +64,8 @@ def forget_tests() -> None:
     """A worker's tests are its own; only what they import is shared."""
     tests = str(Path(__file__).parent)
     for name, module in list(sys.modules.items()):
-        if (getattr(module, "__file__", None) or "").startswith(tests):
+        is_below = name.partition(".")[0] == "tests"  # folders are modules without a file
+        if is_below or (getattr(module, "__file__", None) or "").startswith(tests):
             del sys.modules[name]
 
 

@@ -43,6 +43,15 @@ def test_where_all_earn_the_same_only_process_rewards_count():
     assert found == [near([0.0]), near([-0.4, 0.0]), near([0.0])]
 
 
+def test_an_outcome_beyond_the_bounds_is_not_clipped():
+    # outcomes −1 and −1: nothing to learn; clipped to 0, both would look better than their mean
+    assert weights_of(FoldedReturn(2), [*episode("a", [-1.0], 1), *episode("b", [-1.0])]) == [[0.0], [0.0], [0.0]]
+    # outcomes 3 and 1: mean 2, deviation 1; a process reward of −5 takes 3 to 0
+    rule = FoldedReturn(2, process=lambda r: {0: -5.0} if r.is_sub_task else {})
+    found = weights_of(rule, [*episode("a", [3.0], 1), *episode("b", [1.0])])
+    assert found == [near([1.0]), near([-2.0]), near([-1.0])]
+
+
 def test_branches_of_a_failed_parent_get_nothing():
     parent, branch = episode("c", [1.0], 1)
     broken = Rollout.failed(RuntimeError("bug"), meta=parent.meta)

@@ -26,7 +26,7 @@ class FoldedReturn(GroupRule):
     """(clip(R + Q_t, low, high) − mean R) / std R: R of the whole episode, Q_t the process rewards of the turn.
 
     Mean and deviation are those of the group's parents, without process rewards. Where all earned the same, the difference is
-    not divided, so process rewards still count. Branches of a failed parent get 0.
+    not divided, so process rewards still count. An outcome beyond the bounds moves them: it is not clipped itself. Branches of a failed parent get 0.
     """
 
     process: ProcessFn = field(default=no_process, kw_only=True)
@@ -50,7 +50,9 @@ class FoldedReturn(GroupRule):
                 for rollout in [member, *(branches.get(run, []) if run is not None else [])]:
                     given = self.process(rollout)
                     process_T = np.array([sum(given.get(s.index, 0.0) for s in turn.steps) for turn in rollout.turns()])
-                    advantage_T = np.clip(total + process_T, self.low, self.high) - totals.mean()
+                    advantage_T = (
+                        np.clip(total + process_T, min(self.low, total), max(self.high, total)) - totals.mean()
+                    )
                     weights |= one_per_turn([rollout], [advantage_T / (spread + EPS) if spread else advantage_T])
         return weights
 

@@ -26,7 +26,8 @@ class FoldedReturn(GroupRule):
     """(clip(R + Q_t, low, high) − mean R) / std R: R of the whole episode, Q_t the process rewards of the turn.
 
     Mean and deviation are those of the group's parents, without process rewards. Where all earned the same, the difference is
-    not divided, so process rewards still count. An outcome beyond the bounds moves them: it is not clipped itself. Branches of a failed parent get 0.
+    not divided, so process rewards still count. An outcome beyond the bounds moves them: it is not
+    clipped itself. Branches of a failed parent get 0.
     """
 
     process: ProcessFn = field(default=no_process, kw_only=True)

@@ -323,7 +323,7 @@ class RolloutSettings:
     """Argument of the curriculum."""
     concurrency: int | None = None
     """Episodes at a time. It changes the speed, not the episodes. Default: as many as the engine computes together (512 on a GPU,
-    64 on a CPU); with servers 64."""
+    64 on a CPU), of which those wait that its free memory has no room for; with servers 64."""
     max_lag: int | None = None
     """Above 0, the next batch is generated while this one is trained on, at most so many versions behind; each update makes one.
     Default: 0; in a pipeline those of 4 batches; with close_batch_at those of 1."""

@@ -283,6 +283,7 @@ def local_engine(
         loaded.tokenizer,
         max_model_len=min(max_length, longest),
         kv_tokens=kv_tokens,
+        keep_room=True,
         max_sequences=None if concurrency is None or not on_gpu else min(max(concurrency, 512), _MAX_SEQUENCES),
     )
 

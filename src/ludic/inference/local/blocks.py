@@ -45,6 +45,10 @@ class BlockPool:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def num_with_users(self, blocks: Sequence[int]) -> int:
+        """How many of them are in use, so that sharing them takes nothing."""
+        return sum(self._users[block] > 0 for block in blocks)
+
     # --- allocation ---
 
     def take(self, count: int) -> list[int] | None:

@@ -89,6 +89,7 @@ class LocalEngine:
         max_queue: int = 100_000,
         compile_layers: bool = True,
         pack_weights: bool | None = None,
+        keep_room: bool = False,
         seed: int = 0,
         version: int = 0,
     ) -> None:
@@ -114,7 +115,10 @@ class LocalEngine:
         # On a CPU the dense rows of the decoding sequences take about as much again as the pool.
         fraction = kv_memory_fraction or (0.6 if on_gpu else 0.15)
         pool_blocks = num_blocks(self._shape, block_size, fraction, kv_tokens, max_sequences, self.max_model_len)
-        limits = Limits(max_sequences, max_prefill_tokens, max_rounds=8 if on_gpu else 1)
+        # A pool that holds every sequence at full length needs no estimates.
+        keeps_room = keep_room and pool_blocks * block_size < max_sequences * self.max_model_len
+        rounds = 8 if on_gpu else 1
+        limits = Limits(max_sequences, max_prefill_tokens, max_rounds=rounds, keeps_room=keeps_room)
         self._scheduler = Scheduler(BlockPool(pool_blocks, block_size), limits)
         self._scheduler.version = version
         self._runner: Runner | None = None

@@ -2,12 +2,14 @@
 
 A step has two parts: parts of prompts, first come first served within a token budget, and one or more decoding rounds for
 every sequence with a finished prompt. When blocks run out, the youngest sequence returns its blocks and waits again; a lack
-of memory fails a request only if that single sequence is larger than the pool.
+of memory fails a request only if that single sequence is larger than the pool. With `Limits.keeps_room` a sequence is admitted
+only if the blocks that it is expected to take are free, beside a share for the running ones, so that fewer give theirs back.
 
 The engine may launch a plan before it has read the tokens of the one before. A plan therefore counts unread tokens
 (`Sequence.num_ahead`) as sampled; only a preemption has to wait until they are read.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -28,6 +30,8 @@ class Limits:
     its rounds."""
     copies_prompts: bool = True
     """Whether the runner computes equal prompts of one step once and samples from the same logits."""
+    keeps_room: bool = False
+    """Whether admission leaves blocks for the expected growth of running sequences."""
 
 
 @dataclass(slots=True)
@@ -48,6 +52,35 @@ class Plan:
         return all(s.is_plain for s in self.decode) and all(chunk.sequence.is_plain for chunk in self.prefill)
 
 
+_WINDOW = 256
+"""Completions over which the mean length is taken, about."""
+_FEW = 8
+"""Completions below which half of max_tokens is expected instead."""
+
+
+_KEPT_SHARE = 0.25
+"""Share of the running sequences' expected growth that stays free: others end meanwhile and give their blocks back. Measured with
+benchmarks/admission.py: keeping all of it halves the sequences that run at once, and costs more time than preemptions do."""
+
+
+class CompletionLengths:
+    """A moving mean of the lengths of finished completions."""
+
+    def __init__(self) -> None:
+        self._num_seen = 0
+        self._mean = 0.0
+
+    def add(self, length: int) -> None:
+        self._num_seen += 1
+        self._mean += max(1 / self._num_seen, 1 / _WINDOW) * (length - self._mean)
+
+    def expected(self, sequence: Sequence) -> int:
+        """Tokens of the sequence when it ends, prompt included: the mean, a little more for one that is there already."""
+        usual = sequence.max_tokens / 2 if self._num_seen < _FEW else self._mean
+        so_far = sequence.length - sequence.num_prompt
+        return sequence.num_prompt + min(sequence.max_tokens, int(max(usual, so_far + usual / 4)) + 1)
+
+
 class Scheduler:
     """Waiting and running sequences over one block pool."""
 
@@ -61,6 +94,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prefix_tokens = 0
         """Prompt tokens taken from shared blocks instead of computed."""
+        self._lengths = CompletionLengths()
 
     @property
     def has_work(self) -> bool:
@@ -99,26 +133,45 @@ class Scheduler:
         in_progress = {self._next_block(s, s.chain, s.num_published) for s in in_prompt}
         first = {tokens_as_bytes(c.sequence.tokens): c.sequence for c in plan.prefill if c.reaches_the_end}
         held_back: list[Sequence] = []
+        room = self._room()
         while budget > 0 and self.waiting and len(self.running) + len(held_back) < self.limits.max_sequences:
             sequence = self.waiting.popleft()
             tokens = tokens_as_bytes(sequence.tokens)
-            if self.limits.copies_prompts and tokens in first and self._admit_copy(sequence, first[tokens], plan):
-                continue
+            if self.limits.copies_prompts and tokens in first:
+                growth = self._growth(sequence, len(sequence.tokens) // self.pool.block_size)
+                if growth <= room and self._admit_copy(sequence, first[tokens], plan):
+                    room -= growth
+                    continue
             # The last token must always be computed: its output predicts the next one.
             shared, chain = self.pool.match(self.version, tokens[:-TOKEN_BYTES], TOKEN_BYTES)
             following = self._next_block(sequence, chain, len(shared))
             if following is not None and following in in_progress:
                 held_back.append(sequence)
                 continue
-            if not self._admit(sequence, shared, chain):
+            growth = self._growth(sequence, self.pool.num_with_users(shared))
+            if (self.running and growth > room) or not self._admit(sequence, shared, chain):
                 held_back.append(sequence)
                 break
+            room -= growth
             self.running[sequence.number] = sequence
             in_progress.add(following)
             budget -= self._plan_chunk(sequence, budget, plan)
             if plan.prefill[-1].reaches_the_end:
                 first.setdefault(tokens, sequence)
         self.waiting.extendleft(reversed(held_back))
+
+    def _room(self) -> float:
+        """Blocks that are not kept for the running sequences; without a limit where admission keeps no room."""
+        if not self.limits.keeps_room:
+            return math.inf
+        growth = sum(self._growth(sequence, len(sequence.blocks)) for sequence in self.running.values())
+        return self.pool.num_available - _KEPT_SHARE * growth
+
+    def _growth(self, sequence: Sequence, num_held: int) -> int:
+        """Blocks that the sequence is expected to take beside those that it holds."""
+        if not self.limits.keeps_room:
+            return 0
+        return max(self.pool.blocks_for(self._lengths.expected(sequence)) - num_held, 0)
 
     def _next_block(self, sequence: Sequence, chain: int, num_blocks: int) -> tuple[int, bytes] | None:
         """The key under which the first block after a known prefix will be published."""
@@ -244,6 +297,8 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Finished, failed or cancelled: return its blocks, which stay findable by prefix."""
+        if sequence.finish_reason is not None:
+            self._lengths.add(len(sequence.logprobs))
         if self.running.pop(sequence.number, None) is not None:
             # Unread tokens have no name to publish them under, and the last token may have been sampled after the end.
             sequence.drop_unread()

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ludic.inference.local.blocks import BlockPool
-from ludic.inference.local.scheduler import Limits, Plan, Scheduler
+from ludic.inference.local.scheduler import CompletionLengths, Limits, Plan, Scheduler
 from ludic.inference.local.sequence import Sequence
 from ludic.types import SamplingParams, TokenCompletionRequest
 
@@ -388,3 +388,56 @@ def test_plans_launched_before_the_last_tokens_are_read_sample_the_same_tokens(
         unread = launched
     assert not scheduler.has_work and scheduler.pool.num_used == 0
     assert [len(s.logprobs) for s in sequences] == [min(num_new, stop_at) for _, num_new in lengths]
+
+
+# --- admission that keeps room ---
+
+
+def run_all(scheduler: Scheduler, sequences: list[Sequence]) -> int:
+    """Steps until every sequence has all its tokens; the largest number that ran at once."""
+    most = 0
+    for _ in range(10_000):
+        if not scheduler.has_work:
+            return most
+        step(scheduler)
+        most = max(most, len(scheduler.running))
+        for sequence in sequences:
+            if len(sequence.logprobs) >= sequence.max_tokens and sequence.finish_reason is None:
+                sequence.finish_reason = "length"
+                scheduler.remove(sequence)
+    raise AssertionError("it does not end")
+
+
+@pytest.mark.parametrize("keeps_room", [False, True])
+def test_admission_that_keeps_room_preempts_less(keeps_room):
+    pool = BlockPool(40, SIZE)
+    scheduler = Scheduler(pool, Limits(64, 256, keeps_room=keeps_room))
+    sequences = [make_sequence(number, 2 * SIZE, max_tokens=6 * SIZE) for number in range(24)]
+    add(scheduler, *sequences)
+    most = run_all(scheduler, sequences)
+    assert all(len(sequence.logprobs) == 6 * SIZE for sequence in sequences) and pool.num_used == 0
+    if keeps_room:
+        assert scheduler.num_preemptions <= 16 and most >= 5, "half of max_tokens is expected until some have finished"
+    else:
+        assert scheduler.num_preemptions > 24
+
+
+def test_a_sequence_that_is_expected_to_outgrow_the_pool_is_admitted_alone():
+    scheduler = Scheduler(BlockPool(8, SIZE), Limits(64, 256, keeps_room=True))
+    sequences = [make_sequence(number, SIZE, max_tokens=100 * SIZE) for number in range(2)]
+    add(scheduler, *sequences)
+    step(scheduler)
+    assert list(scheduler.running) == [0]
+
+
+def test_expected_length_follows_finished_completions():
+    lengths = CompletionLengths()
+    sequence = make_sequence(0, 10, max_tokens=1000)
+    assert lengths.expected(sequence) == 10 + 501
+    for length in [90, 110] * 8:
+        lengths.add(length)
+    assert lengths.expected(sequence) == 10 + 101
+    sequence.length += 200
+    assert lengths.expected(sequence) == 10 + 200 + 26, "it is longer than usual already"
+    short = make_sequence(1, 10, max_tokens=20)
+    assert lengths.expected(short) == 30

@@ -22,7 +22,6 @@ from ludic.inference.vllm.command import (
     free_port,
     is_loopback,
     server_command,
-    version_range,
 )
 from ludic.inference.vllm.control import CONTROL_VARIABLE, TOKEN_FILE
 from ludic.inference.vllm.process import (
@@ -33,6 +32,7 @@ from ludic.inference.vllm.process import (
     is_healthy,
     wait_for_vllm_health,
 )
+from ludic.inference.vllm.versions import TESTED, version_range
 from ludic.types import ConfigError, LudicError
 
 __all__ = [
@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m ludic.inference.vllm_server",
         usage="%(prog)s MODEL [--host H] [--port P] [--run-folder F] [--batch-invariant] [any flag of vLLM]",
-        description=f"A vLLM server that Ludic can train against; tested with vllm{version_range()}.",
+        description=f"A vLLM server that Ludic can train against; tested with vllm{version_range(TESTED)}.",
         allow_abbrev=False,  # an abbreviated flag could also be a prefix of a vLLM flag
     )
     parser.add_argument("--model", help="a folder or a hub id; a leading MODEL is the same")

@@ -34,6 +34,7 @@ FILE_SECTIONS = frozenset({"league"})
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 Engine: TypeAlias = Literal["local", "vllm", "pipeline"]
 Push: TypeAlias = Literal["merged", "adapter"]
+Transport: TypeAlias = Literal["auto", "shared_memory", "cuda_ipc", "file", "gloo", "nccl"]
 AgentSandbox: TypeAlias = Literal["bubblewrap", "none"]
 KLEstimate: TypeAlias = Literal["k1", "k2", "k3"]
 Averaging: TypeAlias = Literal["token_mean", "sample_mean", "episode_mean", "sample_sum"]
@@ -341,6 +342,9 @@ class RolloutSettings:
     """For vllm: a server started for the run that leaves /health unanswered for so many seconds is restarted."""
     push: Push = "merged"
     """For vllm and LoRA: send all weights with the adapter merged into them, or the adapter alone."""
+    transport: Transport = "auto"
+    """For vllm: how all weights reach the servers (docs/weights.md). auto: shared memory on this machine, else gloo; cuda_ipc: a
+    server on the trainer's GPU."""
     save_rollouts: bool = True
     """Write every episode to the run folder."""
     save_tokens: str = "all"
@@ -559,7 +563,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
      "eval_episodes", "eval_pass_k", "eval_data", "eval_temperature", "eval_concurrency", "eval_timeout_s", "redis",
      "episode_timeout", "env_timeout", "actors", "max_waiting", "acknowledge", "max_restarts", "server",
      "control_token", "server_memory", "server_hung_after", "judge_key_env", "judge_concurrency", "judge_cache",
-     "judge_device"}
+     "judge_device", "transport"}
 )  # fmt: skip
 """Settings with which a run stays the same run."""
 

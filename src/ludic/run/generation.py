@@ -338,7 +338,8 @@ class PipelineGeneration(Generation):
         from ludic.run.vllm import connect_to_servers
 
         client, model = connect_to_servers(self._run)
-        publisher = create_vllm_publisher(client, wait_s=_SERVER_AWAY_S)
+        transport = self._run.config.rollouts.transport
+        publisher = create_vllm_publisher(client, transport=transport, wait_s=_SERVER_AWAY_S)
         return ServedPolicy(client=client, publisher=publisher, close=lambda: run_sync(client.close()), model=model)
 
     def _in_this_process(self) -> ServedPolicy:

@@ -390,6 +390,19 @@ def _check_engine(config: RunConfig, parts: Parts) -> None:
         raise ConfigError(f"server = {servers} is for {who} = 'vllm', but the {who.replace('_', ' ')} is {what!r}.")
     if rollouts.push == "adapter" and rollouts.engine != "vllm":
         raise ConfigError(f"push = 'adapter' is for engine = 'vllm', but the engine is {rollouts.engine!r}.")
+    if rollouts.transport != "auto" and not config.samples_on_vllm:
+        raise ConfigError(
+            f"transport = {rollouts.transport!r} is for engine = 'vllm', but the engine is {rollouts.engine!r}."
+        )
+    if rollouts.transport != "auto" and rollouts.push == "adapter":
+        raise ConfigError(
+            "transport is for all weights; with push = 'adapter' the server reads files of the run folder."
+        )
+    if rollouts.engine == "vllm" and not rollouts.server and rollouts.transport in ("file", "gloo", "nccl"):
+        raise ConfigError(
+            f"transport = {rollouts.transport!r} is for servers named with --server: one that is started for the run and restarted "
+            "gets the last weights again, which shared_memory and cuda_ipc keep."
+        )
     if config.trainer.eval_in_background and config.samples_on_vllm:
         raise ConfigError(
             "eval_in_background needs an engine that can keep a copy of the weights: local. A vLLM server has one set of weights, "

@@ -58,7 +58,8 @@ def serve_on_vllm(run: ResolvedRun, loaded: LoadedModel) -> ServedPolicy:
         adapters.mkdir(parents=True, exist_ok=True)
         publisher = VllmAdapterPublisher(client, loaded.model, name=ADAPTER, folder=adapters, **patience)
     else:
-        publisher, weights = create_vllm_publisher(client, **patience), dict(dense_parameters(loaded.model))
+        weights = dict(dense_parameters(loaded.model))
+        publisher = create_vllm_publisher(client, transport=settings.transport, **patience)
     if watch is not None:
         assert isinstance(publisher, VllmAdapterPublisher | BroadcastPolicyPublisher), "what was made above"
         watch.begin(publisher.publish_again)

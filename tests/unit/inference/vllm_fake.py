@@ -25,6 +25,8 @@ class FakeVLLM:
         self.spans: list[tuple[str, int]] = []
         """(version, number of tokens) of the next completions; all of `version` where empty."""
         self.has_generate = self.has_versions = self.is_processed = True
+        self.is_old = False
+        """Its /inference/v1/generate returns neither text nor versions, as in vLLM 0.26."""
         self.max_model_len: int | None = 512
         self.context = 512
         self.control_token = "right"
@@ -101,6 +103,8 @@ class FakeVLLM:
         if request.path.startswith("/inference"):
             choice["logprobs"] = {"content": [{"logprob": logprob} for _ in ids]} if wants_logprobs else None
             choice["weight_versions"] = self._weight_versions(number)
+            if self.is_old:
+                del choice["text"], choice["weight_versions"]
         else:
             choice["logprobs"] = {"token_logprobs": [logprob] * number} if wants_logprobs else None
             choice["prompt_token_ids"] = prompt

@@ -1,8 +1,8 @@
 """`create_vllm_publisher` for vLLM servers, and the transports that it chooses among.
 
-Shared memory and files stage the weights before the pause, so that it lasts only as long as the loading. Process groups send
-while the servers are paused: gloo over TCP between machines, nccl between GPUs. nccl has not been run: no machine with two GPUs
-was available.
+Shared memory, CUDA IPC and files stage the weights before the pause, so that it lasts only as long as the loading. Process groups
+send while the servers are paused: gloo over TCP between machines, nccl between GPUs. nccl has not been run: no machine with two
+GPUs was available; CUDA IPC has not been run either.
 """
 
 import ipaddress
@@ -24,10 +24,20 @@ from torch import Tensor
 from ludic.distributed.publish.interfaces import TensorCommunicator, WeightPushError
 from ludic.distributed.publish.vllm_control import ControlClient, PauseMode, VllmControlPlane
 from ludic.distributed.publisher import BUCKET_BYTES, BroadcastPolicyPublisher, Rank0OnlyPublisher
-from ludic.inference.vllm.transfer import ALIGNMENT, Bucket, Meeting, address_towards, broadcast, join, open_store, pack
+from ludic.inference.vllm.transfer import (
+    ALIGNMENT,
+    Bucket,
+    Meeting,
+    address_towards,
+    broadcast,
+    join,
+    open_store,
+    pack,
+    share_cuda_block,
+)
 from ludic.types import ConfigError, PolicyPublisher
 
-Transport: TypeAlias = Literal["auto", "shared_memory", "gloo", "file", "nccl"]
+Transport: TypeAlias = Literal["auto", "shared_memory", "cuda_ipc", "gloo", "file", "nccl"]
 
 
 def create_vllm_publisher(
@@ -46,7 +56,8 @@ def create_vllm_publisher(
 ) -> PolicyPublisher:
     """A publisher for every server of `client` (a `VLLMChatClient` with a control token).
 
-    `transport`: "auto" is shared memory if all servers are on this machine, and gloo otherwise. `pause`: what happens to
+    `transport`: "auto" is shared memory if all servers are on this machine, and gloo otherwise; "cuda_ipc" is for a server on the
+    trainer's GPU. `pause`: what happens to
     requests in flight. `dtype`: cast before sending. `folder`: for "file". `address`: of this machine, for "gloo" and "nccl".
     `wait_s`: how long a stopped server may take to come back before publishing fails. `attempts`: how often a push is tried.
     """
@@ -66,6 +77,7 @@ def make_communicator(
         transport = "shared_memory" if all(is_here(server) for server in control.servers) else "gloo"
     makers: dict[str, Callable[[], TensorCommunicator]] = {
         "shared_memory": lambda: SharedMemoryCommunicator(control),
+        "cuda_ipc": lambda: CudaIpcCommunicator(control),
         "file": lambda: FileCommunicator(control, folder),
         "gloo": lambda: GroupCommunicator(control, "gloo", address=address),
         "nccl": lambda: GroupCommunicator(control, "nccl", address=address),
@@ -84,24 +96,18 @@ def is_here(server: str) -> bool:
         return host == "localhost"
 
 
-class SharedMemoryCommunicator:
-    """One memory block of this process that holds the whole model; the servers map it.
+class BlockCommunicator:
+    """One block of memory that holds the whole model; the servers map it.
 
-    It has no name in /dev/shm: nothing is left behind however this process ends, and a container's small /dev/shm is no
-    limit. It is kept between pushes, since filling memory that was touched before is several times as fast, and for a server
-    that is restarted.
+    It is kept between pushes, since filling memory that was touched before is several times as fast, and for a server that is
+    restarted.
     """
 
     rank = 0
     keeps_weights = True
 
     def __init__(self, control: VllmControlPlane) -> None:
-        if sys.platform != "linux":
-            raise ConfigError(
-                f"transport='shared_memory' needs Linux, but this is {sys.platform}. Use 'file' or 'gloo'."
-            )
         self._control = control
-        self._path = ""
         self._block = torch.empty(0, dtype=torch.uint8)
         self._begins: dict[Bucket, int] = {}
 
@@ -111,16 +117,13 @@ class SharedMemoryCommunicator:
             self._begins[bucket] = size
             size += -(-bucket.num_bytes // ALIGNMENT) * ALIGNMENT
         if self._block.numel() < size:
-            self._reserve(size)
+            self._block = self._reserve(size)
         for bucket, begin in self._begins.items():
             pack(bucket, weights, self._block[begin : begin + bucket.num_bytes])
-        self._control.require_readable(
-            [self._path], "Is it in another container, or another user's? Use transport='gloo' or 'file'."
-        )
+        self._require_mappable()
 
     def broadcast(self, bucket: Bucket, weights: Mapping[str, Tensor], src_rank: int) -> None:
-        where = {"path": self._path, "offset": self._begins[bucket], "size": self._block.numel()}
-        self._control.load(bucket, {"kind": "shared_memory", **where}).result()
+        self._control.load(bucket, self._source(self._begins[bucket])).result()
 
     def barrier(self) -> None:
         """Nothing to wait for: each bucket is loaded when `broadcast` returns."""
@@ -128,7 +131,32 @@ class SharedMemoryCommunicator:
     def release(self) -> None:
         """Nothing to free: the block stays."""
 
-    def _reserve(self, size: int) -> None:
+    def _reserve(self, size: int) -> Tensor:
+        """A block of `size` bytes."""
+        raise NotImplementedError
+
+    def _require_mappable(self) -> None:
+        """Before the pause: raise if a server cannot map the block."""
+        raise NotImplementedError
+
+    def _source(self, begin: int) -> dict[str, Any]:
+        """Where the servers find a bucket that begins there (`TransferUpdate.source`)."""
+        raise NotImplementedError
+
+
+class SharedMemoryCommunicator(BlockCommunicator):
+    """Memory of this process. It has no name in /dev/shm: nothing is left behind however this process ends, and a container's
+    small /dev/shm is no limit."""
+
+    def __init__(self, control: VllmControlPlane) -> None:
+        if sys.platform != "linux":
+            raise ConfigError(
+                f"transport='shared_memory' needs Linux, but this is {sys.platform}. Use 'file' or 'gloo'."
+            )
+        super().__init__(control)
+        self._path = ""
+
+    def _reserve(self, size: int) -> Tensor:
         """Allocate the block up front: a lack of memory during a write would end the process by a signal."""
         handle = os.memfd_create("ludic-weights")
         weakref.finalize(self, os.close, handle)
@@ -140,7 +168,49 @@ class SharedMemoryCommunicator:
                 "transport='file' or 'gloo', or dtype=torch.bfloat16 to send half."
             ) from error
         self._path = f"/proc/{os.getpid()}/fd/{handle}"
-        self._block = torch.from_file(self._path, shared=True, size=size, dtype=torch.uint8)
+        return torch.from_file(self._path, shared=True, size=size, dtype=torch.uint8)
+
+    def _require_mappable(self) -> None:
+        self._control.require_readable(
+            [self._path], "Is it in another container, or another user's? Use transport='gloo' or 'file'."
+        )
+
+    def _source(self, begin: int) -> dict[str, Any]:
+        return {"kind": "shared_memory", "path": self._path, "offset": begin, "size": self._block.numel()}
+
+
+class CudaIpcCommunicator(BlockCommunicator):
+    """Memory of the GPU that trainer and server share: the weights never leave it, at the price of a second copy there."""
+
+    def __init__(self, control: VllmControlPlane, device: torch.device | str | None = None) -> None:
+        """`device`: the trainer's GPU; default: the current one."""
+        if not torch.cuda.is_available():
+            raise ConfigError("transport='cuda_ipc' needs a GPU, and this process sees none. Use 'shared_memory'.")
+        super().__init__(control)
+        self._device = torch.device(device or f"cuda:{torch.cuda.current_device()}")
+        self._shared: dict[str, Any] = {}
+
+    def _reserve(self, size: int) -> Tensor:
+        self._block = torch.empty(0, dtype=torch.uint8)  # the old one is freed first
+        try:
+            block = torch.empty(size, dtype=torch.uint8, device=self._device)
+        except torch.cuda.OutOfMemoryError as error:
+            raise ConfigError(
+                f"The GPU has no room for {size / 1e9:.2f} GB of weights beside the trainer's. Use transport='shared_memory', or a "
+                "smaller --server-memory."
+            ) from error
+        self._shared = share_cuda_block(block)
+        return block
+
+    def _require_mappable(self) -> None:
+        torch.cuda.synchronize(self._device)  # another process does not wait for this one's stream
+        self._control.require_mappable(
+            self._shared,
+            "CUDA IPC needs one GPU for trainer and server, on one machine. Use transport='shared_memory'.",
+        )
+
+    def _source(self, begin: int) -> dict[str, Any]:
+        return {"kind": "cuda_ipc", "block": self._shared, "offset": begin}
 
 
 class FileCommunicator:

@@ -121,6 +121,13 @@ class VllmControlPlane:
             if unseen:
                 raise ConfigError(f"{server} cannot read {unseen[0]}. {advice}")
 
+    def require_mappable(self, block: Mapping[str, Any], advice: str) -> None:
+        """Before the pause: check that every worker can map the trainer's GPU memory."""
+        for server, answers in self._ask_workers("ludic_unmappable", [dict(block)]).items():
+            problems = [problem for answer in answers for problem in answer]
+            if problems:
+                raise ConfigError(f"{server} cannot map the trainer's GPU memory ({problems[0]}). {advice}")
+
     def connect(self, server: str, init_info: Mapping[str, Any]) -> "Future[Any]":
         """The workers of one server join a process group; the trainer must join at the same time."""
         return self._begin_post("/init_weight_transfer_engine", {"init_info": dict(init_info)}, servers=[server])

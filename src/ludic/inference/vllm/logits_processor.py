@@ -6,6 +6,7 @@ It runs inside the server process (`--logits-processors ludic.inference.vllm.log
 """
 
 import logging
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,13 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
-from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as BatchProcessor
+from vllm.version import __version__
 
 from ludic.inference.vllm.max_think import CLOSING_TAG, forced_token, forced_tokens, read_limit
+from ludic.inference.vllm.versions import release_of
 
+_BATCH_MODULE = release_of(__version__).batch_processor
+BatchProcessor: Any = object if _BATCH_MODULE is None else import_module(_BATCH_MODULE).LogitsProcessor
 logger = logging.getLogger("vllm.ludic.max_think")  # a child of vllm's logger: it appears in the server's output
 
 

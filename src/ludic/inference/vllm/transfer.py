@@ -4,6 +4,7 @@ The trainer's side is ludic.distributed.publish, the worker's side ludic.inferen
 server: torch and the standard library only.
 """
 
+import base64
 import math
 import socket
 import zlib
@@ -129,6 +130,50 @@ def checksum(weight: Tensor) -> int:
         half = CHECKSUM_BYTES // 2
         flat = torch.cat([flat[:half], flat[-half:]])
     return zlib.crc32(flat.cpu().numpy().data)
+
+
+# --- a block of GPU memory that both sides see (CUDA IPC) ---
+
+_HANDLES = ("handle", "ref_counter_handle", "event_handle")
+_NUMBERS = ("storage_size_bytes", "storage_offset_bytes", "ref_counter_offset", "event_sync_required")
+
+
+def share_cuda_block(flat: Tensor) -> dict[str, Any]:
+    """What another process needs to map `flat`, a one-dimensional uint8 tensor on a GPU, as JSON; valid while `flat` lives."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    _, arguments = reduce_tensor(flat)
+    *_, handle, size, offset, _, counter, counter_offset, event, event_sync = arguments
+    texts = (base64.b64encode(part).decode() for part in (handle, counter, event))
+    numbers = (size, offset, counter_offset, event_sync)
+    return {
+        "gpu": gpu_identity(flat.device),
+        "num_bytes": flat.numel(),
+        **dict(zip(_HANDLES, texts, strict=True)),
+        **dict(zip(_NUMBERS, map(int, numbers), strict=True)),
+    }
+
+
+def open_cuda_block(block: Mapping[str, Any], device: torch.device) -> Tensor:
+    """The other process's block. Mapped until the returned tensor and its views are gone."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    ours = gpu_identity(device)
+    if ours != block["gpu"]:
+        raise ValueError(f"the trainer's weights are on GPU {block['gpu']}, this worker on {ours}")
+    handle, counter, event = (base64.b64decode(block[name]) for name in _HANDLES)
+    size, offset, counter_offset, event_sync = (block[name] for name in _NUMBERS)
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    opened: Tensor = rebuild_cuda_tensor(
+        Tensor, (block["num_bytes"],), (1,), 0, torch.storage.TypedStorage, torch.uint8, index,
+        handle, size, offset, False, counter, counter_offset, event, bool(event_sync),
+    )  # fmt: skip
+    return opened
+
+
+def gpu_identity(device: torch.device) -> str:
+    """The GPU's number is another in a process with another CUDA_VISIBLE_DEVICES; this is not."""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 # --- the process group ---

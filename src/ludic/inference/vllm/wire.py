@@ -336,6 +336,10 @@ def refusal(url: str, answer: Answer, *, num_prompt: int = 0, max_tokens: int = 
     return EndpointError(failed, status=answer.status)
 
 
-def lacks_generate(answer: Answer) -> bool:
-    """Whether the endpoint is off (403) or unknown (404). An unknown model also gives 404, but with a type."""
+def lacks_generate(url: str, answer: Answer) -> bool:
+    """Whether the endpoint is off (403) or unknown (404), or returns neither text nor weight versions (vLLM 0.26). An unknown
+    model also gives 404, but with a type."""
+    if answer.status == 200:
+        choices = _decoded(url, answer.data).choices
+        return any(c.token_ids and c.finish_reason != "abort" and c.weight_versions is None for c in choices)
     return answer.status == 403 or (answer.status == 404 and error_of(answer.text).get("type") != "NotFoundError")

@@ -2,17 +2,22 @@
 
 Loaded by `--worker-extension-cls ludic.inference.vllm.worker.WeightSync`, together with `--weight-transfer-config
 '{"backend": "ludic"}'`. vLLM's own endpoints (/start_weight_update, /update_weights, /finish_weight_update) then drive
-`LudicTransfer`, which reads flat buffers from a file, from shared memory or from a process group; naming, fusing and
-sharding stay with vLLM's loader. `WeightSync` and `AdapterSync` answer the trainer's calls (`/collective_rpc`).
+`LudicTransfer`, which reads flat buffers from a file, from shared memory, from the trainer's GPU memory or from a process group;
+naming, fusing and sharding stay with vLLM's loader. `WeightSync` and `AdapterSync` answer the trainer's calls (`/collective_rpc`).
 """
 
+import contextlib
+import json
 import os
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.lora.lora_model import LoRAModel
@@ -23,9 +28,22 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+from vllm.version import __version__
 
-from ludic.inference.vllm.transfer import Bucket, Meeting, broadcast, checksum, join, reach_store, sampled, unpack
+from ludic.inference.vllm.transfer import (
+    Bucket,
+    Meeting,
+    broadcast,
+    checksum,
+    join,
+    open_cuda_block,
+    reach_store,
+    sampled,
+    unpack,
+)
+from ludic.inference.vllm.versions import release_of
 
+RELEASE = release_of(__version__)
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 NUM_COMPARED = 16
 """Compared values of each base weight."""
@@ -49,7 +67,8 @@ class TransferUpdate(WeightTransferUpdateInfo):
     bucket: dict[str, Any]
     """`Bucket.to_json()`."""
     source: dict[str, Any]
-    """{"kind": "file", "path"}, {"kind": "shared_memory", "path", "offset", "size"} or {"kind": "group"}."""
+    """{"kind": "file", "path"}, {"kind": "shared_memory", "path", "offset", "size"}, {"kind": "cuda_ipc", "block", "offset"} or
+    {"kind": "group"}."""
 
 
 class LudicTransfer(WeightTransferEngine):
@@ -70,6 +89,8 @@ class LudicTransfer(WeightTransferEngine):
         self._group: Any = None
         self._store: Any = None
         self._arrives_on = torch.device("cpu")
+        self._block: Tensor | None = None
+        """The trainer's GPU memory, open during an update only."""
 
     # --- vLLM's interface ---
 
@@ -84,8 +105,10 @@ class LudicTransfer(WeightTransferEngine):
 
     def start_weight_update(self) -> None:
         self._arrived, self._vectors, self.checksums, self.differing = set(), {}, {}, []
-        forget_unfinished(self.model)
-        initialize_layerwise_reload(self.model)
+        self._block = None
+        with self._configured():
+            forget_unfinished(self.model)
+            initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class would wait for an accelerator, which a CPU does not have.
@@ -100,13 +123,16 @@ class LudicTransfer(WeightTransferEngine):
         self.checksums |= {name: checksum(weight) for name, weight in weights if name in chosen}
         self._vectors |= {name: weight.clone() for name, weight in weights if weight.dim() == 1}
         self._arrived |= {name for name, _ in weights}
-        self.model.load_weights(weights)
+        with self._configured():
+            self.model.load_weights(weights)
 
     def finish_weight_update(self) -> None:
         missing = sorted(self.parameters().keys() - self._arrived)
         if missing:  # the loader silently leaves an incomplete layer undefined
             raise RuntimeError(f"{len(missing)} weights never arrived: {missing[:3]}")
-        finalize_layerwise_reload(self.model, self.model_config)
+        with self._configured():
+            finalize_layerwise_reload(self.model, self.model_config)
+        self._block = None
         if self.device.type == "cpu":
             repack_tied_heads(self.model)
         if self.model_config.quantization is None:
@@ -114,9 +140,17 @@ class LudicTransfer(WeightTransferEngine):
         self._vectors = {}
 
     def shutdown(self) -> None:
-        self._group = self._store = None
+        self._group = self._store = self._block = None
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """vLLM 0.26 wants it of every engine; Ludic's trainer sends by ludic.distributed.publish."""
+        raise NotImplementedError
 
     # --- parts ---
+
+    def _configured(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext() if RELEASE.configures_updates else set_current_vllm_config(self.vllm_config)
 
     def parameters(self) -> dict[str, list[int]]:
         """Names and shapes of all weights that a push must contain."""
@@ -131,6 +165,10 @@ class LudicTransfer(WeightTransferEngine):
         if source["kind"] == "shared_memory":
             whole = torch.from_file(source["path"], shared=False, size=source["size"], dtype=torch.uint8)
             return unpack(bucket, whole[source["offset"] : source["offset"] + bucket.num_bytes])
+        if source["kind"] == "cuda_ipc":
+            if self._block is None:
+                self._block = open_cuda_block(source["block"], self.device)
+            return unpack(bucket, self._block[source["offset"] : source["offset"] + bucket.num_bytes])
         flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._arrives_on)
         broadcast(self._group, flat)
         return unpack(bucket, flat)
@@ -215,6 +253,7 @@ class AdapterSync:
 
         Returns the modules that this worker would silently leave out.
         """
+        require_readable_patterns(path)
         manager = self.model_runner.lora_manager
         adapter, served = manager._load_adapter(LoRARequest("ludic", 1, path)), manager._adapter_manager
         parts = {part for parts in served.packed_modules.values() for part in parts}
@@ -256,7 +295,7 @@ class _Held:
 
     def __init__(self, served: LoRAModelManager, adapter: LoRAModel, path: str) -> None:
         mapper = getattr(served.model, "hf_to_vllm_mapper", None)  # only some models have one
-        self._mapper = None if mapper is None else mapper.get_rename_mapper()
+        self._mapper = None if mapper is None else getattr(mapper, RELEASE.rename_mapper)()
         self._config = PEFTHelper.from_local_dir(path, None)
         self._pairs: dict[str, tuple[Tensor, Tensor]] = {}
         for module, lora in adapter.loras.items():
@@ -271,13 +310,25 @@ class _Held:
         a, b = self._pairs[module]
         if is_a:
             return torch.equal(a, values.to(a))
-        _, scale = self._config.get_rank_and_scaling(parse_fine_tuned_lora_name(tensor)[0])
+        scale = self._config.vllm_lora_scaling_factor
+        if RELEASE.reads_lora_patterns:
+            _, scale = self._config.get_rank_and_scaling(parse_fine_tuned_lora_name(tensor)[0])
         return torch.equal(b, values.to(b) * scale)
+
+
+def require_readable_patterns(path: str) -> None:
+    """An older vLLM would scale all modules of an adapter alike, without a word."""
+    config = json.loads((Path(path) / "adapter_config.json").read_text())
+    if not RELEASE.reads_lora_patterns and (config.get("rank_pattern") or config.get("alpha_pattern")):
+        raise ValueError(
+            f"vLLM {__version__} ignores the adapter's rank_pattern and alpha_pattern; publish merged weights."
+        )
 
 
 class WeightSync(AdapterSync):
     """Mixed into vLLM's worker; `/collective_rpc` can call each method."""
 
+    device: torch.device
     weight_transfer_engine: LudicTransfer
     _weight_update_active: bool
 
@@ -288,6 +339,14 @@ class WeightSync(AdapterSync):
     def ludic_unreadable(self, paths: list[str]) -> list[str]:
         """The files that this worker cannot read."""
         return [path for path in paths if not os.access(path, os.R_OK)]
+
+    def ludic_unmappable(self, block: dict[str, Any]) -> list[str]:
+        """Why this worker cannot map the trainer's GPU memory; empty if it can."""
+        try:
+            open_cuda_block(block, self.device)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the trainer must hear it before the pause
+            return [f"{type(error).__name__}: {error}"]
+        return []
 
     def ludic_forget_update(self) -> None:
         """Clear an unfinished update, which would block every later one."""

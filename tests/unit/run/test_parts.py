@@ -26,7 +26,7 @@ from ludic.run.resolve import ResolvedRun, env_factory, resolve
 from ludic.run.settings import with_values
 from ludic.run.sources import make_source
 from ludic.tasks import long_lived_objects_exempt
-from ludic.training.losses import ActionTokens, BatchFacts, Loss
+from ludic.training.losses import ActionTokens, BatchFacts, Loss, ObservedTokens
 from ludic.types import ConfigError, InferenceSpec, ReturnSpec, SamplingParams, TemplateError, load_rollouts
 
 
@@ -159,7 +159,7 @@ def test_algorithm_gets_group_size_and_arguments():
     assert make_algorithm(resolved("tic_tac_toe", algo="ppo")).name == "ppo"
 
 
-TRAINED_BY_THE_COMMAND = sorted(set(registry.algorithms.list()) - {"sft"})
+TRAINED_BY_THE_COMMAND = sorted(set(registry.algorithms.list()) - {"sft", "dpo", "ipo", "kto"})
 
 
 @pytest.mark.parametrize("algo", TRAINED_BY_THE_COMMAND)
@@ -179,8 +179,9 @@ def _gradient_size(loss: Loss, length: int) -> float:
         weights=torch.tensor([1.0, -1.0]).repeat_interleave(length),
         item_index=torch.arange(2).repeat_interleave(length),
         num_items=2,
-        facts=BatchFacts(num_items=2, num_tokens=2 * length),
+        facts=BatchFacts(num_items=2, num_tokens=2 * length, num_observed=2 * length),
         old_logps=logps.detach(),
+        observed=ObservedTokens(logps=logps, item_index=torch.arange(2).repeat_interleave(length)),
         values=values,
         returns=torch.ones(2 * length),
         old_values=values.detach(),

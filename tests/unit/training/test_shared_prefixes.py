@@ -23,13 +23,16 @@ from ludic.training.losses import (
     CISPOLoss,
     CorrectedLoss,
     DistillationLoss,
+    EntropyBonus,
     ForeignLoss,
     LossTerm,
     ObservationLoss,
+    Regularized,
     ReinforceLoss,
     RoutedLoss,
     SequenceRejection,
     TokenClippedSurrogateLoss,
+    TokenKLLoss,
     ValueLoss,
 )
 from ludic.types import CandidateSets
@@ -44,6 +47,7 @@ LOSSES = {
     "observations": ObservationLoss(),
     **test_loss_rules.LOSSES,
     "distillation": DistillationLoss(),
+    "regularized": Regularized(GRPO, {"entropy": EntropyBonus(coeff=0.1), "kl": TokenKLLoss(coeff=0.1)}),
     "rejected": CorrectedLoss(GRPO, [SequenceRejection(3.0)]),
     "routed": RoutedLoss([LossTerm(name="one", loss=CISPOLoss()), LossTerm(name="other", loss=ReinforceLoss())]),
 }

@@ -144,7 +144,7 @@ class VllmControlPlane:
         while True:
             self._wait_for_servers()
             try:
-                return self._ask_workers("ludic_parameters")
+                return self._ask_workers("ludic_parameters", [True])
             except WeightPushError as error:
                 if not isinstance(error.__cause__, ConnectionError):
                     raise

@@ -24,7 +24,7 @@ class Release:
     end: tuple[int, int]
     """The row was written for versions from `first` on, before `end`."""
     has_run: bool
-    """Whether Ludic's tests have run with it. If not, the row was written from its sources."""
+    """Whether Ludic's tests run with it. If not, the row was written from its sources."""
     entry_point: str
     """Module of the API server, for `python -m`."""
     generate_flag: str | None
@@ -34,6 +34,8 @@ class Release:
     /inference/v1/generate. Without them `WeightVersions` serves the endpoints, and the client takes /v1/completions."""
     configures_updates: bool
     """Whether the worker sets vLLM's current configuration while it loads weights; layers that are built again read it."""
+    loads_beside_lora: bool
+    """Whether all weights can be loaded into a server with --enable-lora: its layers have other names there."""
     rename_mapper: str
     """Method of a model's `hf_to_vllm_mapper`: the mapper without the fusing of layers."""
     reads_lora_patterns: bool
@@ -52,6 +54,7 @@ RELEASES = (
         generate_flag=None,
         has_weight_versions=False,
         configures_updates=False,
+        loads_beside_lora=False,
         rename_mapper="get_unstacked_mapper",
         reads_lora_patterns=False,
         batch_processor=None,
@@ -64,6 +67,7 @@ RELEASES = (
         generate_flag="--enable-scale-out",
         has_weight_versions=True,
         configures_updates=True,
+        loads_beside_lora=True,
         rename_mapper="get_rename_mapper",
         reads_lora_patterns=True,
         batch_processor="vllm.v1.worker.gpu.sample.logits_processor.interface",

@@ -332,8 +332,12 @@ class WeightSync(AdapterSync):
     weight_transfer_engine: LudicTransfer
     _weight_update_active: bool
 
-    def ludic_parameters(self) -> dict[str, list[int]]:
-        """{name: shape} of all weights that a push must contain."""
+    def ludic_parameters(self, is_push: bool = False) -> dict[str, list[int]]:
+        """{name: shape} of all weights that a push must contain. `is_push`: they are going to be pushed."""
+        if is_push and not RELEASE.loads_beside_lora and self.vllm_config.lora_config is not None:
+            raise ValueError(
+                f"vLLM {__version__} cannot load all weights while LoRA is on: push the adapter, or leave --enable-lora out"
+            )
         return self.weight_transfer_engine.parameters()
 
     def ludic_unreadable(self, paths: list[str]) -> list[str]:

@@ -175,7 +175,8 @@ async def _serve_until_stopped(
     """Returns how many sessions were open at the end."""
     from ludic.gateway import Gateway
 
-    trainer, source = (None, None) if not given.train else _trainer(given, policy, loaded)
+    files = contextlib.ExitStack()
+    trainer, source = (None, None) if not given.train else _trainer(given, policy, loaded, files)
 
     def closed(session: "Session", rollouts: list[Rollout]) -> None:
         if given.save is not None:
@@ -191,8 +192,8 @@ async def _serve_until_stopped(
         on_closed=closed,
         max_idle_s=given.max_idle_s,
     )
-    await server.start(given.host, given.port)
     try:
+        await server.start(given.host, given.port)
         print(_how_to_use(server.url, policy.model, shown, given), flush=True)
         if trainer is None:
             await _until_signal()
@@ -202,6 +203,7 @@ async def _serve_until_stopped(
         return server.num_sessions
     finally:
         await server.close()
+        files.close()
 
 
 async def _until_signal() -> None:
@@ -213,9 +215,9 @@ async def _until_signal() -> None:
 
 
 def _trainer(
-    given: GatewayArgs, policy: "Policy", loaded: "LoadedModel | None"
+    given: GatewayArgs, policy: "Policy", loaded: "LoadedModel | None", files: contextlib.ExitStack
 ) -> "tuple[Trainer, SessionBatchSource]":
-    """The trainer of the served weights, and the source that closed sessions go to."""
+    """The trainer of the served weights, and the source that closed sessions go to. `files`: closes what it writes."""
     from ludic import registry
     from ludic.distributed import SharedWeightsPublisher
     from ludic.gateway import SessionBatchSource
@@ -233,6 +235,7 @@ def _trainer(
     assert loaded is not None and isinstance(policy.client, LocalEngine), "--train refuses --server"
     algo = with_episode_credit(registry.algorithms.make(given.algo, **given.algo_set))
     source = SessionBatchSource(algorithm=algo, sessions_per_batch=given.sessions_per_update)
+    metrics = files.enter_context(contextlib.closing(JSONLLogger(given.out / METRICS)))
     trainer = Trainer(
         model=loaded.model,
         algo=algo,
@@ -247,7 +250,7 @@ def _trainer(
         publisher=SharedWeightsPublisher(policy.client),
         checkpoint_config=CheckpointConfig(given.out / CHECKPOINTS, every_n_steps=given.checkpoint_every),
         resume_from="latest" if given.resume else None,
-        train_logger=TeeLogger(JSONLLogger(given.out / METRICS), PrintLogger(keys=_SHOWN)),
+        train_logger=TeeLogger(metrics, PrintLogger(keys=_SHOWN)),
         tokenizer=loaded.tokenizer,
     )
     return trainer, source

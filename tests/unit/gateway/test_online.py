@@ -92,7 +92,7 @@ async def agents(url, token, num_at_once, group_size, done):
 
 
 async def trained(folder, steps, **settings):
-    from ludic.cli.gateway import GatewayArgs, _policy, _serve_until_stopped
+    from ludic.cli.servers.gateway import GatewayArgs, _policy, _serve_until_stopped
     from ludic.training.loggers import read_metrics
 
     given = GatewayArgs(
@@ -125,7 +125,7 @@ async def test_a_served_model_learns_from_sessions_outside(tmp_path):
 
 
 def test_training_needs_the_model_in_this_process():
-    from ludic.cli.gateway import GatewayArgs
+    from ludic.cli.servers.gateway import GatewayArgs
 
     with pytest.raises(ConfigError, match="leave --server out"):
         GatewayArgs(model="tiny", train=True, server="http://127.0.0.1:8000")

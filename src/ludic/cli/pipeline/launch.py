@@ -136,7 +136,7 @@ def make_roles(
         helpers.append(
             Role(
                 name="server",
-                command=(sys.executable, "-m", "ludic.cli.serve", folder, str(port)),
+                command=(sys.executable, "-m", "ludic.cli.servers.serve", folder, str(port)),
                 hopeless=_MISTAKE,
                 stop_within_s=20.0,
                 url=environment[SERVER_VARIABLE],

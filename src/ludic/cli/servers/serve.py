@@ -1,6 +1,6 @@
 """`ludic serve`: a model behind an OpenAI-compatible HTTP server. See docs/serving.md.
 
-`python -m ludic.cli.serve RUN_FOLDER PORT` is the vLLM server of a run that `ludic launch` started.
+`python -m ludic.cli.servers.serve RUN_FOLDER PORT` is the vLLM server of a run that `ludic launch` started.
 """
 
 import asyncio

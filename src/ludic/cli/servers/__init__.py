@@ -1,0 +1,1 @@
+"""Commands that serve: a model, a gateway to it, environments, sandboxes."""

@@ -27,6 +27,7 @@ COMMANDS = {
     "plot": ("ludic.cli.plot:plot", "Draw the curves of runs, in the terminal or as a picture."),
     "plan": ("ludic.cli.plan:plan", "Say what fits on how many GPUs."),
     "envs": ("ludic.cli.listing:envs", "List the environments."),
+    "new": ("ludic.cli.new:new", "Make the package of a new environment."),
     "parts": ("ludic.cli.listing:parts", "List the registered parts of one kind."),
 }
 

@@ -24,6 +24,7 @@ from ludic.sandbox import (
 )
 from ludic.sandbox.interface import CommandSandbox, SandboxPool
 from ludic.types import ConfigError
+from tests.integration.sandbox_pools import podman_pool
 
 pytestmark = [
     pytest.mark.integration,
@@ -33,9 +34,11 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 
 
-@pytest_asyncio.fixture(params=[BubblewrapSandboxPool, SubprocessSandboxPool], scope="module", loop_scope="module")
+@pytest_asyncio.fixture(
+    params=[BubblewrapSandboxPool, SubprocessSandboxPool, podman_pool], scope="module", loop_scope="module"
+)
 async def sandbox(request):
-    """Both backends keep the same contract; only one of them isolates."""
+    """All backends keep the same contract; the plain subprocess does not isolate."""
     async with request.param(n_workers=1) as pool:
         yield await pool.checkout()
 

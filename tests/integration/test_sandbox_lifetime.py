@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ludic.sandbox import BubblewrapConfig, BubblewrapSandboxPool, is_bubblewrap_available, shared_pool
+from tests.integration.sandbox_pools import descendants
 
 pytestmark = [
     pytest.mark.integration,
@@ -35,11 +36,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-def descendants(pid: int) -> list[int]:
-    children = [int(c) for f in Path(f"/proc/{pid}/task").glob("*/children") for c in f.read_text().split()]
-    return [one for child in children for one in (child, *descendants(child))]
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,15 @@ unprivileged user, and limits on memory and processes; the supervisor inside is 
 """
 
 import asyncio
+import contextlib
 import os
 import shutil
 import subprocess
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self
 
 from ludic.sandbox.interface import MB, Bind, SandboxError, SandboxLimits
 from ludic.sandbox.pool import BaseSandboxPool
@@ -60,10 +62,10 @@ class ContainerLauncher:
                 "ContainerConfig(gpu=True) is podman-hpc's --gpu. For docker give extra_args=('--gpus', 'all')."
             )
         self._engine = engine
-        self._config = config
+        self._config = replace(config, extra_args=(*engine_args(engine), *config.extra_args))
 
     async def start(self, limits: SandboxLimits, binds: Sequence[Bind] = ()) -> RunnerProcess:
-        name = f"ludic-{uuid.uuid4().hex}"
+        name = f"{_own_names()}{uuid.uuid4().hex}"
         runner = await start_runner(
             container_command(self._engine, self._config, name, limits, binds),
             env=os.environ,  # of the client, to find the engine; the program has the container's
@@ -74,6 +76,29 @@ class ContainerLauncher:
         await runner.ready()
         return runner
 
+    async def remove_leftovers(self) -> None:
+        """Remove the containers of harnesses that were killed: their clients are gone, but the engine keeps the containers."""
+        listed = await _output(self._engine, "ps", "--all", "--filter", "name=ludic-", "--format", "{{.Names}}")
+        left = [name for name in listed.split() if _owner_is_gone(name)]
+        if left:
+            await _output(self._engine, "rm", "--force", *left)
+
+
+class ContainerState(NamedTuple):
+    """A container as the engine describes it."""
+
+    id: str
+    status: str
+    was_killed_for_memory: bool
+    monitor: int
+    """Process number of podman's conmon, which holds the container's streams; 0 if it has ended, and for docker."""
+
+    @classmethod
+    def read(cls, text: str) -> Self | None:
+        """None if there is no such container."""
+        parts = text.split()
+        return cls(parts[0], parts[1], parts[2] == "true", int(parts[3])) if len(parts) == 4 else None
+
 
 class ContainerIsolation(Isolation):
     """One container, by name. It starts with its memory limit; RLIMIT_AS sets lower ones."""
@@ -82,19 +107,36 @@ class ContainerIsolation(Isolation):
         self._engine = engine
         self._name: str | None = name
         self._was_killed_for_memory = False
+        self._was_running = False
+        self._has_lost_monitor = False
 
     async def end(self) -> None:
         name, self._name = self._name, None
         if name is None:
             return
+        state = None
+        monitor = "0" if self._engine == "docker" else "{{.State.ConmonPid}}"
+        shown = "{{.Id}} {{.State.Status}} {{.State.OOMKilled}} " + monitor
         try:
-            state = await _output(self._engine, "inspect", "--format", "{{.State.OOMKilled}}", name)
-            self._was_killed_for_memory = state.strip() == "true"
+            state = ContainerState.read(await _output(self._engine, "inspect", "--format", shown, name))
+            if state is not None:
+                self._was_killed_for_memory = state.was_killed_for_memory
+                self._was_running = state.status == "running"
+                self._has_lost_monitor = self._was_running and state.monitor > 0 and not _lives(state.monitor)
         finally:  # also when the caller is cancelled
             await asyncio.shield(_output(self._engine, "rm", "--force", name))
+        if state is not None and self._has_lost_monitor:
+            _remove_groups(state.id)
 
     def memory(self) -> tuple[int | None, bool]:
         return None, self._was_killed_for_memory
+
+    def failure(self, *, timed_out: bool) -> str:
+        if self._has_lost_monitor:
+            return "The container's monitor process (conmon) was killed."
+        if self._was_running and not timed_out:
+            return f"The client `{self._engine} run` ended before its container."
+        return ""
 
 
 class ContainerSandboxPool(BaseSandboxPool):
@@ -104,6 +146,10 @@ class ContainerSandboxPool(BaseSandboxPool):
         super().__init__(**settings)
         self._config = config or ContainerConfig()
         self._launcher = ContainerLauncher(engine, self._config)
+
+    async def start(self) -> None:
+        await self._launcher.remove_leftovers()
+        await super().start()
 
     async def _make_sandbox(self) -> ProcessSandbox:
         return ProcessSandbox(self._launcher, effective_limits(self._config))
@@ -142,8 +188,8 @@ def container_command(
     command += ["--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", _USER]
     command += ["--memory", str(memory), "--memory-swap", str(memory), "--pids-limit", str(limits.max_processes)]
     # nproc counts all containers of the user, so it is high here; without it podman requests more than it may.
-    for name, value in (("nofile", limits.max_open_files), ("core", 0), ("nproc", 4096)):
-        command += ["--ulimit", f"{name}={value}:{value}"]
+    for limit, value in (("nofile", limits.max_open_files), ("core", 0), ("nproc", 4096)):
+        command += ["--ulimit", f"{limit}={value}:{value}"]
     command += ["--tmpfs", f"{folder}:rw,exec,nosuid,nodev,size={limits.workspace_mb}m,mode=1777", "--workdir", folder]
     command += [] if engine == "docker" else ["--read-only-tmpfs=false"]  # podman would add writable /tmp, /run …
     command += ["--network", "none"] if config.network_disabled else []
@@ -182,6 +228,34 @@ async def _output(*command: str) -> str:
     return stdout.decode(errors="replace") if process.returncode == 0 else ""
 
 
+def _own_names() -> str:
+    """The beginning of the names of this process's containers; numbers of processes are valid in their namespace."""
+    return f"ludic-{os.getpid()}-{os.stat('/proc/self/ns/pid').st_ino}-"
+
+
+def _owner_is_gone(name: str) -> bool:
+    """Whether a container's harness ran in this process namespace and has ended."""
+    prefix, pid, namespace, *_ = (*name.split("-"), "", "")
+    if prefix != "ludic" or not pid.isdecimal() or namespace != str(os.stat("/proc/self/ns/pid").st_ino):
+        return False
+    return not _lives(int(pid))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _remove_groups(container: str) -> None:
+    """Remove the cgroups of a container without a monitor, which the engine leaves behind where it manages them itself."""
+    root, name = Path("/sys/fs/cgroup"), f"libpod_parent/libpod-{container}"
+    for group in (root / name, *root.glob(f"*/{name}")):
+        with contextlib.suppress(OSError):  # another user's, or the kernel has not noticed its end
+            group.rmdir()
+
+
 # --- is it there? ---
 
 
@@ -196,3 +270,12 @@ def engine_problem(engine: str) -> str:
     if done.returncode != 0:
         return f"`{engine} info` fails: {done.stderr.strip()[-500:]}"
     return ""
+
+
+def engine_args(engine: str) -> tuple[str, ...]:
+    """What `run` needs on this host. crun, podman's default runtime, refuses hosts with both versions of cgroups; runc does not."""
+    if engine == "docker" or shutil.which("runc") is None:
+        return ()
+    shown = "{{.Host.CgroupsVersion}}"
+    done = subprocess.run([engine, "info", "--format", shown], capture_output=True, text=True, timeout=30)
+    return ("--runtime", "runc") if done.stdout.strip() == "v1" else ()

@@ -268,6 +268,8 @@ def compile_verdict(raw: RawRun) -> CompileResult:
 
 def run_verdict(raw: RawRun) -> tuple[RunStatus, str]:
     """The status, and a sentence that explains it. A failed run has one reason: memory before time before the rest."""
+    if raw.isolation_error and not raw.killed_for_memory:
+        return RunStatus.SANDBOX_ERROR, raw.isolation_error
     if raw.compiled is None:
         known = raw.ending is not None or raw.timed_out or raw.killed_for_memory
         return (

@@ -123,6 +123,8 @@ class ExitFacts:
     """It was killed because it wrote more than its limit."""
     timed_out: bool
     """It was killed because its time was up."""
+    oom_kills: int = 0
+    """Processes that the kernel killed because all together reached the limit; 0 where the supervisor cannot see its cgroup."""
 
 
 def read_exit_facts(payload: bytes) -> ExitFacts:
@@ -153,6 +155,8 @@ class RawRun:
     """The kernel killed a process because all processes together reached the limit."""
     group_peak: int | None = None
     """Bytes of all processes together, where the kernel counts them."""
+    isolation_error: str = ""
+    """How the isolation failed while the program ran, by no act of the program."""
     launcher_error: str = ""
     """What the launcher or the supervisor wrote to stderr; empty in a healthy sandbox."""
 
@@ -176,6 +180,13 @@ class Isolation:
     def memory(self) -> tuple[int | None, bool]:
         """After the end: peak bytes of all processes together (None: not counted), and whether one was killed for memory."""
         return None, False
+
+    def failure(self, *, timed_out: bool) -> str:
+        """After the end of a run without a report: how the isolation itself failed; empty if the program may be the cause.
+
+        `timed_out`: its time was up; else its stream of frames ended.
+        """
+        return ""
 
 
 class RunnerProcess:
@@ -230,7 +241,10 @@ class RunnerProcess:
             feeding.cancel()
             await self.close()
         raw.group_peak, raw.killed_for_memory = self._isolation.memory()
+        if raw.ending is not None and raw.ending.oom_kills:
+            raw.killed_for_memory = True
         if raw.ending is None:
+            raw.isolation_error = self._isolation.failure(timed_out=raw.timed_out)
             raw.launcher_error = await self._last_error()
         return raw
 

@@ -298,6 +298,19 @@ def watch(pid: int, streams: Streams, notes: Notes, seconds: float) -> tuple:
     return status, usage, late
 
 
+def oom_kills() -> int:
+    """Processes of this container that the kernel killed for memory. Engines show a container its cgroup, and often do not report
+    such a kill themselves."""
+    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
+        try:
+            with open(path) as file:
+                counts = dict(line.split() for line in file)
+        except OSError:
+            continue
+        return int(counts.get("oom_kill", 0))
+    return 0
+
+
 def send_outputs(job: dict) -> None:
     left = job["max_outputs_bytes"]
     for index, path in enumerate(job["outputs"]):
@@ -360,6 +373,7 @@ def supervise() -> None:
         "memory_error": notes.memory_error,
         "overflow": streams.overflow,
         "timed_out": late,
+        "oom_kills": oom_kills(),
     }
     send(b"X", repr(ending).encode())
     os._exit(0)

@@ -36,6 +36,9 @@ def exited(code: int) -> int:
         (RawRun(compiled=GOOD, ending=ending(signal.SIGKILL), memory_limit=2), RunStatus.KILLED),
         (RawRun(compiled=GOOD, ending=ending(signal.SIGSEGV), memory_limit=1), RunStatus.KILLED),
         (RawRun(compiled=GOOD, timed_out=True), RunStatus.TIMEOUT),
+        (RawRun(compiled=GOOD, timed_out=True, isolation_error="conmon died"), RunStatus.SANDBOX_ERROR),
+        (RawRun(compiled=GOOD, isolation_error="conmon died"), RunStatus.SANDBOX_ERROR),
+        (RawRun(compiled=GOOD, isolation_error="conmon died", killed_for_memory=True), RunStatus.MEMORY_EXCEEDED),
         (
             RawRun(compiled=GOOD, ending=ending(signal.SIGKILL, timed_out=True), timed_out=True, memory_limit=1),
             RunStatus.TIMEOUT,

@@ -1,0 +1,58 @@
+"""For tests of sandboxes: pools that need more than a constructor (a test is skipped where one cannot be used), and processes."""
+
+import contextlib
+import io
+import subprocess
+import tarfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ludic.sandbox import ContainerConfig, PodmanSandboxPool, SandboxLimits
+from ludic.sandbox.containers import engine_problem
+
+IMAGE = "localhost/ludic-host:latest"
+"""An image without files: its containers see the host's /usr, so nothing has to be pulled."""
+
+
+@cache
+def podman_config(limits: SandboxLimits | None = None) -> ContainerConfig:
+    """Settings for podman with the host's Python; makes the image if it is missing."""
+    if problem := engine_problem("podman"):
+        pytest.skip(f"podman cannot be used: {problem}")
+    if subprocess.run(["podman", "image", "exists", IMAGE]).returncode != 0:
+        subprocess.run(["podman", "import", "-", IMAGE], input=_image(), check=True, capture_output=True)
+    return ContainerConfig(
+        base_image=IMAGE, extra_args=("--volume", "/usr:/usr:ro"), limits=limits or SandboxLimits()
+    )
+
+
+def podman_pool(**settings: Any) -> PodmanSandboxPool:
+    return PodmanSandboxPool(podman_config(), **settings)
+
+
+def _image() -> bytes:
+    """A tar archive with the folders and links of a root whose programs are below /usr."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for folder in ("usr", "proc", "sys", "dev", "tmp", "etc"):
+            entry = tarfile.TarInfo(folder)
+            entry.type, entry.mode = tarfile.DIRTYPE, 0o755
+            tar.addfile(entry)
+        for link in (Path("/bin"), Path("/sbin"), Path("/lib"), Path("/lib64")):
+            if link.is_symlink():
+                entry = tarfile.TarInfo(link.name)
+                entry.type, entry.linkname = tarfile.SYMTYPE, str(link.readlink())
+                tar.addfile(entry)
+    return archive.getvalue()
+
+
+def descendants(pid: int) -> list[int]:
+    """Numbers of the processes below this one."""
+    children = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            children += map(int, file.read_text().split())
+    return [one for child in children for one in (child, *descendants(child))]

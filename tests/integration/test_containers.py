@@ -1,0 +1,175 @@
+"""Containers of a real podman: limits, faults of the engine's processes, and what is left afterwards.
+
+tests/integration/test_sandbox.py runs the contract of all back ends on podman too.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ludic.sandbox import PodmanSandboxPool, RunStatus, SandboxLimits
+from ludic.sandbox.process_sandbox import ProcessSandbox
+from tests.integration.sandbox_pools import descendants, podman_config
+
+pytestmark = pytest.mark.integration
+ROOT = Path(__file__).parents[2]
+LIMITS = SandboxLimits(max_processes=16, workspace_mb=8)
+SLEEPER = "import os, time\nprint('up', flush=True)\nos.fork()\ntime.sleep(60)"
+
+
+def podman(*args: str) -> list[str]:
+    return subprocess.run(["podman", *args], capture_output=True, text=True, check=True).stdout.split()
+
+
+def containers(pid: int) -> list[str]:
+    """Ids of the containers that a process has started."""
+    return podman("ps", "--all", "--no-trunc", "--filter", f"name=ludic-{pid}-", "--format", "{{.ID}}")
+
+
+async def nothing_is_left_of(ids: list[str]) -> bool:
+    """Whether the cgroups and processes of these containers end; podman's own cleanup runs in the background."""
+    for _ in range(500):
+        if not left_of(ids):
+            return True
+        await asyncio.sleep(0.02)
+    return False
+
+
+def left_of(ids: list[str]) -> list[str]:
+    """Cgroups and processes of these containers."""
+    root = Path("/sys/fs/cgroup")
+    groups = [str(path) for one in ids for path in root.glob(f"**/*{one}*")]
+    commands = [path.read_bytes() for path in command_lines()]
+    return groups + [text.decode() for text in commands if any(one.encode() in text for one in ids)]
+
+
+def command_lines() -> Iterator[Path]:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            path.read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        yield path
+
+
+@pytest.fixture
+async def sandbox():
+    """A sandbox of a podman pool that leaves nothing behind."""
+    before = set(descendants(os.getpid()))
+    async with PodmanSandboxPool(podman_config(LIMITS), n_workers=1) as pool:
+        yield await pool.checkout()
+    assert not containers(os.getpid())
+    assert set(descendants(os.getpid())) <= before
+
+
+async def begin(sandbox: ProcessSandbox) -> tuple[asyncio.Task, str, dict[str, int]]:
+    """A run in progress, the id of its container, and the numbers of the container's processes on the host."""
+    run = asyncio.create_task(sandbox.execute(SLEEPER, timeout_s=2.0))
+    while not (ids := containers(os.getpid())):
+        await asyncio.sleep(0.02)
+    (container,) = ids  # the next one is started after the run
+    monitor, supervisor = map(int, podman("inspect", "--format", "{{.State.ConmonPid}} {{.State.Pid}}", container))
+    while len(descendants(supervisor)) < 2:  # the program and its fork
+        await asyncio.sleep(0.02)
+    return run, container, {"monitor": monitor, "supervisor": supervisor}
+
+
+async def test_a_killed_monitor_is_a_failure_of_the_sandbox_and_leaves_nothing(sandbox):
+    run, container, pids = await begin(sandbox)
+    os.kill(pids["monitor"], signal.SIGKILL)
+    result = await run
+    assert (result.run_status, result.succeeded) == (RunStatus.SANDBOX_ERROR, False)
+    assert "conmon" in result.detail
+    assert await nothing_is_left_of([container])
+    assert (await sandbox.execute("print('next')")).stdout == "next\n"
+
+
+async def test_a_killed_client_is_a_failure_of_the_sandbox_and_leaves_nothing(sandbox):
+    run, container, _ = await begin(sandbox)
+    (client,) = (
+        pid
+        for pid in descendants(os.getpid())
+        if b"podman\0run\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+    os.kill(client, signal.SIGKILL)
+    result = await run
+    assert result.run_status is RunStatus.SANDBOX_ERROR and "podman run" in result.detail
+    assert await nothing_is_left_of([container])
+    assert (await sandbox.execute("print('next')")).stdout == "next\n"
+
+
+async def test_a_program_that_ends_its_supervisor_is_killed(sandbox):
+    result = await sandbox.execute("import os, signal, time\nos.kill(1, signal.SIGINT)\ntime.sleep(60)")
+    assert result.run_status is RunStatus.KILLED and "ended the whole sandbox" in result.detail
+
+
+async def test_a_full_disk_is_the_programs_own_error(sandbox):
+    fill = "open('a', 'wb').write(bytes(6 << 20))\nopen('b', 'wb').write(bytes(6 << 20))"
+    result = await sandbox.execute(fill)
+    assert result.run_status is RunStatus.RUNTIME_ERROR and "No space left on device" in result.stderr
+    result = await sandbox.execute("import os\nopen('c', 'wb').write(bytes(6 << 20))\nprint(sorted(os.listdir()))")
+    assert result.stdout == "['c', 'main.py']\n", "the next run has an empty workspace"
+
+
+async def test_the_process_limit_and_the_memory_limit_hold_for_the_whole_container(sandbox):
+    forks = """
+import os, time
+children = 0
+try:
+    while True:
+        if os.fork() == 0:
+            time.sleep(30)
+        children += 1
+except OSError:
+    print(children)
+"""
+    assert int((await sandbox.execute(forks)).stdout) <= LIMITS.max_processes
+    swarm = """
+import os, time
+for _ in range(8):
+    if os.fork() == 0:
+        x = bytearray(100 << 20)
+        for i in range(0, len(x), 4096): x[i] = 1
+        time.sleep(30)
+raise SystemExit(any([os.wait()[1] for _ in range(8)]))
+"""
+    result = await sandbox.execute(swarm, timeout_s=2.0)
+    assert result.run_status is RunStatus.MEMORY_EXCEEDED, result
+
+
+HARNESS = """
+import asyncio
+from ludic.sandbox import PodmanSandboxPool
+from tests.integration.sandbox_pools import podman_config
+
+async def main():
+    async with PodmanSandboxPool(podman_config(), n_workers=2) as pool:
+        sandbox = await pool.checkout()
+        print("running", flush=True)
+        await sandbox.execute("import time; time.sleep(600)", timeout_s=600)
+
+asyncio.run(main())
+"""
+
+
+async def test_the_next_pool_removes_the_containers_of_a_killed_harness():
+    podman_config()
+    harness = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", HARNESS,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
+    )  # fmt: skip
+    assert harness.stdout is not None and await harness.stdout.readline() == b"running\n"
+    ids = containers(harness.pid)
+    assert len(ids) == 2
+    harness.kill()
+    await harness.wait()
+    async with PodmanSandboxPool(podman_config(), n_workers=1):
+        assert not containers(harness.pid)
+    assert await nothing_is_left_of(ids)

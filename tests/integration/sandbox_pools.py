@@ -4,6 +4,7 @@ import contextlib
 import io
 import subprocess
 import tarfile
+import uuid
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,22 +12,33 @@ from typing import Any
 import pytest
 
 from ludic.sandbox import ContainerConfig, PodmanSandboxPool, SandboxLimits
-from ludic.sandbox.containers import engine_problem
+from ludic.sandbox.containers import container_command, engine_args, engine_problem
 
 IMAGE = "localhost/ludic-host:latest"
 """An image without files: its containers see the host's /usr, so nothing has to be pulled."""
+SHOW_USR = ("--volume", "/usr:/usr:ro")
+
+
+def podman_config(limits: SandboxLimits | None = None) -> ContainerConfig:
+    """Settings for podman with the host's Python; makes the image if it is missing."""
+    if problem := podman_problem():
+        pytest.skip(f"podman cannot be used: {problem}")
+    return ContainerConfig(base_image=IMAGE, extra_args=SHOW_USR, limits=limits or SandboxLimits())
 
 
 @cache
-def podman_config(limits: SandboxLimits | None = None) -> ContainerConfig:
-    """Settings for podman with the host's Python; makes the image if it is missing."""
+def podman_problem() -> str:
+    """Why podman cannot run a container here: it may be installed in a container that has no right to do so."""
     if problem := engine_problem("podman"):
-        pytest.skip(f"podman cannot be used: {problem}")
+        return problem
     if subprocess.run(["podman", "image", "exists", IMAGE]).returncode != 0:
-        subprocess.run(["podman", "import", "-", IMAGE], input=_image(), check=True, capture_output=True)
-    return ContainerConfig(
-        base_image=IMAGE, extra_args=("--volume", "/usr:/usr:ro"), limits=limits or SandboxLimits()
-    )
+        subprocess.run(["podman", "import", "-", IMAGE], input=_image(), capture_output=True)
+    probe = ContainerConfig(base_image=IMAGE, extra_args=("--rm", *engine_args("podman"), *SHOW_USR))
+    command = container_command("podman", probe, f"probe-{uuid.uuid4().hex}", SandboxLimits())
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )  # its supervisor gets no job
+    return "" if done.returncode == 0 else done.stderr.strip()[-500:]
 
 
 def podman_pool(**settings: Any) -> PodmanSandboxPool:

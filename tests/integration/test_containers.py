@@ -93,9 +93,7 @@ async def test_a_killed_monitor_is_a_failure_of_the_sandbox_and_leaves_nothing(s
 async def test_a_killed_client_is_a_failure_of_the_sandbox_and_leaves_nothing(sandbox):
     run, container, _ = await begin(sandbox)
     (client,) = (
-        pid
-        for pid in descendants(os.getpid())
-        if b"podman\0run\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        pid for pid in descendants(os.getpid()) if b"podman\0run\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
     )
     os.kill(client, signal.SIGKILL)
     result = await run

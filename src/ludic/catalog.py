@@ -121,6 +121,19 @@ _MBPP_SAMPLE = {
     "test_imports": [],
     "test_list": ["assert digit_sum(305) == 8", "assert digit_sum(0) == 0", "assert digit_sum(-19) == 10"],
 }
+_HARBOR_SAMPLE = {
+    "id": "example",
+    "files": {
+        "task.toml": "[agent]\ntimeout_sec = 60.0\n[verifier]\ntimeout_sec = 60.0\n",
+        "instruction.md": "Write the names in `/app/names.txt`, sorted by the alphabet, to `/app/sorted.txt`.\n",
+        "environment/Dockerfile": "FROM debian:12\nWORKDIR /app\nCOPY names.txt .\n",
+        "environment/names.txt": "mona\nada\nkira\n",
+        "tests/test.sh": "#!/bin/bash\nif cmp -s /app/sorted.txt /tests/expected.txt; then reward=1; else reward=0; fi\n"
+        "echo $reward > /logs/verifier/reward.txt\n",
+        "tests/expected.txt": "ada\nkira\nmona\n",
+        "solution/solve.sh": "#!/bin/bash\nsort /app/names.txt > /app/sorted.txt\n",
+    },
+}
 # Reads the last code block of a reply; a reply without one gets the reward of a program that does not compile.
 _CODE = Suggested(
     parser="pattern",
@@ -198,6 +211,15 @@ BUILTINS: Mapping[str, Mapping[str, Entry]] = {
             "ludic.envs.adapters.reasoning_gym:ReasoningGymEnv",
             example={"task": "chain_sum"},
             suggested=Suggested(parser="xml_tag", parser_args={"tag": "answer"}, max_steps=1, max_tokens=512),
+        ),
+        "harbor": Entry(
+            "ludic.envs.harbor:HarborEnv",
+            example={"sample": _HARBOR_SAMPLE, "play": "commands"},
+            suggested=Suggested(agent="react", agent_args={"max_react_steps": 17}, max_steps=32, max_tokens=512),
+        ),
+        "harbor_family": Entry(
+            "ludic.envs.harbor:HarborFamilyEnv",
+            suggested=Suggested(agent="react", agent_args={"max_react_steps": 17}, max_steps=32, max_tokens=384),
         ),
         "dialogue": Entry(
             "ludic.envs.dialogue:DialogueEnv",

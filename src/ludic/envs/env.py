@@ -81,8 +81,8 @@ class LudicEnv(ABC, Generic[AgentID, Obs, Action]):
 
     def episode_tools(self, agent_id: AgentID) -> Sequence[Callable[..., Any]]:
         """Tools of the running episode for this agent, such as a search over this question's documents: callables with type hints
-        and a docstring. The agent calls them between two actions, like its own tools, and must be able to call tools.
-        """
+        and a docstring. The agent calls them between two actions, like its own tools, and must be able to call tools. A call may
+        take 30 s, or the callable's attribute `timeout_s` (None: no limit)."""
         return ()
 
     # --- optional: for people, scripted agents and check_env ---

@@ -132,7 +132,10 @@ class BubblewrapLauncher:
         self._interpreter = find_interpreter(config.python)
         self._groups: MemoryGroups | None = memory_groups()
 
-    async def start(self, limits: SandboxLimits, binds: Sequence[Bind] = ()) -> RunnerProcess:
+    async def start(
+        self, limits: SandboxLimits, binds: Sequence[Bind] = (), folders: Sequence[str] = ()
+    ) -> RunnerProcess:
+        """`folders` are further writable folders in memory, of `workspace_mb` each."""
         binds = [*self._interpreter_binds(), *self._config.binds, *binds]
         _check_binds(binds)
         isolation = NamespaceIsolation(self._groups)
@@ -144,7 +147,7 @@ class BubblewrapLauncher:
             runner = await start_runner(
                 [
                     *_as_other_user(self._uid, isolation.procs, binds),
-                    *bubblewrap_command(limits, _reachable(binds, self._uid), *passed),
+                    *bubblewrap_command(limits, _reachable(binds, self._uid), *passed, folders=folders),
                     self._interpreter.path,
                     *supervisor_command(self._interpreter.magic),
                 ],
@@ -267,7 +270,12 @@ class BubblewrapSandboxPool(BaseSandboxPool):
 
 
 def bubblewrap_command(
-    limits: SandboxLimits, binds: Sequence[Bind], status_fd: int, filter_fd: int | None = None
+    limits: SandboxLimits,
+    binds: Sequence[Bind],
+    status_fd: int,
+    filter_fd: int | None = None,
+    *,
+    folders: Sequence[str] = (),
 ) -> list[str]:
     """bwrap and its arguments, up to the program."""
     command = f"""
@@ -284,6 +292,8 @@ def bubblewrap_command(
             command += ["--symlink", os.readlink(path), str(path)]
         elif path.exists():
             command += ["--ro-bind", str(path), str(path)]
+    for name in folders:
+        command += ["--size", str(limits.workspace_mb * MB), "--perms", "1777", "--tmpfs", name]
     for bind in binds:
         command += ["--bind" if bind.writable else "--ro-bind", bind.source, bind.target]
     command += ["--remount-ro", "/", "--chdir", _WORKSPACE, "--clearenv"]

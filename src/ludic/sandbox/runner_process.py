@@ -64,6 +64,10 @@ class Job:
     env: Mapping[str, str] = field(default_factory=dict)
     compile_only: bool = False
     skip_compile: bool = False
+    keep: bool = False
+    """The runner stays for another job; processes that this one leaves are killed, and its stdin is empty."""
+    folder: str = ""
+    """Where it starts, and where its paths begin. Default: the workspace."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
@@ -95,7 +99,8 @@ class Job:
             "files": list(self.files.items()),
             "outputs": list(self.outputs),
             "env": {"HOME": workspace, **self.env},
-            "cwd": workspace,
+            "cwd": self.folder or workspace,
+            "keep": self.keep,
             "compile_only": self.compile_only,
             "skip_compile": self.skip_compile,
             "seconds": self.timeout_s,
@@ -246,6 +251,25 @@ class RunnerProcess:
         if raw.ending is None:
             raw.isolation_error = self._isolation.failure(timed_out=raw.timed_out)
             raw.launcher_error = await self._last_error()
+        return raw
+
+    async def run_and_keep(self, job: Job) -> RawRun:
+        """Run a job with `keep`; the runner takes the next one afterwards. It is closed if the job ends it, or if this is
+        cancelled."""
+        assert job.keep and not job.stdin, "a job with keep has no stdin"
+        raw = RawRun(memory_limit=job.limits.memory_mb * MB)
+        try:
+            self._isolation.begin(raw.memory_limit)
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                self._process.stdin.write(job.encode(self._workspace, limit_processes=self._limit_processes))
+                await self._process.stdin.drain()
+                while raw.ending is None and not raw.timed_out:
+                    await self._next_frame(job, raw)
+        except OSError as e:
+            raise SandboxError(f"The sandbox could not limit memory: {e}") from e
+        finally:
+            if raw.ending is None:
+                await self.close()
         return raw
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The process inside the sandbox: takes one job, runs it as a child, reports the result, ends.
+"""The process inside the sandbox: takes a job, runs it as a child, reports the result, ends.
 
 The sandbox's own Python (3.9 or newer) runs its source, so it imports nothing of Ludic, and few modules at all: every run pays for
 them. ludic.sandbox.runner_process is the other end of the conversation.
@@ -7,7 +7,8 @@ The program gets the rest of this process's stdin, and pipes that this process r
 frames on this process's stdout: the descriptor is closed in the child, and the process is not dumpable, which closes
 /proc/<pid>/fd, /proc/<pid>/mem and ptrace to processes of the same user. In a sandbox it is process 1, so the only signal from
 inside that ends it is SIGINT (Python handles it), which is noticed. When it ends, the kernel ends every other process of the
-sandbox. A frame is a letter, the length in four bytes, and the payload:
+sandbox. After a job with `keep` it kills what the job has left and waits for the next one. A frame is a letter, the length in four
+bytes, and the payload:
 
     R   ready for a job
     C   the compile record, written before the first line of the program runs
@@ -29,6 +30,7 @@ import time
 
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
+PR_SET_CHILD_SUBREAPER = 36
 SIGKILL = 9
 ONLY_AST = 0x400  # ast.PyCF_ONLY_AST, without the price of importing ast
 PIECE = 1 << 16
@@ -75,6 +77,9 @@ def become_the_program(job: dict, stdout: int, stderr: int, notes: int, go: int)
     os.dup2(notes, NOTES, inheritable=False)
     os.dup2(go, GO, inheritable=False)
     os.closerange(GO + 1, 256)
+    if job["keep"]:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the pipe has the next jobs
+        os.closerange(GO + 1, 256)
     guard(1)
     for name, value in job["rlimits"].items():
         limit = vars(resource)[name]
@@ -291,6 +296,7 @@ def watch(pid: int, streams: Streams, notes: Notes, seconds: float) -> tuple:
     else:
         os.kill(pid, SIGKILL)
     _, status, usage = os.wait4(pid, 0)
+    os.close(child)
     os.set_blocking(notes.fd, False)
     while notes.read():
         pass
@@ -340,30 +346,93 @@ def write_files(job: dict) -> None:
         os.chmod(path, 0o755)
 
 
+def end_others() -> None:
+    """Kill every process that a job has left and wait until they are gone.
+
+    Process 1 kills all of its namespace at once. Elsewhere orphans become children of this process, their subreaper; each round
+    kills the children, until a round finds none.
+    """
+    while left := children():
+        for pid in [-1] if os.getpid() == 1 else left:
+            try:  # noqa: SIM105 - contextlib is one more import for every run
+                os.kill(pid, SIGKILL)
+            except ProcessLookupError:
+                pass
+        for pid in left:
+            os.waitpid(pid, 0)
+
+
+def children() -> list:
+    """Also those that have ended. In a namespace all processes come here when their parents are killed."""
+    own = os.getpid()
+    try:
+        with open(f"/proc/{own}/task/{own}/children") as file:
+            return [int(pid) for pid in file.read().split()]
+    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
+        return [int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and parent_of(pid) == own]
+
+
+def parent_of(pid: str) -> int:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[1])
+    except OSError:  # it has just ended
+        return 0
+
+
 def supervise() -> None:
     """The whole life of this process; returns in the child only."""
     _signal.signal(_signal.SIGINT, _signal.default_int_handler)  # the parent may have been started with it ignored
     guard(0)
     send(b"R", b"%d.%d" % sys.version_info[:2])
-    job = marshal.loads(read_exactly(int.from_bytes(read_exactly(4), "big")))
-    write_files(job)
+    while True:
+        job = marshal.loads(read_exactly(int.from_bytes(read_exactly(4), "big")))
+        try:
+            write_files(job)
+        except OSError as error:
+            if not job["keep"]:
+                raise
+            refuse(error)
+            continue
+        if run_job(job):
+            return
+        if not job["keep"]:
+            os._exit(0)
+
+
+def refuse(error: OSError) -> None:
+    """The files of a job cannot be written, as on a full disk: it ends with exit code 1, and the next job may come."""
+    send(b"C", repr(("success", None, None, None, 0.0)).encode())
+    send(b"E", f"{error.filename}: {error.strerror}\n".encode("utf-8", "replace"))
+    facts = {"run_ms": 0.0, "cpu_ms": 0.0, "peak": 0, "memory_error": False, "overflow": False, "timed_out": False}
+    send(b"X", repr({"status": 1 << 8, **facts}).encode())
+
+
+def run_job(job: dict) -> bool:
+    """Run it as a child and report; True in that child only, when the interpreter should end by itself."""
     out_r, out_w = os.pipe()
     err_r, err_w = os.pipe()
     notes_r, notes_w = os.pipe()
     go_r, go_w = os.pipe()
+    if job["keep"] and os.getpid() != 1:
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
     started = time.perf_counter()
     gc.freeze()  # memory that the collector does not visit is not copied for the child
     pid = os.fork()
     if pid == 0:
         become_the_program(job, out_w, err_w, notes_w, go_r)
-        return
+        return True
     # Not go_r: "go" is also written to a child that did not compile and is gone.
-    for fd in (0, out_w, err_w, notes_w):
+    for fd in (out_w, err_w, notes_w) if job["keep"] else (0, out_w, err_w, notes_w):
         os.close(fd)
     streams = Streams(out_r, err_r, job["max_output_bytes"])
     notes = Notes(notes_r, go_w)
     status, usage, late = watch(pid, streams, notes, job["seconds"])
     run_ms = (time.perf_counter() - started) * 1000.0
+    if job["keep"]:
+        end_others()
+        for fd in (out_r, err_r, notes_r, go_r, go_w):
+            os.close(fd)
     send_outputs(job)
     ending = {
         "status": status,
@@ -376,7 +445,7 @@ def supervise() -> None:
         "oom_kills": oom_kills(),
     }
     send(b"X", repr(ending).encode())
-    os._exit(0)
+    return False
 
 
 if __name__ == "__main__":

@@ -190,8 +190,10 @@ class Tool:
 
 
 def as_tool(tool: Tool | Callable[..., Any]) -> Tool:
-    """A Tool unchanged, any other callable through `Tool.from_callable`."""
-    return tool if isinstance(tool, Tool) else Tool.from_callable(tool)
+    """A Tool unchanged, any other callable through `Tool.from_callable`, with its attribute `timeout_s` if it has one."""
+    if isinstance(tool, Tool):
+        return tool
+    return Tool.from_callable(tool, timeout_s=getattr(tool, "timeout_s", 30.0))
 
 
 def tool_schema(tool: Tool | Callable[..., Any]) -> dict[str, Any]:

@@ -1,0 +1,45 @@
+"""The generated family: the same seed gives the same task, and seeds, levels and kinds give different ones."""
+
+import pytest
+
+from ludic.envs.harbor import HarborFamilyEnv, HarborTask
+from ludic.envs.harbor.family import KINDS, generate, write_task
+from ludic.types import ConfigError
+
+
+def test_one_seed_gives_one_task():
+    tasks = {(seed, level): generate(seed, level) for seed in range(20) for level in (1, 2, 3, 4)}
+    assert all(generate(*key) == files for key, files in tasks.items())
+    assert len({files["instruction.md"] for files in tasks.values()}) == len(tasks)
+
+
+@pytest.mark.parametrize(("level", "pieces"), [(1, 1), (2, 1), (3, 2), (4, 3)])
+def test_levels_have_more_pieces(level, pieces):
+    task = HarborTask.from_files(generate(5, level), "t")
+    assert task.instruction.count("\n") == pieces - 1 and len(task.name.split("-")) == pieces + 2
+    assert not task.needs and task.solution_script == "solve.sh"
+
+
+def test_kinds_are_chosen_from_those_given():
+    for kind in KINDS:
+        assert generate(3, 1, [kind])["task.toml"].count(f"ludic/{kind}-1-3") == 1
+
+
+def test_a_written_task_reads_as_the_same_task(tmp_path):
+    files = generate(11, 3)
+    read = HarborTask.read(write_task(files, tmp_path / "t"))
+    assert read == HarborTask.from_files(files, "t")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"level": 9}, "levels 1 to 4"),
+        ({"level": 3, "max_level": 2}, "cannot be the lower one"),
+        ({"kinds": ["sing"]}, "'sing'; there are count"),
+        ({"play": "sing"}, "it is 'tool'"),
+    ],
+)
+def test_wrong_settings_are_named(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        HarborFamilyEnv(**settings)

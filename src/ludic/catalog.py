@@ -221,6 +221,11 @@ BUILTINS: Mapping[str, Mapping[str, Entry]] = {
             "ludic.envs.harbor:HarborFamilyEnv",
             suggested=Suggested(agent="react", agent_args={"max_react_steps": 17}, max_steps=32, max_tokens=384),
         ),
+        "openenv": Entry(
+            "ludic.envs.adapters.openenv:OpenEnvEnv",
+            example={"server": "ludic:tic_tac_toe"},
+            suggested=Suggested(max_steps=32, max_tokens=256),
+        ),
         "dialogue": Entry(
             "ludic.envs.dialogue:DialogueEnv",
             example={"sample": {"goal": "a table for four at seven", "answer": "4 19:00"}},

@@ -24,12 +24,20 @@ class ExternalCall(NamedTuple):
     text: str
     """The reply."""
     trace: TokenTrace
+    turn_id: str | None = None
+    """Calls with the same one form a turn; None: a turn by itself."""
 
 
 def rollout_of_calls(calls: Sequence[ExternalCall], *, reward: float, is_finished: bool, group_id: str) -> Rollout:
-    """A rollout with one turn per call; the last turn gets the whole reward."""
+    """A rollout with one turn per call, unless they name their turns; the last turn gets the whole reward."""
     steps = [
-        AgentStep(index=n, prompt_messages=call.messages, action=call.text, trace=call.trace, turn_id=f"turn {n}")
+        AgentStep(
+            index=n,
+            prompt_messages=call.messages,
+            action=call.text,
+            trace=call.trace,
+            turn_id=f"turn {n}" if call.turn_id is None else call.turn_id,
+        )
         for n, call in enumerate(calls)
     ]
     end = EnvironmentStep(

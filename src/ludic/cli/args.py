@@ -41,6 +41,7 @@ MODULES_OF = {
     "local": ("torch", "transformers", "jinja2"),
     "serve": ("torch", "transformers", "jinja2", "aiohttp"),
     "pipeline": ("redis",),
+    "openenv": ("aiohttp",),
 }
 """Extra -> modules without which a command that needs it cannot be imported."""
 

@@ -18,6 +18,10 @@ COMMANDS = {
     "play": ("ludic.cli.play:play", "Play an environment yourself, or watch it being played."),
     "serve": ("ludic.cli.servers.serve:serve", "Serve a model over HTTP, in the way of OpenAI's API."),
     "gateway": ("ludic.cli.servers.gateway:gateway", "Serve a model to agents and record their sessions."),
+    "openenv-server": (
+        "ludic.cli.servers.openenv_server:openenv_server",
+        "Serve an environment in OpenEnv's protocol.",
+    ),
     "export": ("ludic.cli.listing:export", "Write a trained model in the format of Hugging Face."),
     "rescore": ("ludic.cli.rescore:rescore_run", "Score saved rollouts with another reward or judge."),
     "launch": ("ludic.cli.pipeline.command:launch", "Train with actors and a learner in separate processes."),

@@ -134,6 +134,30 @@ _HARBOR_SAMPLE = {
         "solution/solve.sh": "#!/bin/bash\nsort /app/names.txt > /app/sorted.txt\n",
     },
 }
+_BFCL_SAMPLE = {
+    "id": "parallel_0",
+    "question": [
+        [{"role": "user", "content": "What is the weather in Bonn tomorrow, and in Lyon over the next 3 days?"}]
+    ],
+    "function": [
+        {
+            "name": "weather.forecast",
+            "description": "Weather of a place.",
+            "parameters": {
+                "type": "dict",
+                "properties": {
+                    "place": {"type": "string", "description": "Name of a town."},
+                    "days": {"type": "integer", "description": "Number of days, 1 if not given."},
+                },
+                "required": ["place"],
+            },
+        }
+    ],
+    "ground_truth": [
+        {"weather.forecast": {"place": ["Bonn"], "days": [1, ""]}},
+        {"weather.forecast": {"place": ["Lyon", "Lyon, France"], "days": [3]}},
+    ],
+}
 # Reads the last code block of a reply; a reply without one gets the reward of a program that does not compile.
 _CODE = Suggested(
     parser="pattern",
@@ -225,6 +249,10 @@ BUILTINS: Mapping[str, Mapping[str, Entry]] = {
             "ludic.envs.adapters.openenv:OpenEnvEnv",
             example={"server": "ludic:tic_tac_toe"},
             suggested=Suggested(max_steps=32, max_tokens=256),
+        "bfcl": Entry(
+            "ludic.envs.adapters.bfcl:BFCLEnv",
+            example={"sample": _BFCL_SAMPLE},
+            suggested=Suggested(agent="call_agent", max_steps=1, max_tokens=512, unreadable="stop"),
         ),
         "dialogue": Entry(
             "ludic.envs.dialogue:DialogueEnv",
@@ -239,6 +267,7 @@ BUILTINS: Mapping[str, Mapping[str, Entry]] = {
         "agent": Entry("ludic.agents:Agent"),
         "tool_agent": Entry("ludic.agents:ToolAgent"),
         "react": Entry("ludic.agents:ReActAgent"),
+        "call_agent": Entry("ludic.agents:CallAgent"),
         "retool": Entry("ludic.agents:ReToolAgent"),
         "branching": Entry("ludic.agents:BranchingAgent"),
         "folding": Entry("ludic.agents:FoldingAgent"),

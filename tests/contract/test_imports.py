@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parsers": BASE,
     "context": BASE,
     "sandbox": BASE,
-    "envs": BASE | {"sandbox"},
+    "envs": BASE | {"sandbox", "tools"},
     "tools": BASE | {"sandbox"},
     "models": BASE,
     "scaling": BASE,

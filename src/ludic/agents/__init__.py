@@ -6,11 +6,12 @@ tool_agent.py.
 
 from ludic.agents.base_agent import Agent, AgentActResult, AgentActStep
 from ludic.agents.branching_agent import BranchingAgent
+from ludic.agents.call_agent import CallAgent
 from ludic.agents.folding_agent import FoldingAgent, FoldingReActAgent
 from ludic.agents.react_agent import ReActAgent, ReToolAgent
 from ludic.agents.tool_agent import ToolAgent, ToolScope
 
 __all__ = [
-    "Agent", "ToolAgent", "ReActAgent", "ReToolAgent", "BranchingAgent", "FoldingAgent", "FoldingReActAgent", "AgentActStep",
-    "AgentActResult", "ToolScope",
+    "Agent", "ToolAgent", "CallAgent", "ReActAgent", "ReToolAgent", "BranchingAgent", "FoldingAgent", "FoldingReActAgent",
+    "AgentActStep", "AgentActResult", "ToolScope",
 ]  # fmt: skip

@@ -123,6 +123,10 @@ class Tool:
         parameters, types, fn = described_parameters(fn, name, doc)
         return cls(name, description or summary_of(doc) or f"Call the tool {name}.", parameters, fn, timeout_s, types)
 
+    def __call__(self, **arguments: Any) -> Any:
+        """What the callable returns, without the checks of `call`; an env may offer Tools among its callables."""
+        return self.fn(**arguments)
+
     @property
     def schema(self) -> dict[str, Any]:
         """A copy of the tool's schema in the OpenAI shape."""

@@ -75,6 +75,14 @@ class MissingExtra(LudicError, ImportError):
         self.extras = extras
 
 
+class MissingPackage(LudicError, ImportError):
+    """A package that is no extra of Ludic, because it is heavy or pins old versions, is not installed."""
+
+    def __init__(self, package: str, needed_for: str, how: str) -> None:
+        super().__init__(f"{needed_for} needs the package {package!r}: {how}.")
+        self.package = package
+
+
 def how_to_install(extras: str) -> str:
     """The pip command, in a clone and elsewhere."""
     return (

@@ -249,6 +249,7 @@ BUILTINS: Mapping[str, Mapping[str, Entry]] = {
             "ludic.envs.adapters.openenv:OpenEnvEnv",
             example={"server": "ludic:tic_tac_toe"},
             suggested=Suggested(max_steps=32, max_tokens=256),
+        ),
         "bfcl": Entry(
             "ludic.envs.adapters.bfcl:BFCLEnv",
             example={"sample": _BFCL_SAMPLE},

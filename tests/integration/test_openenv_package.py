@@ -237,7 +237,7 @@ async def test_its_client_plays_the_episode_that_our_env_plays_alone():
 
 
 async def test_its_mcp_client_calls_the_tools_of_our_env():
-    server = await LocalServer.start("musique_search", as_tool=Tool.from_callable)
+    server = await LocalServer.start("musique_search")
     async with MCPToolClient(base_url=server.url) as client:
         await client.reset(seed=0)
         assert "search" in [tool.name for tool in await client.list_tools()]

@@ -5,6 +5,7 @@ import os
 import sys
 
 from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import ImageContent
 from pydantic import BaseModel
 
@@ -31,7 +32,7 @@ def mirror(point: Point) -> Point:
 @server.tool()
 def refuse(what: str) -> str:
     """Refuse."""
-    raise ValueError(f"no {what} today")
+    raise ToolError(f"no {what} today")  # the message of another exception stays on the server, from mcp 2.1 on
 
 
 @server.tool()

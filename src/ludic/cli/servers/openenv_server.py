@@ -15,7 +15,6 @@ from ludic.interaction.base import AnyEnv
 from ludic.run.config import at_least
 from ludic.run.resolve import env_factory
 from ludic.run.settings import read_pair
-from ludic.tools import as_tool
 from ludic.types import ConfigError
 
 TOKEN_VARIABLE = "LUDIC_OPENENV_TOKEN"
@@ -59,9 +58,7 @@ def openenv_server(args: list[str]) -> int:
     def make(**sample: Any) -> AnyEnv:
         return found.make({**({} if sample else found.example), **settings, **sample})
 
-    app = openenv_app(
-        make, name=given.env, samples=samples, max_sessions=given.max_sessions, token=token, as_tool=as_tool
-    )
+    app = openenv_app(make, name=given.env, samples=samples, max_sessions=given.max_sessions, token=token)
     from aiohttp import web
 
     def announce(_: str) -> None:

@@ -134,7 +134,7 @@ async def test_an_episode_over_the_wire_equals_the_episode_in_process(id, seed):
 
 
 async def test_tools_of_our_env_travel_as_mcp_tools():
-    server = await LocalServer.start("musique_search", as_tool=Tool.from_callable)
+    server = await LocalServer.start("musique_search")
     alone = registry.envs.make("musique_search", **registry.envs.spec("musique_search").example)
     await alone.async_reset(seed=0)
     there = OpenEnvEnv(server.url, tools=True)
@@ -287,6 +287,30 @@ async def test_tool_calls_go_through_mcp_where_actions_are_of_another_kind():
         (peek,) = env.episode_tools(ME)
         assert await peek() == f"luck is {server.luck}"
         assert (await act(env, "11")).reward == 11.0
+        await env.async_close()
+
+
+async def test_after_a_cancelled_step_no_reply_is_taken_for_another():
+    async with CountingServer() as server:
+        env = OpenEnvEnv(server.url)
+        await env.async_reset(seed=0)
+        step = asyncio.create_task(act(env, "1"))
+        await asyncio.sleep(0)
+        step.cancel()
+        await asyncio.wait({step})
+        with pytest.raises(OpenEnvError, match="cut off"):
+            await act(env, "2")
+        await env.async_reset(seed=0)
+        assert [(await act(env, "1")).reward, (await act(env, "1")).reward] == [1.0, 2.0]
+        await env.async_close()
+
+
+async def test_tools_called_at_once_take_turns():
+    async with CountingServer() as server:
+        env = OpenEnvEnv(server.url, tools=True)
+        await env.async_reset(seed=5)
+        (peek,) = env.episode_tools(ME)
+        assert await asyncio.gather(peek(), peek(), peek()) == [f"luck is {server.luck}"] * 3
         await env.async_close()
 
 

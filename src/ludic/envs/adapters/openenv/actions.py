@@ -183,6 +183,7 @@ def tool_function(
         if plain.get("description"):
             about.append(f"    {parameter}: {plain['description']}")
     run.__name__ = run.__qualname__ = name
+    run.timeout_s = None  # type: ignore[attr-defined]  # the connection has its own limit
     run.__doc__ = str(tool.get("description") or f"Call the tool {name}.") + (
         "\n\nArgs:\n" + "\n".join(about) if about else ""
     )

@@ -30,7 +30,9 @@ class Connection:
 
     def __init__(self, server: str, timeout_s: float) -> None:
         self._server, self._timeout_s = server, timeout_s
-        self._numbers = itertools.count(1)
+        self._numbers, self._turn = itertools.count(1), asyncio.Lock()
+        self._is_behind = False
+        """A reply was not waited for; the next one would be taken for it."""
         self._local: LocalServer | None = None
 
     @classmethod
@@ -110,19 +112,26 @@ class Connection:
             raise OpenEnvError(f"The OpenEnv server {self._server} gave no {what}: {error}") from error
 
     async def ask(self, kind: str, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The data of the reply to one message."""
+        """The data of the reply to one message; an agent may call several tools at once, which take turns here."""
         import aiohttp
 
         message = {"type": kind} if data is None else {"type": kind, "data": data}
-        try:
-            await self._socket.send_json(message)
-            got = await self._socket.receive(timeout=self._timeout_s)
-        except (aiohttp.ClientError, OSError) as error:
-            raise OpenEnvError(f"The connection to the OpenEnv server {self._server} broke: {error}") from error
-        except TimeoutError as error:
-            raise OpenEnvError(
-                f"The OpenEnv server {self._server} did not respond to {kind!r} within {self._timeout_s:g} s; raise timeout_s."
-            ) from error
+        async with self._turn:
+            if self._is_behind:
+                raise OpenEnvError(
+                    f"An earlier message to the OpenEnv server {self._server} was cut off; reset the env."
+                )
+            self._is_behind = True
+            try:
+                await self._socket.send_json(message)
+                got = await self._socket.receive(timeout=self._timeout_s)
+            except (aiohttp.ClientError, OSError) as error:
+                raise OpenEnvError(f"The connection to the OpenEnv server {self._server} broke: {error}") from error
+            except TimeoutError as error:
+                raise OpenEnvError(
+                    f"The OpenEnv server {self._server} did not respond to {kind!r} within {self._timeout_s:g} s; raise timeout_s."
+                ) from error
+            self._is_behind = False
         if got.type is not aiohttp.WSMsgType.TEXT:
             raise OpenEnvError(f"The OpenEnv server {self._server} closed the session at {kind!r}.")
         reply = json.loads(got.data)

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ludic import registry
-from ludic.envs.adapters.openenv.session import SCHEMAS, Refused, RpcError, ServedTool, Session
+from ludic.envs.adapters.openenv.session import SCHEMAS, Refused, RpcError, Session
 from ludic.envs.check import Env
 from ludic.types import ConfigError, LudicError, MissingExtra
 
@@ -247,14 +247,12 @@ def openenv_app(
     max_sessions: int = 64,
     max_idle_s: float = 3600.0,
     token: str | None = None,
-    as_tool: Callable[[Callable[..., Any]], ServedTool] | None = None,
 ) -> "web.Application":
     """An aiohttp application that serves an env in OpenEnv's protocol; `aiohttp.web.run_app` runs it.
 
     `make` is the id of a registered env, or makes an env with one agent; with `samples` it is given a `sample`, which the seed of
-    the episode picks. `token`: what clients must send as `Authorization: Bearer …`. `as_tool` (`ludic.tools.Tool.from_callable`)
-    serves the env's tools as MCP tools. Sessions that were opened without a WebSocket and not used for `max_idle_s` end when
-    another one needs the room.
+    the episode picks. `token`: what clients must send as `Authorization: Bearer …`. The env's tools are MCP tools. Sessions that
+    were opened without a WebSocket and not used for `max_idle_s` end when another one needs the room.
     """
     try:
         from aiohttp import web
@@ -265,7 +263,7 @@ def openenv_app(
         example = {} if samples else registry.envs.spec(make).example
         make = partial(registry.envs.make, make, **example)
     server = _Server(
-        partial(Session, make, samples, as_tool),
+        partial(Session, make, samples),
         name=str(name),
         max_sessions=max_sessions,
         max_idle_s=max_idle_s,

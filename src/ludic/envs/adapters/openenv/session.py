@@ -5,9 +5,10 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ludic.envs.check import Env
+from ludic.tools import Tool, as_tool
 from ludic.types import Info, Observation
 
 _TEXT = {"type": "string"}
@@ -38,18 +39,6 @@ SCHEMAS: Mapping[str, Any] = {
 }
 
 
-class ServedTool(Protocol):
-    """What `as_tool` makes of a function of `LudicEnv.episode_tools`; ludic.tools.Tool is one."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def description(self) -> str: ...
-    @property
-    def parameters(self) -> dict[str, Any]: ...
-    async def call(self, arguments: str | Mapping[str, Any]) -> Any: ...
-
-
 class Refused(Exception):
     """An error reply; `code` is one of OpenEnv's."""
 
@@ -73,14 +62,13 @@ class Session:
     make: Callable[..., Env]
     samples: Sequence[Mapping[str, Any]]
     """Of a dataset env: each episode plays the one that its seed picks."""
-    as_tool: Callable[[Callable[..., Any]], ServedTool] | None
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
     episode_id: str | None = None
     num_steps: int = 0
     is_attached: bool = False
     """A WebSocket uses it."""
     used_at: float = field(default_factory=time.monotonic)
-    tools: dict[str, ServedTool] = field(default_factory=dict)
+    tools: dict[str, Tool] = field(default_factory=dict)
     env: Env = field(init=False)
 
     def __post_init__(self) -> None:
@@ -102,9 +90,7 @@ class Session:
             self.env = self.make(sample=self.samples[index])
         opening = await self.env.async_reset(seed=seed)
         self.episode_id, self.num_steps = episode_id or str(uuid.uuid4()), 0
-        given = self.env.episode_tools(self.agent) if self.as_tool is not None else ()
-        made = [self.as_tool(tool) for tool in given if self.as_tool is not None]
-        self.tools = {tool.name: tool for tool in made}
+        self.tools = {tool.name: tool for tool in map(as_tool, self.env.episode_tools(self.agent))}
         obs, info = opening[self.agent]
         prompt = self.env.suggested_sysprompt
         return self._observation(obs, info, None, {} if prompt is None else {"system_prompt": prompt})

@@ -13,6 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests import warm_python
@@ -42,10 +43,9 @@ COMPUTING = (
 )  # fmt: skip
 HURRIED = (
     "training/test_checkpoint.py", "training/test_loggers.py", "training/test_tinker_trainer.py", "training/test_trainer.py",
-    "training/test_trainer_faults.py", "training/test_packing.py", "training/test_credit_rules.py", "training/test_loss_rules.py",
-    "models/test_prefix_tree.py",
+    "training/test_trainer_faults.py",
 )  # fmt: skip
-"""These compute as well, but hold something to a limit: a process, a coroutine, or an example of Hypothesis (0.2 s)."""
+"""These compute as well, but hold a process or a coroutine to a limit."""
 WAITING = (
     "one vLLM server", "test_two_hosts.py", "test_fsdp_endings.py", "test_pipeline_faults.py", "test_launch_process.py",
     "test_gateway_faults.py", "test_sandbox_lifetime.py", "test_sandbox_hostile.py", "test_vllm_process.py", "test_supervisor.py",
@@ -59,6 +59,10 @@ FILLS_IN = "gw3"
 UNKNOWN_S = {"tests/integration/": 20.0, "tests/examples/": 5.0}
 """What a file that is not in the table weighs: it must not begin last."""
 
+hypothesis.settings.register_profile(  # a busy machine is no failure
+    "ludic", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("ludic")
 gc.disable()  # until everything is imported: nothing is garbage yet, and going through it takes seconds
 
 

@@ -5,7 +5,7 @@ import pickle
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ludic.training.algorithms import make_grpo, with_episode_credit
@@ -167,7 +167,6 @@ def sessions_of(trees):
     return found
 
 
-@settings(deadline=None)
 @given(TREES, st.integers(0, 10**6))
 @pytest.mark.parametrize(
     "make",

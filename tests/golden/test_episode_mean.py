@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ludic.distributed.ranks import Ranks
@@ -147,7 +147,6 @@ def test_samples_that_name_no_episode_are_one_with_those_of_their_rollout():
 EPISODES = st.lists(st.tuples(st.integers(2, 12), st.sampled_from(["a", "b", "c", None])), min_size=1, max_size=8)
 
 
-@settings(deadline=None)
 @given(EPISODES, st.lists(st.integers(0, 3), min_size=8, max_size=8))
 @pytest.mark.parametrize("loss", [TokenClippedSurrogateLoss(reduction=EPISODE_MEAN), GMPOLoss(reduction=EPISODE_MEAN)])
 def test_micro_batches_and_ranks_add_up_to_the_batch(loss, drawn, places):

@@ -79,7 +79,7 @@ SPEC = InferenceSpec(sampling=SamplingParams(max_tokens=12), return_=ReturnSpec.
 
 
 @given(seed=st.integers(0, 10**6), with_tools=st.booleans())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 async def test_traces_are_what_the_server_saw_and_a_dialogue_is_one_segment(smollm2_tokenizer, seed, with_tools):
     # SmolLM2's template knows no tools; a person would describe them in the system prompt.
     kwargs = {"tools": [calculator], "tools_in_prompt": False, "max_react_steps": 3} if with_tools else {}

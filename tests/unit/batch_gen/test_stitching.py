@@ -280,7 +280,7 @@ def traces(draw):
 
 
 @given(traces(), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_items_are_what_was_seen_and_sampled_for_any_history(calls, per_turn):
     steps, turn = [], 0
     for prompt, completion, temperature, ends_turn in calls:

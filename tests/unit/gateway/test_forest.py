@@ -317,7 +317,7 @@ def check_session(session: Session) -> None:
 def test_every_sampled_token_of_a_random_session_is_trained_exactly_once(name: str):
     template: ChatTemplate = ByteTemplate(tool_parser=HermesToolParser()) if name == "bytes" else template_of(name)
 
-    @settings(max_examples=60 if name == "bytes" else 15, deadline=None)
+    @settings(max_examples=60 if name == "bytes" else 15)
     @given(st.data())
     def play(data: st.DataObject) -> None:
         async def run() -> None:
@@ -340,7 +340,7 @@ def test_every_sampled_token_of_a_random_session_is_trained_exactly_once(name: s
     play()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.permutations(range(6)))
 def test_the_order_in_which_branches_arrive_does_not_matter(order: Sequence[int]):
     async def play(order: Sequence[int]) -> set[tuple[bytes, int | None, str]]:

@@ -196,7 +196,7 @@ class CountingClient:
         return await answered.complete_tokens(request)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 120), st.integers(1, 40))
 def test_parallel_calls_do_not_pass_the_token_limit_together(wanted: list[int], limit: int, largest: int):
     async def play() -> None:
@@ -474,7 +474,7 @@ async def streamed(session: Session, **settings: Any) -> tuple[dict[str, str], A
 TEXTS = st.text(alphabet="ab <>{}/\n\u00e9\u6c34", max_size=20)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(TEXTS, TEXTS, st.booleans(), st.booleans(), st.booleans(), st.integers(1, 7))
 def test_the_pieces_of_a_stream_add_up_to_the_reply(
     thought: str, text: str, thinks: bool, calls: bool, with_tools: bool, size: int

@@ -52,7 +52,7 @@ tokens = st.integers(5, 9)
 
 
 @given(st.lists(tokens, max_size=30), st.integers(1, 20), st.lists(tokens, min_size=1, max_size=4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_reply_has_the_tag_soon_after_the_limit(says, limit, closing):
     written = write(says, limit, closing)
     if len(written) >= limit + len(closing):
@@ -65,7 +65,7 @@ def test_any_reply_has_the_tag_soon_after_the_limit(says, limit, closing):
     st.lists(st.lists(tokens, min_size=1, max_size=12), min_size=1, max_size=5),
     st.lists(tokens, min_size=1, max_size=4),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_on_a_device_the_same_tokens_are_forced(replies, closing):
     width = max(map(len, replies)) + len(closing)
     padded = torch.tensor(

@@ -277,7 +277,7 @@ turns = st.tuples(st.sampled_from(["user", "tool", "tool+note"]), words, words, 
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @pytest.mark.skipif(not NAMES, reason="no templates are installed")
 def test_any_conversation_goes_on_by_its_stored_tokens_or_starts_a_new_segment(data: Any):
     name = data.draw(st.sampled_from(NAMES))

@@ -21,7 +21,7 @@ TOOLS = [
         },
     }
 ]
-SLOW_IS_FINE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOW_IS_FINE = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 DIALOGUE_STYLES = ["qwen", "llama3", "mistral"]
 
 texts = st.one_of(

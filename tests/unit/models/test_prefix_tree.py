@@ -112,7 +112,7 @@ def test_the_child_of_most_samples_continues_the_chain_and_then_the_longest():
     ids=["causal", "window", "softcap", "window and softcap"],
 )
 @pytest.mark.parametrize("merges", [True, False], ids=["merged", "gathered"])
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(samples=samples_strategy, min_shared=st.integers(1, 4), seed=st.integers(0, 99))
 def test_attention_and_gradients_equal_those_of_separate_samples(rules, merges, samples, min_shared, seed):
     tree = TokenTree.of(samples, min_shared)
@@ -182,7 +182,7 @@ class VarlenReference:
 @pytest.mark.parametrize(
     ("merges", "window"), [(True, None), (False, None), (False, 4)], ids=["merged", "gathered", "window"]
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(samples=samples_strategy, min_shared=st.integers(1, 4))
 def test_the_calls_of_a_gpu_give_attention_and_gradients_of_separate_samples(merges, window, samples, min_shared):
     tree = TokenTree.of(samples, min_shared)

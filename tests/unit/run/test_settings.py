@@ -244,7 +244,7 @@ values = st.recursive(
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no failure
+@settings(suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no failure
 @given(
     st.builds(
         Config,

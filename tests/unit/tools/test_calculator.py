@@ -5,7 +5,7 @@ import time
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ludic.tools import calculator
@@ -164,7 +164,6 @@ def worked_out(tree) -> Fraction:
             return left / right
 
 
-@settings(deadline=None)
 @given(trees)
 def test_arithmetic_agrees_with_fractions(tree):
     try:
@@ -182,7 +181,6 @@ def test_arithmetic_agrees_with_fractions(tree):
     assert calculator(f"-{written(tree)}") in (f"-{answer}", answer.removeprefix("-"))
 
 
-@settings(deadline=None)
 @given(st.text("0123456789.,+-*/%^()e sqrtmaxlogpi", max_size=40))
 def test_any_text_gives_a_number_or_a_value_error(text):
     try:

@@ -63,7 +63,7 @@ def rollouts(draw):
 
 
 @given(rollout=rollouts())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_json_round_trip(rollout):
     again = Rollout.from_json(rollout.to_json())
     assert again == rollout

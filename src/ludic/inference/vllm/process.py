@@ -164,6 +164,8 @@ def base_url(host: str, port: int) -> str:
 
 def last_words(output: str) -> str:
     """The first error in a server's output, since later ones usually follow from it, and the last lines."""
+    if not output.strip():
+        return "It wrote nothing."
     lines = [line if len(line) <= _LINE else f"{line[:_LINE]}…" for line in output.splitlines()]
     last = "Its last lines:\n" + "\n".join(lines[-_LAST_LINES:])
     for line, after in zip(lines, [*lines[1:], ""], strict=True):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ludic.batch_gen.pipeline.pacing import expected_lag, is_too_late, may_begin
@@ -64,7 +64,6 @@ def test_no_group_starts_with_weights_newer_than_the_resumed_step():
     assert not may_begin(Learner(version=40, max_lag=None), ahead_items=0, served_version=57)
 
 
-@settings(deadline=None)
 @given(
     items_per_update=st.integers(1, 64), max_lag=st.integers(0, 9), group_size=st.integers(1, 16), steps=st.integers(1, 4),
     data=st.data(),

@@ -198,7 +198,5 @@ def test_nothing_is_lost_and_nothing_is_applied_twice(shared_redis):
     machine = type("PipelineHere", (Pipeline,), {"server": shared_redis})
     run_state_machine_as_test(
         machine,
-        settings=settings(
-            max_examples=15, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
+        settings=settings(max_examples=15, stateful_step_count=30, suppress_health_check=list(HealthCheck)),
     )

@@ -225,7 +225,7 @@ OPERATIONS = st.lists(
 
 
 @given(operations=OPERATIONS, num_blocks=st.integers(1, 9))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_pool_behaves_like_the_naive_one(operations, num_blocks):
     pool, naive = BlockPool(num_blocks, SIZE), NaivePool(num_blocks)
     users: list[User] = []

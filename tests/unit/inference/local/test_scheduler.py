@@ -322,7 +322,7 @@ EVENTS = st.lists(
     max_rounds=st.sampled_from([1, 1, 4]),
     copies_prompts=st.booleans(),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_every_sequence_gets_all_tokens_under_random_events(
     events, num_blocks, max_sequences, max_prefill_tokens, max_rounds, copies_prompts
 ):
@@ -364,7 +364,7 @@ def test_every_sequence_gets_all_tokens_under_random_events(
     stop_at=st.integers(1, 12),
     shares=st.booleans(),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_plans_launched_before_the_last_tokens_are_read_sample_the_same_tokens(
     lengths, num_blocks, max_prefill_tokens, stop_at, shares
 ):

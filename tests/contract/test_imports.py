@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rewards": BASE | {"parsers"},
     "judges": BASE | {"rewards", "inference", "agents", "tools", "interaction", "parsers", "context"},
     "batch_gen": BASE | {"interaction", "envs", "inference", "rewards"},
-    "gateway": BASE | {"interaction", "inference", "envs", "batch_gen", "parsers", "sandbox"},
+    "gateway": BASE | {"interaction", "inference", "envs", "batch_gen", "parsers", "sandbox", "tools"},
     "gateway.training": BASE | {"batch_gen", "eval", "gateway", "run"},
     "prompt_search": BASE | {"batch_gen", "judges"},
     "distributed": BASE | {"inference", "models"},

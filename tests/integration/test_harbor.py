@@ -2,21 +2,25 @@
 
 import asyncio
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from ludic.agents import ReActAgent
 from ludic.envs.harbor import HarborEnv, HarborFamilyEnv, find_tasks
 from ludic.envs.harbor.workspace import BubblewrapWorkspace, LocalWorkspace
+from ludic.gateway import AgentCommand, AgentFunction, GatewayProtocol
+from ludic.inference import ByteTemplate, HermesToolParser, ScriptedClient
 from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import raw_parser
 from ludic.sandbox import SandboxLimits, is_bubblewrap_available
-from ludic.types import StopReason
+from ludic.types import InferenceSpec, ReturnSpec, Rollout, SamplingParams, StopReason
 from tests.fakes import make_agent
 from tests.unit.agents.test_tool_agents import call
 
@@ -156,6 +160,56 @@ async def test_both_workspaces_show_a_command_the_same():
         seen.append([await env.shell(command) for command in commands])
         await env.async_close()
     assert seen[0] == seen[1]
+
+
+# --- outside agents ---
+
+
+async def read_tools(task, base_url, api_key, model, tools, tools_url):
+    """Ask once, call tools in three ways, and answer with what came back."""
+    async with httpx.AsyncClient(trust_env=False, headers={"Authorization": f"Bearer {api_key}"}) as client:
+        messages = [{"role": "user", "content": task}]
+        await client.post(f"{base_url}/chat/completions", json={"model": model, "messages": messages})
+        listed = (await client.get(tools_url)).json()["tools"]
+        made = (await client.post(f"{tools_url}/shell", json={"command": "echo yes > answer.txt; pwd"})).json()
+        wrong = (await client.post(f"{tools_url}/shell", json={"cmd": "ls"})).json()
+        missing = await client.post(f"{tools_url}/sing", json={})
+        stranger = await client.post(f"{tools_url}/shell", json={}, headers={"Authorization": "Bearer other"})
+    return [listed == [*tools], made, wrong["is_error"], missing.status_code, stranger.status_code]
+
+
+async def play_outside(agent, replies, env) -> Rollout:
+    template = ByteTemplate(tool_parser=HermesToolParser())
+    client = ScriptedClient(replies)
+    made = GatewayProtocol(agent, client=client, model="small", chat_template=template)
+    inference = InferenceSpec(sampling=SamplingParams(max_tokens=200), return_=ReturnSpec.for_rl())
+    try:
+        (rollout,) = await made.run(env=env, max_steps=1, env_seed=0, sampling_seed=0, inference=inference)
+    finally:
+        await made.agent.close()
+    return rollout
+
+
+async def test_an_outside_agent_calls_the_tools_of_the_env_at_the_gateway():
+    env = small_env()
+    answers = []
+
+    async def agent(task, *, base_url, api_key, model, tools, tools_url):
+        answers.append(await read_tools(task, base_url, api_key, model, tools, tools_url))
+
+    rollout = await play_outside(AgentFunction(agent), ["I look."], env)
+    assert answers == [[True, {"content": "/app", "is_error": False}, True, 404, 401]]
+    assert rollout.total_reward == 1.0 and env._workspace is None
+
+
+@pytest.mark.parametrize("kind", ["function", "command"])
+async def test_the_example_agent_solves_a_task_from_outside(kind, nothing_left):
+    path = ROOT / "examples" / "harbor_tasks" / "agent.py"
+    replies = ["```bash\npwd\n```", "```bash\necho yes > answer.txt\n```", "It is solved."]
+    function = runpy.run_path(str(path))["solve"]
+    agent = AgentFunction(function) if kind == "function" else AgentCommand(f"python3 {path}", binds=[path.parent])
+    rollout = await play_outside(agent, replies, small_env())
+    assert rollout.total_reward == 1.0 and len(rollout.agent_steps) == 3
 
 
 # --- hostile agents ---

@@ -54,6 +54,8 @@ class AgentCall:
     """What the env tells beside its first observation."""
     sample: Any = None
     """For envs that ask about samples: the whole sample, the solution included."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Schemas of the env's tools, in OpenAI's form; the agent calls one with a POST of its arguments to `tools_url`/NAME."""
     socket: Path | None = None
     """The gateway's Unix socket, for sandboxed commands."""
     close: Callable[[], None] = lambda: None
@@ -62,6 +64,10 @@ class AgentCall:
     @property
     def task_text(self) -> str:
         return answer_text(self.task)
+
+    @property
+    def tools_url(self) -> str:
+        return f"{self.base_url}/tools"
 
 
 class OutsideAgent(ABC):
@@ -93,7 +99,7 @@ def answer_text(answer: Any) -> str:
 
 # --- functions ---
 
-KEYWORDS = ("base_url", "api_key", "model", "session_id", "system_prompt", "env_info", "sample")
+KEYWORDS = ("base_url", "api_key", "model", "session_id", "system_prompt", "env_info", "sample", "tools", "tools_url")
 """What a function may take beside the task; it is given those that its signature has."""
 
 
@@ -334,6 +340,7 @@ def _environment(call: AgentCall, url: str) -> dict[str, str]:
         "ANTHROPIC_MODEL": call.model,
         "LUDIC_TASK": call.task_text.replace("\0", ""),
         "LUDIC_SESSION": call.session_id,
+        "LUDIC_TOOLS_URL": f"{url}/tools",
     }
 
 

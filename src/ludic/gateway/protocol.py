@@ -30,6 +30,7 @@ from ludic.interaction import InteractionProtocol
 from ludic.interaction.base import AnyEnv
 from ludic.interaction.env_outputs import check_outcomes, check_run, opening_for, outcome_for
 from ludic.parsers import Parser
+from ludic.tools import as_tool
 from ludic.types import (
     ChatClient,
     ConfigError,
@@ -152,6 +153,7 @@ class GatewayProtocol(InteractionProtocol):
             limits=self._limits,
             timeout_s=timeout_s,
             pin_sampling=self._pin_sampling,
+            tools=[as_tool(tool) for tool in env.episode_tools(agent_id)],
         )
         call = replace(self._call(task, opening[1], env, session), socket=served.socket)
         call = replace(call, close=partial(served.gateway.close_session, session))
@@ -188,6 +190,7 @@ class GatewayProtocol(InteractionProtocol):
             session_id=session.id,
             system_prompt=env.suggested_sysprompt if self._system_prompt is None else self._system_prompt,
             env_info=info,
+            tools=tuple(tool.schema for tool in session.tools.values()),
             sample=env.task if isinstance(env, TaskEnv) else vars(env).get("sample"),
         )
 

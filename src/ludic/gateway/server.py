@@ -11,7 +11,7 @@ import hmac
 import logging
 import resource
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from ludic.gateway.wire.chat import Chat
 from ludic.gateway.wire.messages import Messages
 from ludic.gateway.wire.responses import Responses
 from ludic.inference.serving.request import RequestRefused, parse_object
+from ludic.tools import Tool
 from ludic.types import ConfigError, InferenceSpec, MissingExtra, Rollout
 from ludic.types.steps import MAX_REWARD
 
@@ -130,6 +131,7 @@ class Gateway:
         pin_sampling: bool = True,
         keep_first_system: bool = False,
         group: str | None = None,
+        tools: Sequence[Tool] = (),
     ) -> Session:
         session = Session(
             policies=self.policies,
@@ -142,6 +144,7 @@ class Gateway:
             keep_first_system=keep_first_system,
             base_url=f"{self.url}/v1",
             group=group,
+            tools={tool.name: tool for tool in tools},
         )
         self._sessions[session.api_key] = session
         return session
@@ -180,6 +183,8 @@ class Gateway:
                     web.post(f"{prefix}/messages", self._messages),
                     web.post(f"{prefix}/messages/count_tokens", self._count_tokens),
                     web.get(f"{prefix}/models", self._models),
+                    web.get(f"{prefix}/tools", self._tools),
+                    web.post(f"{prefix}/tools/{{name}}", self._call_tool),
                 ]
             )
         app.add_routes(
@@ -241,6 +246,23 @@ class Gateway:
             for name in self.policies
         ]
         return web.json_response({"object": "list", "data": cards, "has_more": False})
+
+    # --- tools of the episode's env ---
+
+    async def _tools(self, request: web.Request) -> web.Response:
+        return web.json_response({"tools": [tool.schema for tool in self._session(request).tools.values()]})
+
+    async def _call_tool(self, request: web.Request) -> web.Response:
+        """The body is an object of arguments; a failure of the tool is an answer too, with `is_error`."""
+        session, name = self._session(request), request.match_info["name"]
+        if name not in session.tools:
+            known = ", ".join(session.tools) or "none"
+            raise RequestRefused(404, "tool_not_found", f"This episode has no tool {name!r:.80}; there are: {known}.")
+        async with self._load.body(request) as data:
+            arguments = parse_object(data) if data else {}
+        session.last_used = time.monotonic()
+        answer = await session.tools[name].call(arguments)
+        return web.json_response({"content": answer.content, "is_error": answer.is_error})
 
     def _session(self, request: web.Request) -> Session:
         """By the key in the headers or the path."""

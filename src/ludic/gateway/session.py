@@ -28,6 +28,7 @@ from ludic.gateway.forest import Forest, Node
 from ludic.gateway.wire.canonical import ModelRequest, PieceKind, Reply, ReplyHead, new_token, token_in
 from ludic.inference import ChatTemplate
 from ludic.inference.serving.request import RequestRefused
+from ludic.tools import Tool
 from ludic.types import (
     ChatClient,
     ChatResponse,
@@ -160,6 +161,8 @@ class Session:
     """Sessions with the same one attempt the same task, and are compared."""
     is_rewarded: bool = False
     """The control endpoint gave it a reward."""
+    tools: Mapping[str, Tool] = field(default_factory=dict)
+    """The env's tools of the episode, which the agent may call at the gateway."""
 
     def __post_init__(self) -> None:
         self.forests = {name: Forest(keep_first_system=self.keep_first_system) for name in self.policies}

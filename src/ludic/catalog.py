@@ -243,7 +243,9 @@ BUILTINS: Mapping[str, Mapping[str, Entry]] = {
         ),
         "harbor_family": Entry(
             "ludic.envs.harbor:HarborFamilyEnv",
-            suggested=Suggested(agent="react", agent_args={"max_react_steps": 17}, max_steps=32, max_tokens=384),
+            suggested=Suggested(
+                agent="react", agent_args={"max_react_steps": 17}, max_steps=32, max_tokens=384, unreadable="stop"
+            ),
         ),
         "openenv": Entry(
             "ludic.envs.adapters.openenv:OpenEnvEnv",

@@ -22,6 +22,7 @@ from ludic.parsers import raw_parser
 from ludic.sandbox import SandboxLimits, is_bubblewrap_available
 from ludic.types import InferenceSpec, ReturnSpec, Rollout, SamplingParams, StopReason
 from tests.fakes import make_agent
+from tests.integration.sandbox_pools import IMAGE, SHOW_USR, podman_config
 from tests.unit.agents.test_tool_agents import call
 
 pytestmark = [
@@ -366,3 +367,24 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+# --- containers ---
+
+
+async def test_a_task_in_a_podman_container_is_built_solved_and_graded():
+    podman_config()  # skips where podman cannot run a container, and makes the image
+    files = {
+        "environment/Dockerfile": f"FROM {IMAGE}\nWORKDIR /app\nENV WORD=yes\nCOPY note.txt .\n",
+        "environment/note.txt": "here",
+    }
+    env = small_env(workspace="podman", container_args=SHOW_USR, files=files, command_timeout_s=20)
+    await env.async_reset(seed=0)
+    assert await env.shell("pwd; cat note.txt; echo; ls /tests") == "/app\nhere"
+    await env.shell(ATTACKS["leaves a process"])
+    assert (await ended(env)).reward == 0.0
+    await env.async_reset(seed=0)
+    assert await env.shell("echo $WORD > answer.txt; exit 4") == "[exit code 4]"
+    assert (await ended(env)).reward == 1.0
+    left = subprocess.run(["podman", "ps", "--all", "--format", "{{.Names}}"], capture_output=True, text=True).stdout
+    assert f"ludic-{os.getpid()}-" not in left

@@ -7,8 +7,9 @@ grade the workspace (ludic.envs.harbor.grading).
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
+from ludic.envs.harbor.containers import ContainerWorkspace
 from ludic.envs.harbor.dockerfile import SYSTEM_FOLDERS
 from ludic.envs.harbor.grading import PREPARE, Grade, grade
 from ludic.envs.harbor.task import HarborTask, find_tasks
@@ -22,7 +23,7 @@ from ludic.envs.harbor.workspace import (
 )
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.sandbox import SandboxError, SandboxLimits
-from ludic.types import ConfigError, Info, Observation, ResetNeeded, StepOutcome
+from ludic.types import ConfigError, Info, Observation, ResetNeeded, StepOutcome, UnknownName
 
 Play: TypeAlias = Literal["tool", "commands"]
 _FENCED = re.compile(r"```(?:bash|sh|shell|console)?[ \t]*\n(.*?)```", re.DOTALL)
@@ -52,15 +53,19 @@ class HarborEnv(SingleAgentEnv):
         ignore: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
         reward_key: str = "reward",
+        container_args: Sequence[str] = (),
         system_prompt: str | None = None,
     ) -> None:
         """`sample` is {"task": folder} or {"files": {path: text}}, a whole task; `task` a folder with one task, or with several, of
         which the seed chooses. The time limits of task.toml hold unless others are given; that of the agent counts the seconds of
         its commands. `memory_mb` and `storage_mb` are the most that a task gets. `ignore` names what a task asks for and can do
-        without (see the message of a refused task); `variables` are values for ${NAME} in task.toml."""
+        without (see the message of a refused task); `variables` are values for ${NAME} in task.toml; `container_args`
+        further arguments of `podman run` or `docker run`."""
         super().__init__()
         if play not in ("tool", "commands"):
             raise ConfigError(f"play={play!r}; it is 'tool' (a shell tool) or 'commands' (every action is a command).")
+        if workspace not in (kinds := get_args(WorkspaceKind)):
+            raise UnknownName.among("workspace", str(workspace), kinds)
         if max_commands < 1 or max_output_chars < 100:
             raise ConfigError(
                 f"max_commands={max_commands} and max_output_chars={max_output_chars}: at least 1 and 100."
@@ -75,6 +80,7 @@ class HarborEnv(SingleAgentEnv):
         self._limits = (memory_mb, storage_mb)
         self._ignore = [ignore] if isinstance(ignore, str) else [*ignore]
         self._reward_key = reward_key
+        self._container_args = [*container_args]
         self._system_prompt = system_prompt
         self._workspace: Workspace | None = None
         self.tasks = self._read_tasks(sample, task, variables or {})
@@ -136,7 +142,9 @@ class HarborEnv(SingleAgentEnv):
         self._begin(self._choose(seed))
         setup = self.task.setup
         self._workspace = await self._open()
-        files = {path: data for path, data in setup.files.items() if path.split("/")[1] not in SYSTEM_FOLDERS}
+        is_in_image = isinstance(self._workspace, ContainerWorkspace)
+        files = {} if is_in_image else setup.files
+        files = {path: data for path, data in files.items() if path.split("/")[1] not in SYSTEM_FOLDERS}
         made = " ".join(f"'{folder}'" for folder in sorted(setup.folders) if folder != "/")
         done = await self._workspace.run(
             f"{PREPARE}; /bin/mkdir -p {made} {setup.workdir}", files=files, timeout_s=_SEED_S
@@ -167,9 +175,10 @@ class HarborEnv(SingleAgentEnv):
                 return await BubblewrapWorkspace.open(limits, folders)
             case "unsafe-local":
                 return await LocalWorkspace.open(limits, folders)
-            case _:
-                known = "bubblewrap, unsafe-local"
-                raise ConfigError(f"workspace={self.workspace_kind!r}; there are {known}.")
+            case "podman" | "docker":
+                return await ContainerWorkspace.open(
+                    self.workspace_kind, self.task, limits, run_args=self._container_args
+                )
 
     async def async_close(self) -> None:
         workspace, self._workspace = self._workspace, None

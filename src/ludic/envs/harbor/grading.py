@@ -18,7 +18,7 @@ from ludic.types import ConfigError
 
 REWARD_JSON: Final = "/logs/verifier/reward.json"
 REWARD_TEXT: Final = "/logs/verifier/reward.txt"
-PREPARE: Final = "/bin/mkdir -p /logs/agent /logs/verifier /logs/artifacts"
+PREPARE: Final = "/bin/mkdir -p /logs/agent /logs/verifier /logs/artifacts /tests /solution"
 _CLEAR: Final = (
     "/bin/chmod -R u+rwX /tests /logs /solution 2>/dev/null; "
     f"/usr/bin/find /tests /logs /solution -mindepth 1 -delete && {PREPARE}"

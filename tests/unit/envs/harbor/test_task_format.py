@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 
 from ludic.envs.harbor import HarborEnv, HarborTask, find_tasks
+from ludic.envs.harbor.containers import needs_network, workspace_command
 from ludic.envs.harbor.dockerfile import read_dockerfile
 from ludic.envs.harbor.env import command_in
 from ludic.envs.harbor.grading import read_rewards
 from ludic.envs.harbor.workspace import CommandOutput, Paths
+from ludic.sandbox import SandboxLimits
 from ludic.types import ConfigError
 
 TASKS = Path(__file__).parents[4] / "examples" / "harbor_tasks"
@@ -174,6 +176,19 @@ def test_a_folder_of_tasks_is_found_and_the_seed_chooses():
         "ludic/merge-settings",
         "ludic/tidy-inbox",
     ]
+
+
+def test_a_container_gets_run_and_a_network_only_where_the_task_asks_for_one():
+    files = {**SMALL, "environment/Dockerfile": "FROM x\nRUN true\nUSER me\n"}
+    quiet = HarborEnv({"files": files}, workspace="podman").task
+    loud = HarborEnv({"files": {**files, "task.toml": "[environment]\nallow_internet = true"}}, workspace="podman").task
+    assert not needs_network(quiet) and needs_network(loud)
+    command = workspace_command("podman", "n", "image:1", SandboxLimits(memory_mb=100), ["--x"])
+    assert command[:5] == ["podman", "run", "--detach", "--name", "n"] and "--network" in command and "--x" in command
+    assert command[command.index("--memory") + 1] == str(100 << 20)
+    assert "--network" not in workspace_command("podman", "n", "image:1", SandboxLimits(), has_network=True)
+    with pytest.raises(ConfigError, match="does not have: compose"):
+        HarborEnv({"files": {**files, "environment/docker-compose.yaml": ""}}, workspace="podman")
 
 
 # --- rewards ---

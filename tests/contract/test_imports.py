@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parsers": BASE,
     "context": BASE,
     "sandbox": BASE,
+    "sandbox.remote": BASE | {"inference"},
     "envs": BASE | {"sandbox", "tools"},
     "tools": BASE | {"sandbox"},
     "models": BASE,
@@ -68,6 +69,8 @@ def files_of(package: str) -> list[Path]:
     found = [*ROOT.glob(f"{path}.py"), *ROOT.glob(f"{path}/**/*.py")]
     if package == "inference":  # the embedded engine is the one part of it that may load torch, and has its own row
         found = [file for file in found if "inference/local/" not in file.as_posix()]
+    if package == "sandbox":  # its server and client stand on the HTTP parts of `inference`
+        found = [file for file in found if "sandbox/remote/" not in file.as_posix()]
     if package == "gateway":  # the one file above `run`; the package loads it when its names are used
         found = [file for file in found if not file.as_posix().endswith("gateway/training.py")]
     return found

@@ -5,14 +5,17 @@ import io
 import subprocess
 import tarfile
 import uuid
+from collections.abc import AsyncIterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ludic.sandbox import ContainerConfig, PodmanSandboxPool, SandboxLimits
+from ludic.sandbox import BubblewrapSandboxPool, ContainerConfig, PodmanSandboxPool, SandboxLimits
 from ludic.sandbox.containers import container_command, engine_args, engine_problem
+from ludic.sandbox.remote.client import RemoteSandboxPool
+from ludic.sandbox.remote.server import SandboxServer
 
 IMAGE = "localhost/ludic-host:latest"
 """An image without files: its containers see the host's /usr, so nothing has to be pulled."""
@@ -43,6 +46,18 @@ def podman_problem() -> str:
 
 def podman_pool(**settings: Any) -> PodmanSandboxPool:
     return PodmanSandboxPool(podman_config(), **settings)
+
+
+@contextlib.asynccontextmanager
+async def remote_pool(n_workers: int) -> AsyncIterator[RemoteSandboxPool]:
+    """A pool whose programs run on a sandbox server; the server is in this process."""
+    server = SandboxServer(BubblewrapSandboxPool(n_workers=n_workers), token="the-token")
+    await server.start()
+    try:
+        async with RemoteSandboxPool(server.url, token="the-token") as pool:
+            yield pool
+    finally:
+        await server.close()
 
 
 def _image() -> bytes:

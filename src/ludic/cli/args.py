@@ -42,6 +42,7 @@ MODULES_OF = {
     "serve": ("torch", "transformers", "jinja2", "aiohttp"),
     "pipeline": ("redis",),
     "openenv": ("aiohttp",),
+    "endpoint": ("aiohttp",),
 }
 """Extra -> modules without which a command that needs it cannot be imported."""
 

@@ -93,9 +93,31 @@ def detect_available_backend() -> SandboxBackend:
     )
 
 
+def make_pool(
+    *,
+    n_workers: int | None = 4,
+    backend: SandboxBackend | str = SandboxBackend.AUTO,
+    python_version: str = "auto",
+    config: "BubblewrapConfig | ContainerConfig | SubprocessConfig | None" = None,
+    **pool_settings: Any,
+) -> BaseSandboxPool:
+    """A pool that is not started. `config` belongs to the backend; `pool_settings` are further arguments of its pool.
+
+    `backend` may also be the address of a `ludic sandbox-server`. `python_version`: like "3.12". "auto" is this Python's version if
+    the backend has it. `n_workers`: None is one per core, or as many as the sandbox server has.
+    """
+    if _is_address(backend):
+        if config is not None or python_version != "auto":
+            raise ConfigError(f"The sandbox server at {backend} has its own config and Python: give none here.")
+        return _remote_pool(backend, n_workers=n_workers, **pool_settings)
+    chosen = _named(backend)
+    chosen = detect_available_backend() if chosen is SandboxBackend.AUTO else chosen
+    return _pool(chosen, config, python_version, {"n_workers": n_workers or os.cpu_count() or 1, **pool_settings})
+
+
 async def create_sandbox_pool(
     *,
-    n_workers: int = 4,
+    n_workers: int | None = 4,
     backend: SandboxBackend | str = SandboxBackend.AUTO,
     python_version: str = "auto",
     cache_size: int = 10_000,
@@ -103,20 +125,16 @@ async def create_sandbox_pool(
     config: "BubblewrapConfig | ContainerConfig | SubprocessConfig | None" = None,
     **pool_settings: Any,
 ) -> BaseSandboxPool:
-    """A started pool. `config` belongs to the backend; `pool_settings` are further arguments of BaseSandboxPool.
-
-    `python_version`: like "3.12". "auto" is this Python's version if the backend has it.
-    """
-    chosen = _named(backend)
-    if chosen is SandboxBackend.AUTO:
-        chosen = detect_available_backend()
-    settings = {
-        "n_workers": n_workers,
-        "cache_size": cache_size,
-        "max_concurrent_ops": max_concurrent_ops,
+    """A started pool; `make_pool` explains the arguments."""
+    pool = make_pool(
+        n_workers=n_workers,
+        backend=backend,
+        python_version=python_version,
+        config=config,
+        cache_size=cache_size,
+        max_concurrent_ops=max_concurrent_ops,
         **pool_settings,
-    }
-    pool = _pool(chosen, config, python_version, settings)
+    )
     await pool.start()
     return pool
 
@@ -135,6 +153,16 @@ def _pool(chosen: SandboxBackend, config: Any, version: str, settings: dict[str,
             return PodmanSandboxPool(_checked(config, ContainerConfig, in_image), **settings)
         case _:
             return PodmanSandboxPool(_checked(config, ContainerConfig, in_image), engine="podman-hpc", **settings)
+
+
+def _is_address(backend: str) -> bool:
+    return "://" in backend
+
+
+def _remote_pool(url: str, **settings: Any) -> BaseSandboxPool:
+    from ludic.sandbox.remote.client import RemoteSandboxPool  # here and not above: it loads the HTTP client
+
+    return RemoteSandboxPool(url, **settings)
 
 
 def _checked(config: Any, kind: type[Any], given: dict[str, str]) -> Any:
@@ -158,8 +186,20 @@ def _named(backend: SandboxBackend | str) -> SandboxBackend:
 _pools: "WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[BaseSandboxPool]]" = WeakKeyDictionary()
 
 
+BACKEND_VARIABLE = "LUDIC_SANDBOX"
+"""Names the backend of the shared pool: a SandboxBackend, or the address of a `ludic sandbox-server`."""
+
+
+def check_backend(backend: str) -> None:
+    """ConfigError for a text that is neither a backend nor an address."""
+    if _is_address(backend):
+        _remote_pool(backend)
+    else:
+        _named(backend)
+
+
 async def shared_pool() -> BaseSandboxPool:
-    """The pool of the running event loop, with the first backend that works here and a sandbox per core.
+    """The pool of the running event loop: of the backend in $LUDIC_SANDBOX, else of the first that works here.
 
     Made at the first call, and shut down when the loop ends (`asyncio.run` then cancels all tasks).
     """
@@ -170,7 +210,8 @@ async def shared_pool() -> BaseSandboxPool:
 
 
 async def _start() -> BaseSandboxPool:
-    pool = await create_sandbox_pool(n_workers=os.cpu_count() or 1)
+    backend = os.environ.get(BACKEND_VARIABLE) or SandboxBackend.AUTO
+    pool = await create_sandbox_pool(n_workers=None, backend=backend)
     _keepers[pool] = asyncio.create_task(_keep(pool))
     return pool
 

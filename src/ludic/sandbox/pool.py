@@ -125,6 +125,10 @@ class BaseSandboxPool(ABC):
         return self._python_version
 
     @property
+    def num_workers(self) -> int:
+        return self._n_workers
+
+    @property
     def available(self) -> int:
         return len(self._clean)
 

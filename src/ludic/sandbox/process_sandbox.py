@@ -8,9 +8,9 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from ludic.sandbox.interface import (
     Bind,
@@ -26,6 +26,7 @@ from ludic.sandbox.runner_process import PROGRAM, ExitFacts, Job, RawRun, Runner
 from ludic.tasks import cancel_all
 from ludic.types import ConfigError
 
+T = TypeVar("T")
 BASE_ENV = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -43,6 +44,29 @@ class Launcher(Protocol):
         ...
 
 
+class ActiveRuns(Generic[T]):
+    """The runs of one sandbox, each in a separate task, so that a reset can end them."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[T]] = set()
+
+    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Its result; SandboxError if `end` was called meanwhile."""
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if task.cancelled() and not _is_being_cancelled():
+                raise SandboxError("The sandbox was reset during the run.") from None
+            raise
+
+    async def end(self) -> None:
+        """End all runs and wait until they have ended."""
+        await cancel_all(self._tasks)
+
+
 class ProcessSandbox:
     """Implements Sandbox and CommandSandbox of ludic.sandbox.interface."""
 
@@ -52,7 +76,7 @@ class ProcessSandbox:
         self._keeps_spare = keep_spare
         self._limits = limits or SandboxLimits()
         self._spare: asyncio.Task[RunnerProcess] | None = None
-        self._runs: set[asyncio.Task[RawRun]] = set()
+        self._runs: ActiveRuns[RawRun] = ActiveRuns()
         self._python_version = ""
         self._closed = False
 
@@ -62,7 +86,7 @@ class ProcessSandbox:
 
     async def reset(self) -> None:
         """End running jobs and have a fresh runner ready."""
-        await self._end_runs()
+        await self._runs.end()
         if self._spare is not None and self._spare.done() and not _is_good(self._spare):
             await self._drop_spare()
         self._prepare()
@@ -72,7 +96,7 @@ class ProcessSandbox:
     async def close(self) -> None:
         """End everything; no run can start afterwards."""
         self._closed = True
-        await self._end_runs()
+        await self._runs.end()
         await self._drop_spare()
 
     async def compile(self, code: str, *, timeout_s: float = 5.0) -> CompileResult:
@@ -171,18 +195,9 @@ class ProcessSandbox:
         }
 
     async def _run(self, job: Job, binds: Sequence[Bind] = ()) -> RawRun:
-        """In a separate task, so that a reset can end it."""
         if self._closed:
             raise SandboxError("This sandbox is closed. Check another one out of the pool.")
-        task = asyncio.create_task(self._run_in_runner(job, binds))
-        self._runs.add(task)
-        task.add_done_callback(self._runs.discard)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            if task.cancelled() and not _is_being_cancelled():
-                raise SandboxError("The sandbox was reset during the run.") from None
-            raise
+        return await self._runs.run(self._run_in_runner(job, binds))
 
     async def _run_in_runner(self, job: Job, binds: Sequence[Bind]) -> RawRun:
         runner = await self._take(job.limits, binds)
@@ -230,9 +245,6 @@ class ProcessSandbox:
         if spare.cancelled() or isinstance(spare.exception(), SandboxError):
             return  # it has cleaned up after itself
         await spare.result().close()
-
-    async def _end_runs(self) -> None:
-        await cancel_all(self._runs)
 
 
 def _is_good(spare: asyncio.Task[RunnerProcess]) -> bool:

@@ -196,7 +196,7 @@ async def _serve_until_stopped(
         await server.start(given.host, given.port)
         print(_how_to_use(server.url, policy.model, shown, given), flush=True)
         if trainer is None:
-            await _until_signal()
+            await until_signal()
         else:
             left = None if given.steps is None else max(0, given.steps - trainer.step)
             await trainer.train(left)  # until a signal, or the last step; then it saves
@@ -206,7 +206,8 @@ async def _serve_until_stopped(
         files.close()
 
 
-async def _until_signal() -> None:
+async def until_signal() -> None:
+    """Wait for SIGINT or SIGTERM."""
     stopped, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C raises KeyboardInterrupt instead

@@ -53,6 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "models",
         "parsers",
         "rewards",
+        "sandbox",
         "tinker",
         "training",
     },

@@ -228,7 +228,7 @@ async def test_a_client_that_gives_up_ends_its_run_on_the_server():
 
 
 async def start_server(port: int = 0) -> tuple[asyncio.subprocess.Process, str]:
-    """`ludic sandbox-server` in a process of its own; returns it and its address."""
+    """The process of a `ludic sandbox-server`, and its address."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "ludic.cli.main", "sandbox-server", "--port", str(port), "--workers", "1",
         stdout=asyncio.subprocess.PIPE,

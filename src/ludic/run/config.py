@@ -18,6 +18,7 @@ from ludic.catalog import CutOff, Unreadable
 from ludic.judges import JudgeBy
 from ludic.models import TINY
 from ludic.run.entries import Arguments, EnvEntry, LeagueSettings, RecordedEntry, at_least
+from ludic.sandbox.backends import check_backend
 from ludic.training.config import CheckpointConfig, LRSchedule, TrainerConfig
 from ludic.types import ConfigError, SamplingParams, shown_url
 from ludic.types.urls import PUT_LOGIN, refuse_login
@@ -70,10 +71,15 @@ class EnvSettings:
     """Seconds after which an episode counts as failed; 0 is no limit."""
     env_timeout: float = DEFAULT_ENV_TIMEOUT_S
     """Seconds for one reset or step of the env, after which its episode counts as failed; 0 is no limit."""
+    sandbox: str | None = None
+    """Where the programs of code envs and of the python tool run: bubblewrap, docker, podman …, or http://HOST:PORT of a `ludic
+    sandbox-server`. Default: $LUDIC_SANDBOX, else the first back end that works here."""
 
     def __post_init__(self) -> None:
         at_least(1, max_steps=self.max_steps)
         at_least(0, episode_timeout=self.episode_timeout, env_timeout=self.env_timeout)
+        if self.sandbox is not None:
+            check_backend(self.sandbox)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -561,7 +567,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
      "save_rollouts", "save_tokens", "max_failed_share", "concurrency", "threads", "device", "micro_token_budget",
      "share_prefixes", "gradient_checkpointing", "compile", "eval_every", "eval_at_start", "eval_in_background",
      "eval_episodes", "eval_pass_k", "eval_data", "eval_temperature", "eval_concurrency", "eval_timeout_s", "redis",
-     "episode_timeout", "env_timeout", "actors", "max_waiting", "acknowledge", "max_restarts", "server",
+     "episode_timeout", "env_timeout", "sandbox", "actors", "max_waiting", "acknowledge", "max_restarts", "server",
      "control_token", "server_memory", "server_hung_after", "judge_key_env", "judge_concurrency", "judge_cache",
      "judge_device", "transport"}
 )  # fmt: skip

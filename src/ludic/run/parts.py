@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -42,6 +43,7 @@ from ludic.run.entries import RecordedEntry
 from ludic.run.folder import METRICS, wandb_id
 from ludic.run.resolve import EnvFactory, Parts, ResolvedRun, open_reduction
 from ludic.run.settings import values_of
+from ludic.sandbox.backends import BACKEND_VARIABLE
 from ludic.training import (
     JSONLLogger,
     PrintLogger,
@@ -200,6 +202,8 @@ def make_episode_setup(
 ) -> EpisodeSetup:
     """`env` and `agent` are resolved. In an env with several players, each is a copy of the agent."""
     parts = parts or Parts()
+    if env.sandbox is not None:
+        os.environ[BACKEND_VARIABLE] = env.sandbox  # env workers, which are other processes, read it too
     sample = parts.samples[0] if parts.samples else None if env.data is None else read_samples(env.data)[0]
     made = factory.make(env_arguments(env, sample))
     make_protocol = protocol_factory(agent, made.agent_ids, template, model, parts)

@@ -18,6 +18,7 @@ import builtins
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import sys
 import traceback
@@ -43,6 +44,8 @@ from ludic.types.errors import (
 
 _ID = re.compile(r"[A-Za-z0-9_.\-]+(/[A-Za-z0-9_.\-]+)?")
 _HOME = "ludic/"
+_OWN_PREFIX = "ludic_own_"
+"""Of the names of modules that were loaded from file.py:name."""
 _GIVEN_AS_FUNCTIONS = ("parser", "tool", "reward", "filter")
 """Kinds whose part is a function itself, and not what a function returns."""
 
@@ -249,7 +252,7 @@ def _load_file(place: str) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"There is no file {place} in {Path.cwd()}. Write path/to/file.py:name.")
     # A unique name: a file called math.py must not shadow the standard library or a file of another folder.
-    name = f"ludic_own_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    name = f"{_OWN_PREFIX}{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -326,6 +329,16 @@ def _where_raised(error: BaseException) -> str:
         what = str(error)
     raised = f"{type(error).__name__}: {what}".rstrip(".")
     return f"{place}, line {number}, `{line.strip()}`, raised {raised}" if place else raised
+
+
+def name_of(part: Any) -> str:
+    """`module:name` of a part that was given as an object; `file.py:name` if it belongs to the running script, or was loaded as
+    that."""
+    named = part if hasattr(part, "__qualname__") else type(part)
+    module, file = named.__module__, getattr(sys.modules.get(named.__module__), "__file__", None)
+    is_file = module == "__main__" or module.startswith(_OWN_PREFIX)
+    where = os.path.relpath(file) if is_file and file is not None else module
+    return f"{where}:{named.__qualname__}".replace("<", "").replace(">", "")
 
 
 # --- one registry per kind ---

@@ -8,7 +8,7 @@ import inspect
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -53,17 +53,21 @@ class Factories:
             )
 
     def makes_env_on_loop(self, request: RolloutRequest) -> bool:
-        """True if the factory is a non-blocking env class. Any other factory may block and is called in a thread."""
+        """True if the factory is a non-blocking env class or a coroutine function (`EnvPool.make`). Any other factory may block and
+        is called in a thread."""
         kind = request.env.kind
         if kind not in self._on_loop:
             made_by = self._envs[kind] if kind in self._envs else registry.envs.spec(kind).load()
-            self._on_loop[kind] = isinstance(made_by, type) and issubclass(made_by, LudicEnv) and not made_by.blocking
+            is_light = isinstance(made_by, type) and issubclass(made_by, LudicEnv) and not made_by.blocking
+            self._on_loop[kind] = is_light or inspect.iscoroutinefunction(made_by)
         return self._on_loop[kind]
 
-    def make_env(self, request: RolloutRequest) -> AnyEnv:
+    def make_env(self, request: RolloutRequest) -> AnyEnv | Awaitable[AnyEnv]:
         kind, kwargs = request.env.kind, request.env.kwargs
         own = self._envs.get(kind)
-        env: AnyEnv = registry.envs.make(kind, **kwargs) if own is None else self._make("env", kind, own, kwargs)
+        env: AnyEnv | Awaitable[AnyEnv] = (
+            registry.envs.make(kind, **kwargs) if own is None else self._make("env", kind, own, kwargs)
+        )
         return env
 
     def make_protocol(self, request: RolloutRequest) -> InteractionProtocol:

@@ -23,6 +23,7 @@ COMMANDS = {
         "Serve an environment in OpenEnv's protocol.",
     ),
     "sandbox-server": ("ludic.cli.servers.sandbox_server:sandbox_server", "Run untrusted programs for other machines."),
+    "env-server": ("ludic.cli.servers.env_server:env_server", "Hold environments for runs on other machines."),
     "export": ("ludic.cli.listing:export", "Write a trained model in the format of Hugging Face."),
     "rescore": ("ludic.cli.rescore:rescore_run", "Score saved rollouts with another reward or judge."),
     "launch": ("ludic.cli.pipeline.command:launch", "Train with actors and a learner in separate processes."),

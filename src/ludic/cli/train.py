@@ -40,7 +40,8 @@ def train(args: list[str]) -> int:
     command, config = parse_run(TrainArgs, args, prog="ludic train", description=DESCRIPTION)
     from ludic.run.resolve import env_factory
 
-    envs = [env_factory(id) for id in config.env_ids]  # reports a wrong name before torch is loaded
+    server = config.env.env_server
+    envs = [env_factory(id, server=server) for id in config.env_ids]  # reports a wrong name before torch is loaded
     need_extras("train", "ludic train")
     from ludic.run import build
 

@@ -12,10 +12,10 @@ import ctypes
 import logging
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from queue import SimpleQueue
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     from ludic.envs.env import LudicEnv
@@ -179,19 +179,23 @@ def thread_of(env: "LudicEnv[Any, Any, Any]") -> EnvThread:
 
 
 @contextlib.asynccontextmanager
-async def opened(make: Callable[[], E], *, on_loop: bool, timeout_s: float | None) -> AsyncIterator[E]:
-    """An env for one episode, closed afterwards. Unless `on_loop`, its thread makes it, within `timeout_s`.
+async def opened(make: Callable[[], E | Awaitable[E]], *, on_loop: bool, timeout_s: float | None) -> AsyncIterator[E]:
+    """An env for one episode, closed afterwards. Unless `on_loop`, its thread makes it, within `timeout_s`. On the loop, `make` may
+    be a coroutine function, such as `EnvPool.make`, with the same limit.
 
     An env whose last call does not end is not closed: its thread may still use what closing would free.
     """
     thread = None if on_loop else EnvThread()
     made: list[E] = []  # by the thread; also if the episode is cancelled meanwhile
     try:
-        if thread is None:
-            made.append(make())
-        else:
+        if thread is not None:
             async with time_limit(timeout_s, "Making the env", "env_timeout_s"):
-                await thread.run(lambda: made.append(make()))
+                await thread.run(lambda: made.append(cast(E, make())))
+        elif isinstance(env := make(), Awaitable):
+            async with time_limit(timeout_s, "Making the env", "env_timeout_s"):
+                made.append(await env)
+        else:
+            made.append(env)
         (env,) = made
         if thread is not None and env.blocking:
             vars(env)["_thread"] = thread

@@ -71,13 +71,26 @@ class EnvSettings:
     """Seconds after which an episode counts as failed; 0 is no limit."""
     env_timeout: float = DEFAULT_ENV_TIMEOUT_S
     """Seconds for one reset or step of the env, after which its episode counts as failed; 0 is no limit."""
+    env_workers: int = 0
+    """Processes that hold the envs; 0: they are in this process (docs/env-workers.md)."""
+    env_memory_mb: int | None = None
+    """With --env-workers: what the envs of one process may allocate together. Default: no limit."""
+    env_server: str | None = None
+    """host:port of a `ludic env-server`, which holds the envs on another machine; its token is in $LUDIC_ENV_TOKEN."""
     sandbox: str | None = None
     """Where the programs of code envs and of the python tool run: bubblewrap, docker, podman …, or http://HOST:PORT of a `ludic
     sandbox-server`. Default: $LUDIC_SANDBOX, else the first back end that works here."""
 
     def __post_init__(self) -> None:
-        at_least(1, max_steps=self.max_steps)
-        at_least(0, episode_timeout=self.episode_timeout, env_timeout=self.env_timeout)
+        at_least(1, max_steps=self.max_steps, env_memory_mb=self.env_memory_mb)
+        at_least(0, episode_timeout=self.episode_timeout, env_timeout=self.env_timeout, env_workers=self.env_workers)
+        if self.env_server is not None and self.env_workers:
+            raise ConfigError(
+                f"env_server = {self.env_server!r} has its own workers; leave env_workers = {self.env_workers} out, or the "
+                "server."
+            )
+        if self.env_memory_mb is not None and not self.env_workers:
+            raise ConfigError(f"env_memory_mb = {self.env_memory_mb} limits env workers; give --env-workers N, too.")
         if self.sandbox is not None:
             check_backend(self.sandbox)
 
@@ -567,9 +580,9 @@ MAY_CHANGE_ON_RESUME = frozenset(
      "save_rollouts", "save_tokens", "max_failed_share", "concurrency", "threads", "device", "micro_token_budget",
      "share_prefixes", "gradient_checkpointing", "compile", "eval_every", "eval_at_start", "eval_in_background",
      "eval_episodes", "eval_pass_k", "eval_data", "eval_temperature", "eval_concurrency", "eval_timeout_s", "redis",
-     "episode_timeout", "env_timeout", "sandbox", "actors", "max_waiting", "acknowledge", "max_restarts", "server",
-     "control_token", "server_memory", "server_hung_after", "judge_key_env", "judge_concurrency", "judge_cache",
-     "judge_device", "transport"}
+     "episode_timeout", "env_timeout", "env_workers", "env_memory_mb", "env_server", "sandbox", "actors", "max_waiting",
+     "acknowledge", "max_restarts", "server", "control_token", "server_memory", "server_hung_after", "judge_key_env",
+     "judge_concurrency", "judge_cache", "judge_device", "transport"}
 )  # fmt: skip
 """Settings with which a run stays the same run."""
 

@@ -141,6 +141,7 @@ class Generation(ABC):
             setup = make_episode_setup(
                 config.env, config.agent, own.env, served.client, template, served.model, parts, reward=config.reward
             )
+            self._closing.callback(setup.close)
             made.append(setup if not self._run.envs else replace(setup, protocol=f"play {len(made)}"))
         return replace(made[0], beside=tuple(made[1:]))
 

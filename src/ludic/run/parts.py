@@ -28,6 +28,7 @@ from ludic.batch_gen import (
     make_dataset_sequence_requests_fn,
 )
 from ludic.batch_gen.requests.samples import read_samples
+from ludic.envs.workers import EnvPool
 from ludic.eval import EngineEvaluator, Grading
 from ludic.gateway.agents import AgentCommand, AgentFunction, OutsideAgent, is_agent_function
 from ludic.gateway.protocol import GatewayProtocol
@@ -114,6 +115,8 @@ class EpisodeSetup:
     """Of the other envs of the run: its engines play their episodes, too."""
     policies: Policies | None = None
     """Which policy plays which role, for requests that say it."""
+    pool: EnvPool | None = None
+    """What holds the envs; None: this process."""
     engines: dict[str, RolloutEngine] = field(default_factory=dict)
     """Every engine that was made, by its purpose; `activity` reports their progress."""
 
@@ -128,7 +131,7 @@ class EpisodeSetup:
     ) -> RolloutEngine:
         """A new rollout engine; `purpose` is its name in `activity`."""
         self.engines[purpose] = RolloutEngine(
-            env_registry={s.env.id: s.factory.factory for s in (self, *self.beside) if s.env.id not in registry.envs},
+            env_registry=self._env_registry(),
             protocol_registry={s.protocol: s.new_protocol for s in (self, *self.beside)},
             jsonl_path=jsonl_path,
             resume=resume,
@@ -139,6 +142,17 @@ class EpisodeSetup:
             rewards=self.rewards,
         )
         return self.engines[purpose]
+
+    def _env_registry(self) -> dict[str, Callable[..., Any]]:
+        """What makes the envs: a pool, or a factory of this process where the registry has none."""
+        setups = (self, *self.beside)
+        own = {s.env.id: s.factory.factory for s in setups if s.env.id not in registry.envs}
+        return own | {s.env.id: s.pool.make for s in setups if s.pool is not None}
+
+    def close(self) -> None:
+        """End the env workers, if there are some."""
+        if self.pool is not None:
+            self.pool.close()
 
     def new_protocol(self, model: str | None = None, policies: RoleAssignment | None = None) -> InteractionProtocol:
         """For one episode."""
@@ -215,6 +229,21 @@ def make_episode_setup(
         make_protocol=make_protocol,
         max_steps=env.max_steps or 1,
         rewards=make_rewards(reward or RewardSettings(), agent, parts),
+        pool=make_pool(env, factory),
+    )
+
+
+def make_pool(env: EnvSettings, factory: EnvFactory) -> EnvPool | None:
+    """For envs in other processes; None if the settings have none. Workers are started by the first episode."""
+    if env.env_server is not None:
+        return EnvPool(env.id, server=env.env_server)
+    if not env.env_workers:
+        return None
+    return EnvPool(
+        factory.id if factory.id in registry.envs else factory.factory,
+        workers=env.env_workers,
+        timeout_s=env.env_timeout or None,
+        memory_mb=env.env_memory_mb,
     )
 
 

@@ -2,9 +2,7 @@
 
 import inspect
 import math
-import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,11 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ludic import registry
 from ludic.catalog import Suggested
 from ludic.envs.check import require_env
+from ludic.envs.workers import EnvPool
+from ludic.envs.workers.server import ServerAddress, connect, suggested_by
 from ludic.interaction.base import AnyEnv
 from ludic.run.config import CHECKPOINTS, DEFAULT_MAX_LAG, AlgoSettings, Averaging, RunConfig
 from ludic.run.entries import EnvEntry
 from ludic.run.settings import values_of, with_values
 from ludic.training.config import CheckpointConfig, TrainerConfig
+from ludic.training.learner.stop import run_sync
 from ludic.types import (
     BatchSource,
     ConfigError,
@@ -74,10 +75,15 @@ class EnvFactory:
         return require_env(made, self.id)
 
 
-def env_factory(env: str | Callable[..., AnyEnv]) -> EnvFactory:
-    """A registered env, `module:Class` or `file.py:Class`; or an env class, or a function that makes one."""
+def env_factory(env: str | Callable[..., AnyEnv], *, server: str | None = None) -> EnvFactory:
+    """A registered env, `module:Class` or `file.py:Class`; or an env class, or a function that makes one. With `server`, an env
+    that this env server has; it need not be installed here."""
+    if server is not None:
+        return _served(env if isinstance(env, str) else registry.name_of(env), server)
     if not isinstance(env, str):
-        return EnvFactory(id=name_of(env), factory=env, takes_sample="sample" in inspect.signature(env).parameters)
+        return EnvFactory(
+            id=registry.name_of(env), factory=env, takes_sample="sample" in inspect.signature(env).parameters
+        )
     spec = registry.envs.spec(env) if ":" in env else _registered(env)
     found = spec.load()
     return EnvFactory(
@@ -89,12 +95,24 @@ def env_factory(env: str | Callable[..., AnyEnv]) -> EnvFactory:
     )
 
 
-def name_of(part: Any) -> str:
-    """`module:name` of a part that was given as an object; `file.py:name` if it belongs to the running script."""
-    named = part if hasattr(part, "__qualname__") else type(part)
-    module, file = named.__module__, getattr(sys.modules.get(named.__module__), "__file__", None)
-    where = os.path.relpath(file) if module == "__main__" and file is not None else module
-    return f"{where}:{named.__qualname__}".replace("<", "").replace(">", "")
+def _served(id: str, server: str) -> EnvFactory:
+    """The env of an env server; `make` there makes it and closes it at once, for what can be asked of it."""
+
+    async def made_and_closed(**arguments: Any) -> AnyEnv:
+        async with EnvPool(id, server=server) as pool:
+            env = await pool.make(**arguments)
+            await env.async_close()
+            return env
+
+    _, info = run_sync(connect(ServerAddress.parse(server), worker=None))
+    served = info.envs[info.require(id)]
+    return EnvFactory(
+        id=id,
+        factory=lambda **arguments: run_sync(made_and_closed(**arguments)),
+        takes_sample=served.takes_sample,
+        example=served.example,
+        suggested=suggested_by(served),
+    )
 
 
 def _registered(id: str) -> registry.EntrySpec:
@@ -289,7 +307,7 @@ def _resolve_several(config: RunConfig, parts: Parts) -> ResolvedRun:
         NamedEnv(
             name=entry.label,
             share=entry.weight / total,
-            run=resolve(config_of_entry(alone, entry), env_factory(entry.id), parts),
+            run=resolve(config_of_entry(alone, entry), env_factory(entry.id, server=config.env.env_server), parts),
         )
         for entry in config.envs
     )

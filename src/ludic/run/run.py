@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+from ludic import registry
 from ludic.batch_gen import TooManyFailures
 from ludic.batch_gen.pipeline.connection import RedisGone
 from ludic.distributed import WeightPushError
@@ -36,7 +37,7 @@ from ludic.run.folder import (
 from ludic.run.generation import GENERATIONS, Generation
 from ludic.run.model import load_policy, load_reference, use_threads, with_pinned_checkpoints
 from ludic.run.parts import make_loggers
-from ludic.run.resolve import EnvFactory, Parts, ResolvedRun, env_factory, name_of, resolve
+from ludic.run.resolve import EnvFactory, Parts, ResolvedRun, env_factory, resolve
 from ludic.run.settings import read_toml, with_given, with_values
 from ludic.tasks import cancel_all, long_lived_objects_exempt
 from ludic.training import TeeLogger, Trainer
@@ -320,7 +321,8 @@ def build(
     if is_several:
         config = with_given(config, {"envs": settings.pop("envs", config.envs)})
     named = env or config.env.id or config.envs[0].id
-    factory = named if isinstance(named, EnvFactory) else env_factory(named)
+    server = settings.get("env_server", config.env.env_server)
+    factory = named if isinstance(named, EnvFactory) else env_factory(named, server=server)
     given = {
         "agent": _part(agent),
         "context": _part(context),
@@ -353,7 +355,7 @@ NameAndObject: TypeAlias = tuple[Any, Any]
 
 def _part(given: Any) -> NameAndObject:
     """The name of a part; or an object, which the settings call by its place in the code."""
-    return (given, None) if given is None or isinstance(given, str) else (name_of(given), given)
+    return (given, None) if given is None or isinstance(given, str) else (registry.name_of(given), given)
 
 
 def _several(given: Any) -> NameAndObject:

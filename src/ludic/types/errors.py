@@ -150,6 +150,19 @@ class EnvContractError(LudicError, TypeError):
     """An environment broke the contract of LudicEnv (wrong return type, missing agent, …)."""
 
 
+class EnvCrashed(LudicError, RuntimeError):
+    """The process that held an env has ended or was killed, and its episode with it."""
+
+
+class EnvWorkerError(LudicError, RuntimeError):
+    """An exception of an env that runs in another process; `failure` is what it would be recorded as in this one."""
+
+    def __init__(self, failure: "Failure") -> None:
+        super().__init__(failure.summary)
+        self.failure = failure
+        self.add_note(f"In the env's process:\n{failure.traceback}")
+
+
 class ResetNeeded(LudicError, RuntimeError):
     """`step` was called before `reset`, or after the episode ended."""
 
@@ -216,6 +229,8 @@ class Failure:
 
     @classmethod
     def from_exception(cls, error: BaseException) -> "Failure":
+        if isinstance(error, EnvWorkerError):
+            return error.failure
         try:
             message = str(error)
         except BaseException as broken:  # noqa: BLE001 - an exception of the user's, whose __str__ raises

@@ -13,8 +13,8 @@ from ludic.context import FullDialog
 from ludic.envs import SingleAgentEnv
 from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import raw_parser
+from ludic.registry import name_of
 from ludic.run import build
-from ludic.run.resolve import name_of
 from ludic.types import ConfigError, Reducer, StepOutcome
 
 SMALL = {

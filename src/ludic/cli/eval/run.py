@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -59,7 +59,7 @@ def evaluate(args: list[str]) -> int:
     run = Path(command.target)
     if run.is_dir() and trains_on(run, config.env.data):
         print(f"These are the samples that {run} was trained on, {config.env.data}; --data FILE.jsonl takes others.")
-    found = env_factory(config.env.id)
+    found = env_factory(config.env.id, server=config.env.env_server)
     return _compare(resolve(config, found), found, resume=command.resume)
 
 
@@ -114,11 +114,13 @@ async def _measure(
     measure = config.measure
     seed = measure.seed if config.policy.init_seed is None else config.policy.init_seed
     with_tools, concurrency = config.agent.may_call_tools, measure.concurrency
-    async with opened(model, config.policy, with_tools=with_tools, seed=seed, concurrency=concurrency) as policy:
+    serving = opened(model, config.policy, with_tools=with_tools, seed=seed, concurrency=concurrency)
+    async with serving as policy, AsyncExitStack() as stack:
         setup = make_episode_setup(
             config.env, config.agent, found, policy.client, policy.template, policy.model, reward=config.reward
         )
         setup = replace(setup, player=model.identity)
+        stack.callback(setup.close)
         requests = make_requests(setup, config, samples)
         prepare_folder(folder, config)  # after all checks, so that a mistake leaves no folder
         # With --resume the file holds the episodes of the earlier evaluation; otherwise it is new.

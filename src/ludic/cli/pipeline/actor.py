@@ -80,11 +80,11 @@ def _with_an_engine(run: ResolvedRun, stack: contextlib.ExitStack) -> ActorPolic
     stack.callback(engine.close)
     template = make_template(loaded.tokenizer, with_tools=config.agent.may_call_tools)
     follower = FolderFollower(run.folder / WEIGHTS, engine)
+    setup = make_episode_setup(config.env, config.agent, run.env, engine, template, loaded.name, reward=config.reward)
+    stack.callback(setup.close)
     return ActorPolicy(
         client=engine,
-        setup=make_episode_setup(
-            config.env, config.agent, run.env, engine, template, loaded.name, reward=config.reward
-        ),
+        setup=setup,
         first_version=follower.first_version,
         follow=follower.run,
     )
@@ -97,6 +97,7 @@ def _on_servers(run: ResolvedRun, stack: contextlib.ExitStack) -> ActorPolicy:
     client, model = connect_to_servers(run)
     stack.callback(lambda: asyncio.run(client.close()))
     setup = make_episode_setup(config.env, config.agent, run.env, client, template, model, reward=config.reward)
+    stack.callback(setup.close)
     return ActorPolicy(client=client, setup=setup)
 
 

@@ -76,6 +76,6 @@ def _parse(arguments: type[A], args: list[str], prog: str, description: str) -> 
     command, config = parse_run(arguments, args, prog=prog, description=description)
     if config.envs:
         raise ConfigError(f"[[envs]] is for runs that play their own episodes: ludic train, not {prog}.")
-    env = env_factory(config.env.id)  # reports a wrong name before torch is loaded
+    env = env_factory(config.env.id, server=config.env.env_server)  # reports a wrong name before torch is loaded
     need_extras("train,pipeline", prog)
     return command, replace(config, rollouts=replace(config.rollouts, engine="pipeline")), env

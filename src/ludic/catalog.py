@@ -158,6 +158,17 @@ _BFCL_SAMPLE = {
         {"weather.forecast": {"place": ["Lyon", "Lyon, France"], "days": [3]}},
     ],
 }
+_TAU2_SAMPLE = {
+    "domain": "mock",
+    "id": "example",
+    "user_scenario": {"instructions": "You are user_1. Let the agent make a task called 'Buy bread' for you."},
+    "evaluation_criteria": {
+        "actions": [
+            {"action_id": "make", "name": "create_task", "arguments": {"user_id": "user_1", "title": "Buy bread"}}
+        ],
+        "communicate_info": ["Buy bread"],
+    },
+}
 # Reads the last code block of a reply; a reply without one gets the reward of a program that does not compile.
 _CODE = Suggested(
     parser="pattern",
@@ -256,6 +267,11 @@ BUILTINS: Mapping[str, Mapping[str, Entry]] = {
             "ludic.envs.adapters.bfcl:BFCLEnv",
             example={"sample": _BFCL_SAMPLE},
             suggested=Suggested(agent="call_agent", max_steps=1, max_tokens=512, unreadable="stop"),
+        ),
+        "tau2": Entry(
+            "ludic.envs.adapters.tau2:Tau2Env",
+            example={"sample": _TAU2_SAMPLE},
+            suggested=Suggested(agent="tool_agent", agent_args={"max_model_calls": 16}, max_steps=100, max_tokens=512),
         ),
         "dialogue": Entry(
             "ludic.envs.dialogue:DialogueEnv",

@@ -76,6 +76,10 @@ class LudicEnv(ABC, Generic[AgentID, Obs, Action]):
         """A system prompt that explains the task; used when the agent's context has none."""
         return None
 
+    def system_prompt_for(self, agent_id: AgentID) -> str | None:
+        """The system prompt of one role. Override it where roles need different ones."""
+        return self.suggested_sysprompt
+
     def current_obs(self) -> dict[AgentID, Obs]:
         raise NotImplementedError(f"{type(self).__name__} does not offer current_obs.")
 

@@ -130,7 +130,7 @@ class AgentSession:
             raise
         self.agent.allow_tokens(self.max_tokens)
         own = self.agent.ctx.default_system_prompt
-        self.agent.reset(env.suggested_sysprompt if own is None else own)
+        self.agent.reset(env.system_prompt_for(self.agent_id) if own is None else own)
         if opening is not None:
             self._tell(*opening)
 

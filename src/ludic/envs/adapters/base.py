@@ -1,5 +1,7 @@
-"""Shared by the adapters: an env that is copied by replaying it, values as JSON and text, action names, global random state."""
+"""Shared by the adapters: an env that is copied by replaying it, values as JSON and text, action names, calls as actions, global
+random state."""
 
+import json
 import random
 import re
 import threading
@@ -7,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -190,6 +192,27 @@ class Choices:
 
 def _folded(text: str) -> str:
     return text.strip().casefold()
+
+
+# --- actions that are function calls ---
+
+Call: TypeAlias = tuple[str, dict[str, Any]]
+"""Name of the function, arguments."""
+
+
+def read_calls(action: str) -> list[Call] | None:
+    """The calls of an action, `[{"name": …, "arguments": {…}}, …]`; None if it is another text."""
+    try:
+        found = json.loads(action)
+    except (ValueError, RecursionError):
+        return None
+    calls = found if isinstance(found, list) else [found]
+    for call in calls:
+        if not (
+            isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("arguments"), dict)
+        ):
+            return None
+    return [(call["name"], call["arguments"]) for call in calls]
 
 
 # --- global random state ---

@@ -8,8 +8,9 @@ import pytest
 from ludic import registry
 from ludic.agents import CallAgent, ReActAgent
 from ludic.envs import check_env
+from ludic.envs.adapters.base import read_calls
 from ludic.envs.adapters.bfcl import BFCLEnv, data
-from ludic.envs.adapters.bfcl.grading import accepts, grade, read_calls
+from ludic.envs.adapters.bfcl.grading import accepts, grade
 from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import raw_parser
 from ludic.types import ConfigError, MissingPackage, UnknownName

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ludic.envs.adapters.bfcl.grading import Call, Verdict, grade, read_calls, reference_call, tool_name
+from ludic.envs.adapters.base import Call, read_calls
+from ludic.envs.adapters.bfcl.grading import Verdict, grade, reference_call, tool_name
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.tools.tool import tool_from_schema
 from ludic.types import ConfigError, Info, Observation, StepOutcome
@@ -78,7 +79,7 @@ class BFCLEnv(SingleAgentEnv):
             for function in self._functions
         ]
 
-    def _record(self, name: str, **arguments: Any) -> str:
+    def _record(self, name: str, /, **arguments: Any) -> str:
         """What an agent that runs its calls (ToolAgent) gets instead of a result."""
         self._recorded.append((name, arguments))
         return "The call is recorded. There is no result; end your turn when you have made all calls."

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-Call: TypeAlias = tuple[str, dict[str, Any]]
-"""Name of the function, arguments."""
+from ludic.envs.adapters.base import Call
+
 Accepted: TypeAlias = Mapping[str, Mapping[str, Sequence[Any]]]
 """One accepted call: a mapping with one function."""
 
@@ -35,21 +35,6 @@ class Verdict:
 def tool_name(function: str) -> str:
     """The name under which a model knows the function: chat templates and servers accept no dots."""
     return function.replace(".", "_")
-
-
-def read_calls(action: str) -> list[Call] | None:
-    """The calls of an action, `[{"name": …, "arguments": {…}}, …]`; None if it is another text."""
-    try:
-        found = json.loads(action)
-    except (ValueError, RecursionError):
-        return None
-    calls = found if isinstance(found, list) else [found]
-    for call in calls:
-        if not (
-            isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("arguments"), dict)
-        ):
-            return None
-    return [(call["name"], call["arguments"]) for call in calls]
 
 
 def grade(calls: Sequence[Call], accepted: Sequence[Accepted], functions: Sequence[Mapping[str, Any]]) -> Verdict:

@@ -49,7 +49,7 @@ ALLOWED = {
     ("src/ludic/distributed/ranks.py", "scatter_object_list"): RANKS,
     ("src/ludic/distributed/ranks.py", "broadcast_object_list"): RANKS,
     ("src/ludic/training/checkpoint/manager.py", "all_gather_object"): RANKS,
-    ("src/ludic/envs/check.py", "pickle"): "copies an env of this process; the bytes never leave it",
+    ("src/ludic/envs/check/contract.py", "pickle"): "copies an env of this process; the bytes never leave it",
     (
         "src/ludic/envs/code_exec/batch.py",
         "marshal",

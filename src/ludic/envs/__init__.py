@@ -1,15 +1,15 @@
 """Environments: `LudicEnv`, two bases to build on, the contract check, and the built-in tasks.
 
-`interaction`, `batch_gen` and `run` import it; it imports `sandbox`. Start with single_agent_env.py, then check.py. Tasks are made
+`interaction`, `batch_gen` and `run` import it; it imports `sandbox` and `tools`. Start with single_agent_env.py, then check/. Tasks are made
 by name (`ludic.registry.envs.make("tic_tac_toe")`) or imported from their modules.
 """
 
-from ludic.envs.check import EnvCheckFailed, check_env
+from ludic.envs.check import EnvCheckFailed, EnvReport, check_env
 from ludic.envs.dataset_qa_env import DatasetQAEnv, ParserFn, PromptBuilder, Sample, VerifierFn
 from ludic.envs.env import LudicEnv
 from ludic.envs.single_agent_env import SingleAgentEnv
 
 __all__ = [
     "LudicEnv", "SingleAgentEnv", "DatasetQAEnv", "Sample", "ParserFn", "VerifierFn", "PromptBuilder",
-    "check_env", "EnvCheckFailed",
+    "check_env", "EnvCheckFailed", "EnvReport",
 ]  # fmt: skip

@@ -95,3 +95,11 @@ class SingleAgentEnv(LudicEnv[str, Observation, str]):
             )
         self._over = outcome.terminated or outcome.truncated
         return {self.agent_id: outcome}
+
+
+def is_plain(kind: type[LudicEnv[Any, Any, Any]]) -> bool:
+    """Whether the awaitable methods only call `reset` and `step`."""
+    if issubclass(kind, SingleAgentEnv):
+        inherited, base = ("async_reset", "async_step", "async_env_reset", "async_env_step"), SingleAgentEnv
+        return all(getattr(kind, name) is getattr(base, name) for name in inherited)
+    return kind.async_reset is LudicEnv.async_reset and kind.async_step is LudicEnv.async_step

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ludic.envs import EnvCheckFailed, check_env
+from ludic.envs import EnvCheckFailed, EnvReport, check_env
 from ludic.types import Snapshot, StepOutcome
 from tests.fakes import CountingEnv
 
@@ -155,3 +155,33 @@ async def test_a_correct_env_passes():
 async def test_each_contract_violation_is_reported(env, reason):
     with pytest.raises(EnvCheckFailed, match=reason):
         await check_env(env)
+
+
+# --- the report ---
+
+COSTS = {
+    "env": "Mine", "blocking": False, "is_async": False, "num_steps": 10, "reset_s": 0.001, "step_s": 0.0001,
+    "step_cpu_s": 0.0001, "slowest_s": 0.002, "memory_mb": 3.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cost", "suits", "said"),
+    [
+        ({}, "in process", "0.1 ms on the event loop"),
+        ({"step_s": 0.03}, "env workers", "holds the event loop for 30 ms"),
+        ({"step_s": 0.03, "is_async": True}, "in process", "30 ms on the event loop"),
+        ({"step_s": 2.0, "blocking": True}, "in process", "2 s in its thread"),
+        ({"step_s": 0.03, "step_cpu_s": 0.03, "blocking": True}, "env workers", "computes for 30 ms"),
+        ({"memory_mb": 3000.0}, "env workers", "3,000 MB"),
+    ],
+)
+def test_report_says_where_an_env_belongs(cost, suits, said):
+    report = EnvReport(**{**COSTS, **cost})
+    assert report.suits == suits and said in str(report)
+
+
+async def test_report_has_what_was_measured():
+    report = await check_env(Sound)
+    assert (report.env, report.is_async) == ("Sound", False) and report.num_steps > 0
+    assert report.slowest_s >= report.step_s > 0

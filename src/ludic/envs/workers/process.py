@@ -23,7 +23,7 @@ from typing import Any
 from ludic import registry
 from ludic.envs.check import require_env
 from ludic.envs.env import LudicEnv
-from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.envs.single_agent_env import is_plain
 from ludic.envs.threads import EnvThread, time_limit
 from ludic.envs.workers.wire import RETIRING, Call, FrameReader, Line, Reply, error_to_wire, pack
 from ludic.tools.tool import Tool, as_tool
@@ -73,9 +73,9 @@ class HeldEnv:
         env = self._env = require_env(made, type(made).__name__)
         if env.blocking and self._thread is not None:
             vars(env)["_thread"] = self._thread
-        is_plain = _is_plain(type(env)) and not env.blocking
-        self.is_direct = is_plain and not self._in_threads
-        self._is_threaded = is_plain and self._in_threads
+        is_quick = is_plain(type(env)) and not env.blocking
+        self.is_direct = is_quick and not self._in_threads
+        self._is_threaded = is_quick and self._in_threads
         reward = None if env.full_reward is None else float(env.full_reward)
         return [type(env).__name__, list(env.agent_ids), list(env.active_agents), env.suggested_sysprompt, reward]
 
@@ -156,14 +156,6 @@ class HeldEnv:
             async with time_limit(_CLOSE_S, f"{type(env).__name__}.async_close"):
                 await env.async_close()
         return is_ended
-
-
-def _is_plain(kind: type[Env]) -> bool:
-    """Whether the awaitable methods only call `reset` and `step`."""
-    if issubclass(kind, SingleAgentEnv):
-        inherited, base = ("async_reset", "async_step", "async_env_reset", "async_env_step"), SingleAgentEnv
-        return all(getattr(kind, name) is getattr(base, name) for name in inherited)
-    return kind.async_reset is LudicEnv.async_reset and kind.async_step is LudicEnv.async_step
 
 
 class Connection:

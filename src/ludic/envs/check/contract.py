@@ -18,8 +18,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from ludic.envs.check.report import EnvReport, StepClock
 from ludic.envs.env import LudicEnv
-from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.envs.single_agent_env import SingleAgentEnv, is_plain
 from ludic.types import (
     ConfigError,
     EnvContractError,
@@ -45,16 +46,19 @@ class EnvCheckFailed(EnvContractError):
     """An environment breaks the contract; the message says which part."""
 
 
-async def check_env(make: EnvFactory, *, seeds: tuple[int, ...] = (0, 1, 2), max_steps: int = 200) -> None:
-    """Raise EnvCheckFailed at the first broken rule of the contract.
+async def check_env(make: EnvFactory, *, seeds: tuple[int, ...] = (0, 1, 2), max_steps: int = 200) -> EnvReport:
+    """Raise EnvCheckFailed at the first broken rule of the contract; returns what a step costs, and whether that suits one process.
 
-    `make` is the env's class or a function that makes one. In a script: `asyncio.run(check_env(MyEnv))`; in a notebook:
+    `make` is the env's class or a function that makes one. In a script: `print(asyncio.run(check_env(MyEnv)))`; in a notebook:
     `await check_env(MyEnv)`.
     """
     if not callable(make):
         raise ConfigError(f"check_env makes many envs; give it the class or a function, not an object ({make!r:.60}).")
+    clock = StepClock()
     _check_roles(make())
-    alone = {seed: await _play(make(), seed, _some_action, max_steps) for seed in seeds}
+    alone = {seed: await _play(make(), seed, _some_action, max_steps, clock=clock) for seed in seeds}
+    kind = type(make())
+    report = clock.report(kind.__name__, blocking=kind.blocking, is_async=not is_plain(kind))
     for seed, record in alone.items():
         await _check_same_seed_same_episode(make, seed, record, max_steps)
     await _check_interleaved(make, alone, max_steps)
@@ -71,6 +75,7 @@ async def check_env(make: EnvFactory, *, seeds: tuple[int, ...] = (0, 1, 2), max
             "checked. Offer legal_actions or reference_action, or raise max_steps.",
             stacklevel=2,
         )
+    return report
 
 
 def require_env(made: object, what: str) -> Env:
@@ -146,24 +151,35 @@ def _garbage_action(env: Env, agent_id: str, rng: random.Random) -> str:
     return rng.choice(_GARBAGE) if rng.random() < 0.5 else _some_action(env, agent_id, rng)
 
 
-async def _play(env: Env, seed: int, choose: Chooser, max_steps: int, *, give_way: bool = False) -> Record:
-    opening, rng = await _open(env, seed), random.Random(derive_seed(seed, _PLAYER))
-    return [opening, *await _finish(env, rng, choose, max_steps, give_way=give_way)]
+async def _play(
+    env: Env, seed: int, choose: Chooser, max_steps: int, *, give_way: bool = False, clock: StepClock | None = None
+) -> Record:
+    opening, rng = await _open(env, seed, clock), random.Random(derive_seed(seed, _PLAYER))
+    return [opening, *await _finish(env, rng, choose, max_steps, give_way=give_way, clock=clock)]
 
 
-async def _finish(env: Env, rng: random.Random, choose: Chooser, max_steps: int, *, give_way: bool = False) -> Record:
+async def _finish(
+    env: Env,
+    rng: random.Random,
+    choose: Chooser,
+    max_steps: int,
+    *,
+    give_way: bool = False,
+    clock: StepClock | None = None,
+) -> Record:
     """Play until the end; `give_way` lets other episodes run between two steps."""
     record: Record = []
     while env.active_agents and len(record) < max_steps:
         if give_way:
             await asyncio.sleep(0)
-        record.append(await _advance(env, choose, rng))
+        record.append(await _advance(env, choose, rng, clock))
     await env.async_close()
     return record
 
 
-async def _open(env: Env, seed: int) -> Any:
-    first = await env.async_reset(seed=seed)
+async def _open(env: Env, seed: int, clock: StepClock | None = None) -> Any:
+    with (clock or StepClock()).timing("reset"):
+        first = await env.async_reset(seed=seed)
     if not isinstance(first, dict) or not set(env.active_agents) <= set(first) <= set(env.agent_ids):
         who = f"{env.active_agents}, which must act, and at most for {env.agent_ids}"
         raise _fail(env, f"reset must return observation and info for {who}; got {first!r:.120}.")
@@ -181,9 +197,10 @@ async def _open(env: Env, seed: int) -> Any:
     return first
 
 
-async def _advance(env: Env, choose: Chooser, rng: random.Random) -> Any:
+async def _advance(env: Env, choose: Chooser, rng: random.Random, clock: StepClock | None = None) -> Any:
     actions = {agent_id: choose(env, agent_id, rng) for agent_id in env.active_agents}
-    outcomes = await env.async_step(actions)
+    with (clock or StepClock()).timing("step"):
+        outcomes = await env.async_step(actions)
     if not isinstance(outcomes, dict) or not set(actions) <= set(outcomes) <= set(env.agent_ids):
         who = f"{sorted(actions)}, which acted, and at most for {env.agent_ids}"
         raise _fail(env, f"step must return an outcome for {who}; got {outcomes!r:.120}.")

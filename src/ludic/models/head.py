@@ -230,7 +230,7 @@ def logps_of_logits(
     candidates: CandidateMask | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`chosen_logps` for a model that returns logits only."""
-    mask = _mask(candidates, slice(0, logits_AV.shape[0]), logits_AV)
+    mask = chunk_mask(candidates, slice(0, logits_AV.shape[0]), logits_AV)
     _, logps, entropies = _read(logits_AV, mask, targets_A, inverse_temperature_A, None, entropy is not None)
     return logps, entropies.detach() if entropies is not None and entropy == "watch" else entropies
 
@@ -260,7 +260,7 @@ class _ChosenLogps(torch.autograd.Function):
             if kernels is not None:
                 found = kernels.read_chunk(logits, targets[here], scale[here], with_entropy)
             else:
-                found = read(logits, _mask(candidates, here, logits), targets[here], scale[here], softcap, with_entropy)
+                found = read(logits, chunk_mask(candidates, here, logits), targets[here], scale[here], softcap, with_entropy)
             normaliser[here], logps[here], own = found
             if own is not None:
                 entropy[here] = own
@@ -274,7 +274,7 @@ class _ChosenLogps(torch.autograd.Function):
     def backward(ctx: Any, grad_logps: Tensor, grad_entropy: Tensor) -> Any:
         hidden, weight, bias, targets, scale, normaliser, entropy = ctx.saved_tensors
         kernels = _kernels(hidden, ctx.softcap, ctx.candidates)
-        slope = _fused(_slope) if hidden.is_cuda else _slope
+        slope = _fused(logits_slope) if hidden.is_cuda else logits_slope
 
         def grad_of(here: slice, logits: Tensor) -> Tensor:
             of_entropy = (entropy[here], grad_entropy[here]) if ctx.with_entropy else None
@@ -283,7 +283,7 @@ class _ChosenLogps(torch.autograd.Function):
                     logits, targets[here], scale[here], normaliser[here], grad_logps[here], of_entropy
                 )
                 return in_place
-            mask = _mask(ctx.candidates, here, logits)
+            mask = chunk_mask(ctx.candidates, here, logits)
             grad: Tensor = slope(
                 logits, mask, targets[here], scale[here], normaliser[here], grad_logps[here], of_entropy, ctx.softcap
             )
@@ -301,15 +301,18 @@ def layer_grads(
     needed: tuple[bool, ...],
     elements: int,
     grad_of: Callable[[slice, Tensor], Tensor],
+    logits_of: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden states, weight and bias. `grad_of`: (chunk, its raw logits) → the gradient of these logits."""
+    """Gradients of hidden states, weight and bias. `grad_of`: (chunk, its raw logits) → the gradient of these logits.
+    `logits_of`: how raw logits are computed; the default is `raw_logits`."""
     need_hidden, need_weight, need_bias = needed[:3]
     narrow_weight = weight.to(hidden.dtype)
     grad_hidden = torch.empty_like(hidden) if need_hidden else None
     grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
     grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and need_bias else None
     for here in chunks(hidden.shape[0], weight.shape[0], elements):
-        grad = grad_of(here, raw_logits(hidden[here], narrow_weight, bias))
+        raw = raw_logits(hidden[here], narrow_weight, bias) if logits_of is None else logits_of(hidden[here])
+        grad = grad_of(here, raw)
         if grad_hidden is not None:
             grad_hidden[here] = grad @ narrow_weight
         if grad_weight is not None:
@@ -347,7 +350,7 @@ def chunks(num_tokens: int, vocab: int, elements: int) -> list[slice]:
     return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
 
 
-def _mask(candidates: CandidateMask | None, here: slice, logits_CV: Tensor) -> Tensor | None:
+def chunk_mask(candidates: CandidateMask | None, here: slice, logits_CV: Tensor) -> Tensor | None:
     return None if candidates is None else candidates.mask(here, logits_CV.shape[1])
 
 
@@ -360,16 +363,16 @@ def _read(
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(log of the normaliser, log-prob of the target, entropy) of a chunk."""
-    x = _masked(scaled(logits_CV, scale_C, softcap), mask_CV)
+    x = masked(scaled(logits_CV, scale_C, softcap), mask_CV)
     normaliser_C = x.logsumexp(dim=-1)
     chosen_C = x.gather(-1, targets_C[:, None])[:, 0] - normaliser_C
     if not with_entropy:
         return normaliser_C, chosen_C, None
     log_probs = x - normaliser_C[:, None]
-    return normaliser_C, chosen_C, -_times_log(log_probs.exp(), log_probs).sum(dim=-1)
+    return normaliser_C, chosen_C, -times_log(log_probs.exp(), log_probs).sum(dim=-1)
 
 
-def _slope(
+def logits_slope(
     logits_CV: Tensor,
     mask_CV: Tensor | None,
     targets_C: Tensor,
@@ -381,14 +384,14 @@ def _slope(
 ) -> Tensor:
     """Gradient with respect to a chunk's raw logits, in their dtype."""
     x = scaled(logits_CV, scale_C, softcap)
-    log_probs = _masked(x, mask_CV) - normaliser_C[:, None]
+    log_probs = masked(x, mask_CV) - normaliser_C[:, None]
     probs = log_probs.exp()
     is_target = torch.arange(x.shape[1], device=x.device)[None] == targets_C[:, None]
     grad = (is_target.float() - probs) * grad_logps_C[:, None]
     if of_entropy is not None:
         entropy_C, grad_entropy_C = of_entropy
         # d entropy / d logit = −p · (log p + entropy)
-        grad = grad - (_times_log(probs, log_probs) + probs * entropy_C[:, None]) * grad_entropy_C[:, None]
+        grad = grad - (times_log(probs, log_probs) + probs * entropy_C[:, None]) * grad_entropy_C[:, None]
     grad = grad * scale_C[:, None]
     if softcap is not None:
         grad = grad * (1 - (x / (scale_C[:, None] * softcap)).square())
@@ -403,11 +406,11 @@ def scaled(logits_CV: Tensor, scale_C: Tensor, softcap: float | None) -> Tensor:
     return x * scale_C[:, None]
 
 
-def _masked(x_CV: Tensor, mask_CV: Tensor | None) -> Tensor:
+def masked(x_CV: Tensor, mask_CV: Tensor | None) -> Tensor:
     return x_CV if mask_CV is None else x_CV.masked_fill(~mask_CV, float("-inf"))
 
 
-def _times_log(probs: Tensor, log_probs: Tensor) -> Tensor:
+def times_log(probs: Tensor, log_probs: Tensor) -> Tensor:
     """p · log p, and 0 where p = 0."""
     return torch.where(probs > 0, probs * log_probs, 0.0)
 

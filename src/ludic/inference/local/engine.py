@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ludic.inference.local.bitwise import BitwiseRunner, check_sampling
 from ludic.inference.local.blocks import BlockPool
 from ludic.inference.local.kv import KVShape, check_rope, eos_ids, free_memory, num_blocks
 from ludic.inference.local.runner import CPURunner, Read, Runner, Scoring, take_batch
@@ -29,6 +30,7 @@ from ludic.inference.local.sequence import Sampled, Sequence, StopRule
 from ludic.inference.templates.conversation import decode_reply
 from ludic.models.attention import NAME as ATTENTION_NAME
 from ludic.models.attention import route_attention
+from ludic.models.bitwise.decoder import BitwiseDecoder
 from ludic.models.forward import make_forward, packed_bytes
 from ludic.models.loading import load_model
 from ludic.models.weights import FiniteCheck, WeightsWatch, not_finite, shared_view
@@ -90,9 +92,11 @@ class LocalEngine:
         compile_layers: bool = True,
         pack_weights: bool | None = None,
         keep_room: bool = False,
+        bitwise: bool = False,
         seed: int = 0,
         version: int = 0,
     ) -> None:
+        """`bitwise`: log-probabilities equal those of a bitwise trainer bit for bit, at some cost (docs/importance_sampling.md)."""
         loaded = load_model(model, tokenizer, dtype=dtype, device=device)
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         if names := FiniteCheck(self.model.named_parameters()).names():
@@ -117,7 +121,7 @@ class LocalEngine:
         pool_blocks = num_blocks(self._shape, block_size, fraction, kv_tokens, max_sequences, self.max_model_len)
         # A pool that holds every sequence at full length needs no estimates.
         keeps_room = keep_room and pool_blocks * block_size < max_sequences * self.max_model_len
-        rounds = 8 if on_gpu else 1
+        rounds = 8 if on_gpu and not bitwise else 1
         limits = Limits(max_sequences, max_prefill_tokens, max_rounds=rounds, keeps_room=keeps_room)
         self._scheduler = Scheduler(BlockPool(pool_blocks, block_size), limits)
         self._scheduler.version = version
@@ -132,6 +136,9 @@ class LocalEngine:
         self._max_queue = max_queue
         self._compile_layers = compile_layers
         self._pack_weights = pack_weights
+        self.is_bitwise = bitwise
+        if bitwise:
+            BitwiseDecoder(self.model)  # refuses here what could not hold, not at the first request
         self._seed = seed
         self._numbers = itertools.count()
         # Everything below is shared with the worker; the condition guards it.
@@ -315,6 +322,8 @@ class LocalEngine:
         if not len(ids):
             raise ConfigError("The prompt is empty; a model needs at least one token to continue.")
         self._check_ids(ids)
+        if self.is_bitwise:
+            check_sampling(params)
         if unknown := [i for i in params.stop_token_ids if not 0 <= i < self.vocab_size]:
             more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
             raise ConfigError(
@@ -630,6 +639,8 @@ class LocalEngine:
         pool, limits = self._scheduler.pool, self._scheduler.limits
         view = shared_view(self.model)  # separate modules over the same parameters
         view.set_attn_implementation(ATTENTION_NAME)
+        if self.is_bitwise:
+            return BitwiseRunner(view, self._shape, pool.num_blocks, pool.block_size)
         if self._shape.device.type == "cpu":
             pack = self._pack_weights
             if pack is None:  # a packed copy of the matrices is faster, if memory is plentiful

@@ -42,7 +42,7 @@ def sample(logits_NV: Tensor, sequences: Seq[Sequence]) -> tuple[list[int], list
     temperatures_N = torch.tensor([s.sampling.temperature or 1.0 for s in sequences])
     if bool((temperatures_N != 1).any()):
         logits_NV /= temperatures_N[:, None]
-    _filter(logits_NV, sequences)
+    filter_logits(logits_NV, sequences)
     return _draw(logits_NV, greedy, sequences)
 
 
@@ -124,7 +124,7 @@ def _with_logprobs(logits_NV: Tensor, tokens_N: Tensor) -> tuple[list[int], list
     return tokens_N.tolist(), (chosen_N1 - sums_NC.sum(dim=-1, keepdim=True).log())[:, 0].tolist()
 
 
-def _filter(logits_NV: Tensor, sequences: Seq[Sequence]) -> None:
+def filter_logits(logits_NV: Tensor, sequences: Seq[Sequence]) -> None:
     """Apply top-k, then top-p, then min-p in place to the rows that use them; record the remaining candidates if requested."""
     for row, sequence in enumerate(sequences):
         params = sequence.sampling
@@ -152,7 +152,7 @@ def _filter(logits_NV: Tensor, sequences: Seq[Sequence]) -> None:
 def _candidates(logits_V: Tensor) -> TokenArray:
     """The tokens that can still be drawn; empty if all can."""
     left = (logits_V > _MINUS_INFINITY).nonzero()[:, 0]
-    return left[: 0 if len(left) == len(logits_V) else None].to(torch.int32).numpy()
+    return left[: 0 if len(left) == len(logits_V) else None].to(torch.int32).cpu().numpy()
 
 
 def _apply_penalties(logits_NV: Tensor, sequences: Seq[Sequence]) -> None:

@@ -87,7 +87,10 @@ def make_teacher(
 def _frozen(model: Any, policy: TrainedPolicy, cfg: TrainerConfig) -> TrainedPolicy:
     placed = model if is_sharded(model) else model.to(policy.device)
     return TrainedPolicy(
-        placed.eval().requires_grad_(False), packed=cfg.packed, mixed_precision_dtype=cfg.mixed_precision_dtype
+        placed.eval().requires_grad_(False),
+        packed=cfg.packed,
+        mixed_precision_dtype=cfg.mixed_precision_dtype,
+        bitwise=cfg.bitwise,
     )
 
 

@@ -12,6 +12,9 @@ from torch import Tensor
 from ludic.distributed.fsdp import compute_device, is_sharded
 from ludic.distributed.ranks import Ranks
 from ludic.models.attention import route_attention
+from ludic.models.bitwise.attention import Span, TrainedAttention
+from ludic.models.bitwise.decoder import BitwiseDecoder
+from ludic.models.bitwise.head import chosen_logps as bitwise_logps
 from ludic.models.execution import decoder_layers
 from ludic.models.head import (
     EntropyMode,
@@ -65,8 +68,10 @@ class TrainedPolicy:
         share_prefixes: bool = False,
         mixed_precision_dtype: str | None = "bf16",
         fused: bool = True,
+        bitwise: bool = False,
     ) -> None:
-        """`fused`: the Llama family in half precision on a GPU runs through `ludic.models.llama`, not its own modules."""
+        """`fused`: the Llama family in half precision on a GPU runs through `ludic.models.llama`, not its own modules.
+        `bitwise`: packed batches run through `ludic.models.bitwise`, as the sampler's do."""
         self.model = model
         self.packed = packed and is_decoder(model) and _can_pack(model)
         self._head = _head_of(model, is_needed=self.packed)
@@ -75,9 +80,11 @@ class TrainedPolicy:
         self.share_prefixes = share_prefixes and self.packed and _gains_by_sharing(model, self.device)
         """Compute the tokens that samples begin with in common once."""
         is_converted = is_sharded(model)  # FSDP gathers weights in the precision that they are used in
-        is_autocast = mixed_precision_dtype == "bf16" and first.is_cuda and first.dtype is torch.float32
+        is_autocast = mixed_precision_dtype == "bf16" and first.is_cuda and first.dtype is torch.float32 and not bitwise
         self._autocast_dtype = torch.bfloat16 if is_autocast and not is_converted else None
-        self._fused = fused_decoder(model) if fused and self.packed and not is_converted else None
+        self._bitwise = BitwiseDecoder(model) if bitwise else None
+        is_fused = fused and self.packed and not is_converted and not bitwise
+        self._fused = fused_decoder(model) if is_fused else None
 
     @property
     def is_fused(self) -> bool:
@@ -120,7 +127,8 @@ class TrainedPolicy:
             with self._precision():
                 hidden_TD = self._hidden(batch)
                 hidden_AD = hidden_TD.index_select(0, actions.predictor_A)
-                logps_A, entropy_A = chosen_logps(
+                logps_of = chosen_logps if self._bitwise is None else bitwise_logps
+                logps_A, entropy_A = logps_of(
                     hidden_AD,
                     self.head,
                     actions.target_A,
@@ -131,9 +139,7 @@ class TrainedPolicy:
                 if observations is None:
                     return Outputs(hidden_AD, logps_A, entropy_A)
                 hidden_OD = hidden_TD.index_select(0, observations.predictor_O)
-                return Outputs(
-                    hidden_AD, logps_A, entropy_A, chosen_logps(hidden_OD, self.head, observations.target_O)[0]
-                )
+                return Outputs(hidden_AD, logps_A, entropy_A, logps_of(hidden_OD, self.head, observations.target_O)[0])
 
         return compute(self.model, work)
 
@@ -191,6 +197,9 @@ class TrainedPolicy:
         if not batch.is_padded:
             tree, lengths = batch.tree, batch.lengths
             state = PackedSequences(lengths, self.device) if tree is None else TreeSequences(tree, self.device)
+            if self._bitwise is not None:
+                attention = TrainedAttention(_spans(batch), len(batch.ids_T), state, self.device)
+                return self._bitwise.hidden(batch.ids_T, batch.positions_T, attention)
             if self._fused is not None and self._fused.is_current:
                 return self._fused.hidden(batch.ids_T, batch.positions_T, state)
             return hidden_states(self.model, batch.ids_T, batch.positions_T, state)
@@ -211,6 +220,17 @@ class TrainedPolicy:
         if self._autocast_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self._autocast_dtype)
+
+
+def _spans(batch: PackedBatch) -> list[Span]:
+    """Consecutive tokens of a packed batch that attend, and where what they see is: samples, or the chains of its tree."""
+    if batch.tree is None:
+        return [Span(int(path[0]), 0, path) for path in batch.paths]
+    tree = batch.tree
+    return [
+        Span(int(start), len(before), np.concatenate([before, np.arange(start, stop)]))
+        for start, stop, before in zip(tree.starts_C, tree.stops_C, tree.before_C, strict=True)
+    ]
 
 
 def check_shared_prefixes(policy: TrainedPolicy, items: Sequence[SAWItem], tolerance: float, ranks: Ranks) -> bool:

@@ -106,6 +106,7 @@ class TorchLearner(Learner):
             packed=cfg.packed,
             share_prefixes=cfg.share_prefixes,
             mixed_precision_dtype=cfg.mixed_precision_dtype,
+            bitwise=cfg.bitwise,
         )
         self._is_sharing_checked = not self.policy.share_prefixes
         is_compiled = cfg.compile or (is_sharded(model) and settings_of(model).compile)
@@ -130,6 +131,10 @@ class TorchLearner(Learner):
 
     def _check_parts(self) -> None:
         self.updates.check()
+        if self.cfg.bitwise and self.algo.loss.needs.logits:
+            raise ConfigError(
+                f"{self.algo.name} has a loss on whole logits, which bitwise=True does not cover. Leave bitwise out."
+            )
         manager = self.checkpointer
         if manager is not None and self.is_spread != isinstance(manager, ShardedCheckpointManager):
             raise ConfigError(

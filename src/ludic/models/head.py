@@ -260,7 +260,9 @@ class _ChosenLogps(torch.autograd.Function):
             if kernels is not None:
                 found = kernels.read_chunk(logits, targets[here], scale[here], with_entropy)
             else:
-                found = read(logits, chunk_mask(candidates, here, logits), targets[here], scale[here], softcap, with_entropy)
+                found = read(
+                    logits, chunk_mask(candidates, here, logits), targets[here], scale[here], softcap, with_entropy
+                )
             normaliser[here], logps[here], own = found
             if own is not None:
                 entropy[here] = own

@@ -196,7 +196,12 @@ class EmbeddedGeneration(Generation):
     def _serve(self) -> ServedPolicy:
         run = self._run
         concurrency = max(run.config.rollouts.concurrency or 0, run.trainer.eval_concurrency or 0)
-        return serve_locally(self._loaded, max_length=run.trainer.max_seq_len, concurrency=concurrency or None)
+        return serve_locally(
+            self._loaded,
+            max_length=run.trainer.max_seq_len,
+            concurrency=concurrency or None,
+            bitwise=run.trainer.bitwise,
+        )
 
     def _evaluation(self) -> tuple[ServedPolicy, EpisodeSetup]:
         return self._served, self._episodes

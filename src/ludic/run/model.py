@@ -273,7 +273,12 @@ class ServedPolicy:
 
 
 def local_engine(
-    loaded: LoadedModel, *, max_length: int, kv_tokens: int | None = None, concurrency: int | None = None
+    loaded: LoadedModel,
+    *,
+    max_length: int,
+    kv_tokens: int | None = None,
+    concurrency: int | None = None,
+    bitwise: bool = False,
 ) -> LocalEngine:
     """`concurrency`: episodes at a time. A GPU computes so many requests together; a CPU is not faster above its default."""
     longest = loaded.model.config.get_text_config().max_position_embeddings
@@ -285,6 +290,7 @@ def local_engine(
         kv_tokens=kv_tokens,
         keep_room=True,
         max_sequences=None if concurrency is None or not on_gpu else min(max(concurrency, 512), _MAX_SEQUENCES),
+        bitwise=bitwise,
     )
 
 
@@ -301,8 +307,10 @@ def load_judge(model: str, *, device: str | None = None) -> tuple[LocalEngine, H
     return engine, make_template(loaded.tokenizer), loaded.name
 
 
-def serve_locally(loaded: LoadedModel, *, max_length: int, concurrency: int | None = None) -> ServedPolicy:
-    engine = local_engine(loaded, max_length=max_length, concurrency=concurrency)
+def serve_locally(
+    loaded: LoadedModel, *, max_length: int, concurrency: int | None = None, bitwise: bool = False
+) -> ServedPolicy:
+    engine = local_engine(loaded, max_length=max_length, concurrency=concurrency, bitwise=bitwise)
     return ServedPolicy(
         client=engine,
         publisher=SharedWeightsPublisher(engine),

@@ -109,7 +109,7 @@ class TrainerConfig:
     compile: bool = False
     """Compile the decoder's layers: about a minute at the start, then faster steps on a GPU."""
     bitwise: bool = False
-    """Compute log-probs by the same calls as the sampler (`LocalEngine(bitwise=True)`), so that before an update on the weights that
+    """Compute log-probs by the same calls as the sampler (`LocalEngine(bitwise=True)`): before an update on the weights that
     sampled, they are equal bit for bit. Slower. Computes in the precision of the weights."""
     mixed_precision_dtype: Literal["bf16"] | None = "bf16"
     """On a GPU, fp32 parameters are used in this precision; on a CPU it has no effect. (fp16 would need its loss scaled.)"""
@@ -189,7 +189,9 @@ class TrainerConfig:
             raise ConfigError(f"mixed_precision_dtype={self.mixed_precision_dtype!r}; there are 'bf16' and None.")
         if self.bitwise and (self.compile or not self.packed):
             other = "compile=True" if self.compile else "packed=False"
-            raise ConfigError(f"bitwise=True and {other}: both choose how the model is computed. Leave one of them out.")
+            raise ConfigError(
+                f"bitwise=True and {other}: both choose how the model is computed. Leave one of them out."
+            )
         self.pad_token_id = _pad_id(self.pad_token_id)
 
     @property

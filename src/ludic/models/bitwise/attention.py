@@ -170,8 +170,10 @@ class _Tiles:
         block_P = np.repeat(np.arange(len(self._counts)), self._counts)
         self._rows_NR = to_device(rows_NR, device)
         self._tile_P = to_device(tile_P, device)
-        self._keys_UB = to_device(np.stack(blocks), device)
-        self._block_P = to_device(np.array(blocks_of_tile)[tile_P] + block_P, device)
+        keys_UB, own_P = np.stack(blocks), np.array(blocks_of_tile)[tile_P] + block_P
+        is_shared = len(own_P) > len(keys_UB)  # by several tiles; else every pair gathers its own block
+        self._keys_UB = to_device(keys_UB if is_shared else keys_UB[own_P], device)
+        self._block_P = to_device(own_P, device) if is_shared else None
         self._positions_NR = to_device(positions_NR, device)
         self._starts_P = to_device(block_P * BLOCK, device)
         self._hidden: dict[int | None, Tensor] = {}
@@ -179,7 +181,6 @@ class _Tiles:
     def attend(
         self, rows_KQD: Tensor, keys_SKD: Tensor, values_SKD: Tensor, rules: AttentionRules, out_KQD: Tensor
     ) -> None:
-        num_kv, _, size = rows_KQD.shape
         tile_NKRD = rows_KQD[:, self._rows_NR].transpose(0, 1)
         scores_PKRB = self._product(tile_NKRD[self._tile_P], keys_SKD, (0, 2, 3, 1)) * rules.scaling
         scores_PKRB = scores_PKRB.masked_fill_(self._is_hidden(rules.sliding_window), float("-inf"))
@@ -193,7 +194,8 @@ class _Tiles:
     def _product(self, left_PKRX: Tensor, store_SKD: Tensor, order: tuple[int, int, int, int]) -> Tensor:
         """Of the rows of every pair with its block of keys (transposed) or values."""
         blocks = store_SKD[self._keys_UB].float().permute(order).contiguous()  # [U, K, D, B] or [U, K, B, D]
-        found = batch_product(left_PKRX.flatten(0, 1), blocks[self._block_P].flatten(0, 1))
+        right_PKXY = blocks if self._block_P is None else blocks[self._block_P]
+        found = batch_product(left_PKRX.flatten(0, 1), right_PKXY.flatten(0, 1))
         return found.unflatten(0, left_PKRX.shape[:2])
 
     def _over_blocks(self, x_P: Tensor, merge: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -229,8 +231,8 @@ class TrainedAttention:
     def attend(
         self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
     ) -> Tensor:
-        def usual(*inputs: Tensor) -> Tensor:
-            return self._usual.attend(layer, *inputs, rules)
+        def usual(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor) -> Tensor:
+            return self._usual.attend(layer, query_THD, key_TKD, value_TKD, rules)
 
         out: Tensor = _Attention.apply(query_THD, key_TKD, value_TKD, self._blocks, usual, rules)
         return out
@@ -249,8 +251,8 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(query_THD, key_TKD, value_TKD)
         ctx.usual = usual
-        stored = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (key_TKD, value_TKD))
-        return blocks.attend(query_THD, *stored, rules)
+        keys, values = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (key_TKD, value_TKD))  # zeros at the end
+        return blocks.attend(query_THD, keys, values, rules)
 
     @staticmethod
     @once_differentiable

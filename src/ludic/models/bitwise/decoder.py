@@ -46,7 +46,8 @@ class BitwiseDecoder:
         self._model = plain_model(model)
         _check_model(self._model)
         self._operands: dict[int, Tensor] | None = {} if caches else None
-        self._tables: list[tuple[Tensor, Tensor]] = []
+        self._tables: list[Tensor] | None = None
+        """Cosines and sines of all positions so far."""
         self._device = self._model.model.embed_tokens.weight.device
         self.check()
 
@@ -72,7 +73,7 @@ class BitwiseDecoder:
         inner = self._model.model
         hidden = F.embedding(ids_T, inner.embed_tokens.weight)
         cos_T1D, sin_T1D = self._rotations(positions_T, state.longest, hidden.dtype)
-        recomputes = self._model.is_gradient_checkpointing and torch.is_grad_enabled()
+        recomputes = torch.is_grad_enabled() and self._model.is_gradient_checkpointing
         for number, layer in enumerate(inner.layers):
             inputs = layer, number, hidden, cos_T1D, sin_T1D, state
             hidden = checkpoint(self._layer, *inputs, use_reentrant=False) if recomputes else self._layer(*inputs)
@@ -126,13 +127,14 @@ class BitwiseDecoder:
     @torch.no_grad()
     def _rotations(self, positions_T: Tensor, longest: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines [T, 1, D]. A position's are always computed in the same call."""
-        while len(self._tables) * _TABLE < longest:
-            first = len(self._tables) * _TABLE
+        while self._tables is None or len(self._tables[0]) < longest:
+            first = 0 if self._tables is None else len(self._tables[0])
             positions = torch.arange(first, first + _TABLE, device=self._device)
             probe = torch.empty(0, dtype=dtype, device=self._device)
-            cos, sin = self._model.model.rotary_emb(probe, positions[None])
-            self._tables.append((cos[0], sin[0]))
-        cos_LD, sin_LD = (torch.cat(parts) for parts in zip(*self._tables, strict=True))
+            new = [part[0] for part in self._model.model.rotary_emb(probe, positions[None])]
+            before = [part[:0] for part in new] if self._tables is None else self._tables
+            self._tables = [torch.cat(parts) for parts in zip(before, new, strict=True)]
+        cos_LD, sin_LD = self._tables
         return cos_LD[positions_T][:, None], sin_LD[positions_T][:, None]
 
 
@@ -152,18 +154,24 @@ def _check_model(model: Any) -> None:
     rope = getattr(model.config, "rope_parameters", None) or {}
     if rope.get("rope_type") in _ROPE_BY_LENGTH:
         raise NotBitwise(
-            f"{name} has rotations of the kind {rope['rope_type']!r}, which change with the longest sequence of a batch. Run without "
-            "bitwise."
+            f"{name} has rotations of the kind {rope['rope_type']!r}, which change with the longest sequence of a batch. Run "
+            "without bitwise."
         )
     for layer in linears(model):
         if (problem := _layer_problem(layer)) is not None:
-            raise NotBitwise(f"bitwise covers plain linear layers and LoRA on them; {name} has {problem}. Run without bitwise.")
+            raise NotBitwise(
+                f"bitwise covers plain linear layers and LoRA on them; {name} has {problem}. Run without bitwise."
+            )
 
 
 def _layer_problem(layer: Any) -> str | None:
     if type(layer) is nn.Linear:
         kinds = {type(weight) for weight in layer.parameters()}
-        return None if kinds <= {nn.Parameter} else f"weights of the kind {', '.join(k.__name__ for k in kinds)} (sharded?)"
+        return (
+            None
+            if kinds <= {nn.Parameter}
+            else f"weights of the kind {', '.join(k.__name__ for k in kinds)} (sharded?)"
+        )
     is_lora = hasattr(layer, "lora_A") and type(getattr(layer, "base_layer", None)) is nn.Linear
     if not is_lora:
         return f"a layer of the kind {type(layer).__name__}"

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens with gradients, as `ludic.models.head.chosen_logps`, with the bits that the sampler computes."""
+"""Log-probabilities of chosen tokens as in `ludic.models.head.chosen_logps`, with gradients and with the sampler's bits."""
 
 from typing import Any
 
@@ -37,9 +37,7 @@ def chosen_logps(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target, and optionally the entropy of its distribution; fp32, differentiable."""
     scale = torch.ones_like(targets_A, dtype=torch.float32) if inverse_temperature_A is None else inverse_temperature_A
-    logps, entropies = _ChosenLogps.apply(
-        hidden_AD, head.weight_VD, head.bias_V, targets_A, scale, entropy, candidates
-    )
+    logps, entropies = _ChosenLogps.apply(hidden_AD, head.weight_VD, head.bias_V, targets_A, scale, entropy, candidates)
     return logps, entropies if entropy is not None else None
 
 

@@ -19,10 +19,10 @@ from ludic.types import ConfigError
 
 _CPU_SIZES, _GPU_SIZES = (16, 64, 256, 1024), (64, 256, 1024, 4096)
 """Rows of a call. Small ones waste less padding on few rows, large ones cost fewer calls."""
-_BATCH_SIZES = (8, 64, 512, 4096)
+_CPU_BATCHES, _GPU_BATCHES = (8, 64, 512), (8, 64, 512, 4096)
 """Matrices of a call with one pair of small matrices per item (attention)."""
-_MAX_RESULT = 1 << 26
-"""Values of the largest result that a check makes and a call returns; the smallest size is exempt."""
+_CPU_WORK, _GPU_WORK = 1 << 31, 1 << 38
+"""Multiplications of the largest call, so that a check takes a moment; the smallest size is exempt."""
 _SHIFTS = (1, 5)
 _checking = threading.Lock()
 
@@ -48,6 +48,8 @@ def product(x_TI: Tensor, operand_IO: Tensor) -> Tensor:
     (num_rows, num_in), num_out = x_TI.shape, operand_IO.shape[1]
     sizes = _row_sizes(num_in, num_out, operand_IO.dtype, operand_IO.device)
     rows = _padded(wide(x_TI).contiguous(), sizes[0])
+    if len(rows) in sizes:
+        return torch.mm(rows, operand_IO)[:num_rows].to(x_TI.dtype)
     out = rows.new_empty(len(rows), num_out)
     for here in _pieces(len(rows), sizes):
         torch.mm(rows[here], operand_IO, out=out[here])
@@ -58,7 +60,8 @@ def product(x_TI: Tensor, operand_IO: Tensor) -> Tensor:
 def batch_product(left_BRI: Tensor, right_BIO: Tensor) -> Tensor:
     """The product of each pair of matrices, in fp32."""
     num_items = len(left_BRI)
-    sizes = _batch_sizes(*left_BRI.shape[1:], right_BIO.shape[2], left_BRI.device)
+    _, num_rows, num_in = left_BRI.shape
+    sizes = _batch_sizes(num_rows, num_in, right_BIO.shape[2], left_BRI.device)
     left, right = (_padded(x.contiguous(), sizes[0]) for x in (left_BRI, right_BIO))
     out = left.new_empty(len(left), left.shape[1], right.shape[2])
     for here in _pieces(len(left), sizes):
@@ -83,12 +86,16 @@ def _pieces(count: int, sizes: Sequence[int]) -> Iterator[slice]:
 # --- a linear layer with gradients ---
 
 
+def _forward(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, operand_IO: Tensor | None) -> Tensor:
+    out_TO = product(x_TI, operand_of(weight_OI) if operand_IO is None else operand_IO)
+    return out_TO if bias_O is None else out_TO + bias_O
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, operand_IO: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_TI, weight_OI)
-        out_TO = product(x_TI, operand_of(weight_OI) if operand_IO is None else operand_IO)
-        return out_TO if bias_O is None else out_TO + bias_O
+        return _forward(x_TI, weight_OI, bias_O, operand_IO)
 
     @staticmethod
     @once_differentiable
@@ -106,7 +113,8 @@ class _Linear(torch.autograd.Function):
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, operand_IO: Tensor | None = None) -> Tensor:
     """A linear layer in calls of fixed sizes; the gradient is the usual one. `operand_IO`: the weight's, if it is at hand."""
-    out: Tensor = _Linear.apply(x_TI, weight_OI, bias_O, operand_IO)
+    compute = _Linear.apply if torch.is_grad_enabled() else _forward
+    out: Tensor = compute(x_TI, weight_OI, bias_O, operand_IO)
     return out
 
 
@@ -132,8 +140,8 @@ def _checked_rows(
     columns = torch.randn(min(num_out, 1021), num_in, generator=generator, device=device).to(dtype)
     weight = columns[torch.arange(num_out, device=device) % len(columns)]
     operand = operand_of(weight)
-    sizes = _affordable(_GPU_SIZES if device.type == "cuda" else _CPU_SIZES, num_out)
-    x = torch.randn(max(sizes), num_in, generator=generator, device=device).to(dtype)
+    sizes = _affordable(_CPU_SIZES, _GPU_SIZES, num_in * num_out, device)
+    x = torch.randn(max(sizes[-1], 2 * sizes[0]), num_in, generator=generator, device=device).to(dtype)
     what = f"a product of [rows, {num_in}] with [{num_in}, {num_out}] in {dtype} on {device}"
     return checked_sizes(lambda rows: torch.mm(rows, operand), (x,), sizes, what)
 
@@ -143,9 +151,9 @@ def _checked_batches(
     num_rows: int, num_in: int, num_out: int, device: torch.device, num_threads: int
 ) -> tuple[int, ...]:
     generator = torch.Generator(device).manual_seed(num_in)
-    sizes = _affordable(_BATCH_SIZES, num_rows * max(num_in, num_out))
-    left = torch.randn(max(sizes), num_rows, num_in, generator=generator, device=device)
-    right = torch.randn(max(sizes), num_in, num_out, generator=generator, device=device)
+    sizes = _affordable(_CPU_BATCHES, _GPU_BATCHES, num_rows * num_in * num_out, device)
+    left = torch.randn(sizes[-1], num_rows, num_in, generator=generator, device=device)
+    right = torch.randn(sizes[-1], num_in, num_out, generator=generator, device=device)
     what = f"a product of {num_rows} rows in a batch ([{num_rows}, {num_in}] with [{num_in}, {num_out}]) on {device}"
     found = checked_sizes(torch.bmm, (left, right), sizes, what)
     # The rows of an item: each at every place.
@@ -156,8 +164,9 @@ def _checked_batches(
     return found
 
 
-def _affordable(sizes: Sequence[int], values: int) -> tuple[int, ...]:
-    return tuple(size for size in sizes if size == sizes[0] or size * values <= _MAX_RESULT)
+def _affordable(on_cpu: Sequence[int], on_gpu: Sequence[int], work: int, device: torch.device) -> tuple[int, ...]:
+    sizes, limit = (on_cpu, _CPU_WORK) if device.type == "cpu" else (on_gpu, _GPU_WORK)
+    return (sizes[0], *(size for size in sizes[1:] if size * work <= limit))
 
 
 def checked_sizes(
@@ -174,8 +183,10 @@ def checked_sizes(
             return torch.cat([call(*(x[a : a + size] for x in rows)) for a in range(0, len(rows[0]), size)])
 
         expected = in_calls(inputs, size)
+        few = slice(2 * size)
         for shift in _SHIFTS:
-            if not torch.equal(in_calls(tuple(x.roll(shift, 0) for x in inputs), size).roll(-shift, 0), expected):
+            moved = in_calls(tuple(x[few].roll(shift, 0) for x in inputs), size)
+            if not torch.equal(moved.roll(-shift, 0), expected[few]):
                 raise _refusal(what)
         for place in (0, size // 2, size - 1):  # one row among padding
             alone = tuple(torch.zeros_like(x[:size]) for x in inputs)

@@ -21,11 +21,15 @@ def tree_sum(x_NV: Tensor) -> Tensor:
     return x_NV
 
 
+def _root_mean_square(values: Tensor, epsilon: float) -> Tensor:
+    return torch.sqrt(tree_sum(values * values) / values.shape[-1] + epsilon)
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         values = x.float()
-        length = torch.sqrt(tree_sum(values * values) / x.shape[-1] + epsilon)
+        length = _root_mean_square(values, epsilon)
         ctx.save_for_backward(x, weight, length)
         return (values / length).to(x.dtype) * weight
 
@@ -41,16 +45,23 @@ class _RMSNorm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """x over its root mean square, times the weight; the gradient is the usual one."""
+    if not torch.is_grad_enabled():
+        values = x.float()
+        return (values / _root_mean_square(values, epsilon)).to(x.dtype) * weight
     out: Tensor = _RMSNorm.apply(x, weight, epsilon)
     return out
+
+
+def _activated(x: Tensor) -> Tensor:
+    values = x.float()
+    return (values / (1 + torch.exp(-values))).to(x.dtype)
 
 
 class _SiLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        values = x.float()
-        return (values / (1 + torch.exp(-values))).to(x.dtype)
+        return _activated(x)
 
     @staticmethod
     @once_differentiable
@@ -61,7 +72,7 @@ class _SiLU(torch.autograd.Function):
 
 def silu(x: Tensor) -> Tensor:
     """x · sigmoid(x); the gradient is the usual one."""
-    out: Tensor = _SiLU.apply(x)
+    out: Tensor = _SiLU.apply(x) if torch.is_grad_enabled() else _activated(x)
     return out
 
 

@@ -150,7 +150,8 @@ def bandit_trainer(
 ) -> tuple[Trainer, LocalEngine]:
     """A trainer whose samples come from an engine on its own weights."""
     model = tiny_llama() if model is None else model
-    engine = LocalEngine(model, ByteTokenizer(), max_model_len=64, kv_tokens=8192)
+    config = settings.pop("cfg", None) or TrainerConfig(lr=1e-2, max_seq_len=64, weight_decay=0.0)
+    engine = LocalEngine(model, ByteTokenizer(), max_model_len=64, kv_tokens=8192, bitwise=config.bitwise)
     source = RolloutBatchSource(
         rollout_engine(engine, rewards),
         requests_fn=BanditRequests(num_prompts) if curriculum is None else None,
@@ -160,7 +161,6 @@ def bandit_trainer(
         max_steps=1,
         concurrency=64,
     )
-    config = settings.pop("cfg", None) or TrainerConfig(lr=1e-2, max_seq_len=64, weight_decay=0.0)
     trainer = Trainer(
         model=model,
         algo=algorithm,

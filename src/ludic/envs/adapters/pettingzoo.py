@@ -7,10 +7,11 @@ game only the agent whose reply was no action is asked again; the actions of the
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from ludic.envs.adapters.base import Choices, ReplayedEnv, as_json, board_or_text
-from ludic.types import ConfigError, Info, MissingExtra, Observation, StepOutcome
+from ludic.types import ConfigError, Info, MissingExtra, Observation, StepOutcome, UnknownName
 
 Order: TypeAlias = Literal["auto", "turns", "together"]
 _MAKERS = {"auto": ("parallel_env", "env"), "turns": ("env",), "together": ("parallel_env",)}
@@ -34,7 +35,8 @@ class PettingZooEnv(ReplayedEnv):
         invalid_reward: float = 0.0,
         system_prompt: str | None = None,
     ) -> None:
-        """`game` is a module with `env` or `parallel_env`, in PettingZoo ("classic.tictactoe_v3") or anywhere else.
+        """`game` is an id of PettingZoo's registry ("classic/tictactoe-v3", from 1.27 on), or a module with `env` or
+        `parallel_env`, in PettingZoo ("classic.tictactoe_v3") or anywhere else.
         `order`: "turns" plays `env`, "together" `parallel_env`, "auto" the latter where there is one. `action_names`
         name the actions in order, else they are numbers. `render` makes text of an observation (without its mask). An invalid
         reply does not change the game, costs `invalid_reward` and is answered with the legal actions.
@@ -44,19 +46,20 @@ class PettingZooEnv(ReplayedEnv):
         self._roles = list(self._live.possible_agents)
         self._choices = Choices(repr(game), self._num_actions(), action_names)
         self._render = render or board_or_text
-        self._system_prompt = system_prompt or f"You play {game.rpartition('.')[2]}. {_RULES}"
+        name = game.replace("/", ".").rpartition(".")[2]
+        self._system_prompt = system_prompt or f"You play {name}. {_RULES}"
         self._on_turn: list[str] = []
         self._chosen: dict[str, int] = {}
 
     def _make(self) -> Any:
-        offered = {name: make for name, make in vars(_module(self.game)).items() if name in _MAKERS["auto"]}
+        offered = _offered(self.game)
         found = next((name for name in _MAKERS.get(self.order, ()) if name in offered), None)
         if found is None:
             raise ConfigError(f"order={self.order!r} does not go with {self.game!r}, which offers {sorted(offered)}.")
         self._is_parallel = found == "parallel_env"
         try:
             return offered[found](**self.game_args)
-        except (TypeError, ValueError, ImportError) as error:
+        except (TypeError, ValueError, ImportError, RuntimeError) as error:
             raise ConfigError(f"PettingZoo cannot make {self.game!r} with {self.game_args}: {error}") from error
 
     def _num_actions(self) -> int:
@@ -137,11 +140,30 @@ class PettingZooEnv(ReplayedEnv):
         return self._choices.names(self._legal(agent_id)) if agent_id in self.active_agents else []
 
 
-def _module(game: str) -> Any:
+def _offered(game: str) -> dict[str, Callable[..., Any]]:
+    """What makes the game: `env`, `parallel_env`, or both."""
     if importlib.util.find_spec("pettingzoo") is None:
         raise MissingExtra("pettingzoo", f"The PettingZoo game {game!r}")
+    if "/" in game:
+        return _registered(game)
     inside = importlib.util.find_spec(f"pettingzoo.{game.split('.')[0]}")
     try:
-        return importlib.import_module(f"pettingzoo.{game}" if inside else game)
+        module = importlib.import_module(f"pettingzoo.{game}" if inside else game)
     except ImportError as error:
         raise ConfigError(f"The PettingZoo game {game!r} cannot be imported: {error}.") from error
+    return {name: make for name, make in vars(module).items() if name in _MAKERS["auto"]}
+
+
+def _registered(game: str) -> dict[str, Callable[..., Any]]:
+    package = importlib.import_module("pettingzoo")
+    if not hasattr(package, "make"):
+        raise ConfigError(
+            f"{game!r} is an id of PettingZoo's registry, which comes with 1.27; name the module instead."
+        )
+    registries = {"env": ("aec", package.aec_registry), "parallel_env": ("parallel", package.parallel_registry)}
+    found: dict[str, Callable[..., Any]] = {
+        name: partial(package.make, kind, game) for name, (kind, known) in registries.items() if game in known
+    }
+    if not found:
+        raise UnknownName.among("PettingZoo game", game, {*package.aec_registry, *package.parallel_registry})
+    return found

@@ -10,7 +10,7 @@ from pettingzoo import AECEnv, ParallelEnv
 
 from ludic.envs.adapters.pettingzoo import PettingZooEnv
 from ludic.envs.check import check_env
-from ludic.types import ConfigError, MissingExtra, ResetNeeded
+from ludic.types import ConfigError, MissingExtra, ResetNeeded, UnknownName
 
 BOARD = "classic.tictactoe_v3"
 
@@ -98,13 +98,21 @@ def play(env, *moves):
     return [env.step({env.active_agents[0]: move}) for move in moves][-1]
 
 
+def stones(observation):
+    """The newest two of Go's seventeen planes: mine and theirs."""
+    return str(observation[:, :, :2].astype(int).tolist())
+
+
 @pytest.mark.parametrize(
     ("game", "settings"),
     [
         (BOARD, {}),
+        ("classic/tictactoe-v3", {}),
+        ("classic/rps-v2", {"game_args": {"max_cycles": 4}}),
         ("classic.connect_four_v3", {}),
         ("classic.rps_v2", {"game_args": {"num_actions": 3, "max_cycles": 4}}),
         ("classic.rps_v2", {"game_args": {"max_cycles": 4}, "order": "turns"}),
+        ("classic.go_v5", {"game_args": {"board_size": 3}, "render": stones}),
         ("duel_v0", {}),
         ("toll_v0", {"action_names": ["give", "take"]}),
     ],
@@ -209,3 +217,14 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "pettingzoo", None)
     with pytest.raises(MissingExtra, match=r"ludic-rl\[pettingzoo\]"):
         PettingZooEnv(BOARD)
+
+
+def test_an_id_of_the_registry_plays_the_game_of_its_module():
+    one, other = PettingZooEnv("classic/tictactoe-v3"), PettingZooEnv(BOARD)
+    assert one.reset(seed=0) == other.reset(seed=0)
+    while one.active_agents:
+        (mover,) = one.active_agents
+        move = one.legal_actions(mover)[-1]
+        assert one.step({mover: move}) == other.step({mover: move})
+    with pytest.raises(UnknownName, match="classic/tictactoe-v3"):
+        PettingZooEnv("classic/tictactoe-v2")

@@ -114,7 +114,13 @@ def test_a_generator_leaves_the_global_random_state_unchanged(task):
     assert random.getstate() == python and (np.random.get_state()[1] == arrays).all()
 
 
-@pytest.mark.parametrize("task", ["chain_sum", "string_manipulation", "puzzle24", "game_of_life_halting", "rush_hour"])
+@pytest.mark.parametrize(
+    "task",
+    [
+        "chain_sum", "string_manipulation", "puzzle24", "game_of_life_halting", "rush_hour", "countdown", "leg_counting",
+        "mini_sudoku", "number_sequence", "propositional_logic", "shortest_path", "spell_backward", "tower_of_hanoi",
+    ],
+)  # fmt: skip
 async def test_it_keeps_the_env_contract(task):
     await check_env(lambda: ReasoningGymEnv(task), seeds=(0, 1))
 

@@ -51,6 +51,33 @@ async def test_the_env_keeps_the_contract(game, num_players):
     await check_env(lambda: TextArenaEnv(game, num_players=num_players), max_steps=30)
 
 
+@pytest.mark.parametrize(
+    ("game", "num_players"),
+    [
+        ("ConnectFour-v0", 2),
+        ("Nim-v0", 2),
+        ("IteratedPrisonersDilemma-v0", 2),
+        ("IteratedRockPaperScissors-v0", 2),
+        ("LiarsDice-v0-small", 2),
+        ("Othello-v0-tiny", 2),
+        ("Poker-v0-small", 2),
+        ("Snake-v0", 2),
+        ("ThreePlayerIPD-v0", 3),
+        ("2048-v0-easy", 1),
+        ("Blackjack-v0", 1),
+        ("FifteenPuzzle-v0", 1),
+        ("LightsOut-v0", 1),
+        ("Minesweeper-v0-small", 1),
+        ("Secretary-v0", 1),
+        ("Sudoku-v0-easy", 1),
+        ("TowerOfHanoi-v0", 1),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*did not end within")
+async def test_more_games_keep_the_contract_in_their_first_moves(game, num_players):
+    await check_env(lambda: TextArenaEnv(game, num_players=num_players), seeds=(0, 1), max_steps=8)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_a_number_is_found_by_halving_and_the_seed_decides_which(seed):
     env = started("GuessTheNumber-v0", seed=seed)

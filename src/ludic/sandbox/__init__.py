@@ -1,4 +1,4 @@
-"""Sandboxes for untrusted programs: bubblewrap, docker, podman; pools of them, limits, results. See docs/sandbox.md.
+"""Sandboxes for untrusted programs: bubblewrap, docker, podman, apptainer; pools of them, limits, results. See docs/sandbox.md.
 
 `envs` and `tools` import it; it imports nothing but `types`. Start with interface.py, then pool.py and bubblewrap.py.
 """
@@ -18,6 +18,7 @@ from ludic.sandbox.backends import (
 )
 from ludic.sandbox.bubblewrap import BubblewrapConfig, BubblewrapSandboxPool
 from ludic.sandbox.containers import (
+    ApptainerSandboxPool,
     ContainerConfig,
     DockerSandboxConfig,
     DockerSandboxPool,
@@ -48,4 +49,5 @@ __all__ = [
     "BaseSandboxPool", "LRUCache",
     "BubblewrapSandboxPool", "BubblewrapConfig", "DockerSandboxPool", "DockerSandboxConfig",
     "PodmanSandboxPool", "PodmanConfig", "ContainerConfig", "SubprocessSandboxPool", "SubprocessConfig",
+    "ApptainerSandboxPool",
 ]  # fmt: skip

@@ -1,11 +1,8 @@
 """Choosing a backend: which ones exist, which work here, a started pool of one; and the plain subprocess backend."""
 
 import asyncio
-import contextlib
 import logging
 import os
-import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -15,11 +12,17 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ludic.sandbox.bubblewrap import BubblewrapConfig, BubblewrapSandboxPool, bubblewrap_problem, find_interpreter
-from ludic.sandbox.containers import ContainerConfig, DockerSandboxPool, PodmanSandboxPool, engine_problem
+from ludic.sandbox.containers import (
+    ApptainerSandboxPool,
+    ContainerConfig,
+    DockerSandboxPool,
+    PodmanSandboxPool,
+    engine_problem,
+)
 from ludic.sandbox.interface import Bind, SandboxError, SandboxLimits
 from ludic.sandbox.pool import BaseSandboxPool
 from ludic.sandbox.process_sandbox import BASE_ENV, ProcessSandbox
-from ludic.sandbox.runner_process import Isolation, RunnerProcess, start_runner, supervisor_command
+from ludic.sandbox.runner_process import GroupIsolation, RunnerProcess, start_runner, supervisor_command
 from ludic.types import ConfigError, UnknownName
 
 logger = logging.getLogger(__name__)
@@ -33,6 +36,7 @@ class SandboxBackend(StrEnum):
     DOCKER = "docker"
     PODMAN = "podman"
     PODMAN_HPC = "podman-hpc"
+    APPTAINER = "apptainer"  # only if requested by name: it needs an image file
     SUBPROCESS = "subprocess"  # no isolation; only if requested by name
 
 
@@ -151,6 +155,8 @@ def _pool(chosen: SandboxBackend, config: Any, version: str, settings: dict[str,
             return DockerSandboxPool(_checked(config, ContainerConfig, in_image), **settings)
         case SandboxBackend.PODMAN:
             return PodmanSandboxPool(_checked(config, ContainerConfig, in_image), **settings)
+        case SandboxBackend.APPTAINER:
+            return ApptainerSandboxPool(_checked(config, ContainerConfig, in_image), **settings)
         case _:
             return PodmanSandboxPool(_checked(config, ContainerConfig, in_image), engine="podman-hpc", **settings)
 
@@ -259,7 +265,7 @@ class _SubprocessLauncher:
         if binds:
             raise ConfigError("The subprocess backend cannot bind folders: its programs see the host as it is.")
         folder = tempfile.mkdtemp(prefix="ludic-subprocess-")
-        isolation = _GroupIsolation(folder)
+        isolation = GroupIsolation(folder)
         runner = await start_runner(
             [self._interpreter.path, *supervisor_command(self._interpreter.magic)],
             env=BASE_ENV,
@@ -271,21 +277,6 @@ class _SubprocessLauncher:
         isolation.group = runner.pid
         await runner.ready()
         return runner
-
-
-class _GroupIsolation(Isolation):
-    """A process group and its folder; a program can leave the group."""
-
-    def __init__(self, folder: str) -> None:
-        self.group: int | None = None
-        self._folder = folder
-
-    async def end(self) -> None:
-        group, self.group = self.group, None
-        if group is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(group, signal.SIGKILL)
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class SubprocessSandboxPool(BaseSandboxPool):

@@ -1,4 +1,4 @@
-"""Docker and Podman: a container per program, through their command lines.
+"""Docker, Podman and Apptainer: a container per program, through their command lines.
 
 Slower than bubblewrap (a container takes about a second to start, so the pool's warm containers matter more), but with the Python
 of any image, and on hosts where bubblewrap is not allowed. The container has no network, a read-only root, no capabilities, an
@@ -19,20 +19,21 @@ from typing import Any, Literal, NamedTuple, Self
 from ludic.sandbox.interface import MB, Bind, SandboxError, SandboxLimits
 from ludic.sandbox.pool import BaseSandboxPool
 from ludic.sandbox.process_sandbox import BASE_ENV, ProcessSandbox
-from ludic.sandbox.runner_process import Isolation, RunnerProcess, start_runner, supervisor_command
+from ludic.sandbox.runner_process import GroupIsolation, Isolation, RunnerProcess, start_runner, supervisor_command
 from ludic.types import ConfigError
 
 Engine = Literal["docker", "podman", "podman-hpc"]
 _USER = "65534:65534"
+_APPTAINER_WORKSPACE = "/tmp"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContainerConfig:
-    """Settings of the docker and podman backends, and of podman-hpc on Slurm clusters."""
+    """Settings of the docker, podman and apptainer backends, and of podman-hpc on Slurm clusters."""
 
     python_version: str = "3.11"
     base_image: str | None = None
-    """None: python:<python_version>-slim. The image must exist locally: nothing is pulled."""
+    """None: python:<python_version>-slim. The image must exist locally: nothing is pulled. Apptainer: a .sif file or a folder."""
     memory_limit: str = "256m"
     """Of the container; a run that asks for more gets another container."""
     cpu_quota: int | None = None
@@ -41,7 +42,7 @@ class ContainerConfig:
     working_dir: str = "/workspace"
     """The only writable folder. If the image has it, all users must have write permission."""
     gpu: bool = False
-    """podman-hpc's --gpu; docker has no such flag."""
+    """podman-hpc's --gpu, apptainer's --nv; docker has no such flag."""
     extra_args: tuple[str, ...] = ()
     """More arguments for `docker run` or `podman run`."""
     limits: SandboxLimits = field(default_factory=SandboxLimits)
@@ -175,7 +176,69 @@ class PodmanSandboxPool(ContainerSandboxPool):
         super().__init__(engine, config, **settings)
 
 
+class ApptainerLauncher:
+    """Starts runner processes under `apptainer exec`, which has no daemon: a container is a process tree."""
+
+    def __init__(self, config: ContainerConfig) -> None:
+        if problem := engine_problem("apptainer"):
+            raise SandboxError(f"The apptainer backend cannot be used: {problem}")
+        self._config = config
+        self._has_groups = os.geteuid() == 0 or Path("/sys/fs/cgroup/cgroup.controllers").exists()
+        """Whether Apptainer can limit memory and processes; with cgroups v1 it needs root."""
+
+    async def start(self, limits: SandboxLimits, binds: Sequence[Bind] = ()) -> RunnerProcess:
+        isolation = GroupIsolation()
+        runner = await start_runner(
+            apptainer_command(self._config, limits, binds, with_groups=self._has_groups),
+            env=os.environ,  # of the client; --cleanenv keeps it from the program
+            isolation=isolation,
+            workspace=_APPTAINER_WORKSPACE,
+            limit_processes=False,
+            new_session=True,
+        )
+        isolation.group = runner.pid
+        await runner.ready()
+        return runner
+
+
+class ApptainerSandboxPool(BaseSandboxPool):
+    """Sandboxes that are Apptainer containers. The command line is tested; it has not been run by Ludic's tests."""
+
+    def __init__(self, config: ContainerConfig | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._config = config or ContainerConfig()
+        self._launcher = ApptainerLauncher(self._config)
+
+    async def _make_sandbox(self) -> ProcessSandbox:
+        return ProcessSandbox(self._launcher, effective_limits(self._config))
+
+
 # --- commands ---
+
+
+def apptainer_command(
+    config: ContainerConfig, limits: SandboxLimits, binds: Sequence[Bind] = (), *, with_groups: bool
+) -> list[str]:
+    """The whole `exec` command, supervisor included. The workspace is /tmp, whose size the host's apptainer.conf sets."""
+    if config.base_image is None:
+        raise ConfigError(
+            "The apptainer backend needs ContainerConfig(base_image=…): a .sif file or an unpacked folder (apptainer build "
+            "python.sif docker://python:3.11-slim makes one)."
+        )
+    # --no-init: the supervisor is process 1.
+    command = ["apptainer", "exec", "--containall", "--no-init", "--cleanenv", "--no-home", "--no-privs"]
+    command += ["--net", "--network", "none"] if config.network_disabled else []
+    command += ["--nv"] if config.gpu else []
+    if with_groups:
+        memory = str(limits.memory_mb * MB)
+        command += ["--memory", memory, "--memory-swap", memory, "--pids-limit", str(limits.max_processes)]
+        command += ["--cpus", f"{config.cpu_quota / 100_000:g}"] if config.cpu_quota else []
+    command += ["--pwd", _APPTAINER_WORKSPACE]
+    for variable, setting in BASE_ENV.items():
+        command += ["--env", f"{variable}={setting}"]
+    for bind in binds:
+        command += ["--bind", f"{bind.source}:{bind.target}:{'rw' if bind.writable else 'ro'}"]
+    return [*command, *config.extra_args, config.base_image, "python3", *supervisor_command()]
 
 
 def container_command(
@@ -263,12 +326,13 @@ def engine_problem(engine: str) -> str:
     """Why the engine cannot be used here; empty when it can."""
     if shutil.which(engine) is None:
         return f"{engine} is not installed."
+    question = "version" if engine == "apptainer" else "info"
     try:
-        done = subprocess.run([engine, "info"], capture_output=True, text=True, timeout=30)
+        done = subprocess.run([engine, question], capture_output=True, text=True, timeout=30)
     except subprocess.TimeoutExpired:
-        return f"`{engine} info` did not answer within 30 s. Is its daemon running?"
+        return f"`{engine} {question}` did not answer within 30 s. Is its daemon running?"
     if done.returncode != 0:
-        return f"`{engine} info` fails: {done.stderr.strip()[-500:]}"
+        return f"`{engine} {question}` fails: {done.stderr.strip()[-500:]}"
     return ""
 
 

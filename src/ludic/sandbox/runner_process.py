@@ -11,6 +11,8 @@ import contextlib
 import marshal
 import math
 import os
+import shutil
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -192,6 +194,22 @@ class Isolation:
         `timed_out`: its time was up; else its stream of frames ended.
         """
         return ""
+
+
+class GroupIsolation(Isolation):
+    """A process group, and a folder that is removed with it; a program without a process namespace can leave the group."""
+
+    def __init__(self, folder: str | None = None) -> None:
+        self.group: int | None = None
+        self._folder = folder
+
+    async def end(self) -> None:
+        group, self.group = self.group, None
+        if group is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class RunnerProcess:

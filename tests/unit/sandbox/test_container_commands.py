@@ -16,7 +16,13 @@ from ludic.sandbox import (
     SandboxError,
     SandboxLimits,
 )
-from ludic.sandbox.containers import container_command, effective_limits, engine_problem, memory_bytes
+from ludic.sandbox.containers import (
+    apptainer_command,
+    container_command,
+    effective_limits,
+    engine_problem,
+    memory_bytes,
+)
 from ludic.types import ConfigError
 
 
@@ -75,6 +81,29 @@ def test_binds_are_volumes():
     binds = [Bind(source="/a", target="/b"), Bind(source="/c", target="/d", writable=True)]
     command = container_command("docker", DockerSandboxConfig(), "n", SandboxLimits(), binds)
     assert options(command)["--volume"] == ["/a:/b:ro", "/c:/d:rw"]
+
+
+def test_the_apptainer_command():
+    config = ContainerConfig(base_image="/images/python.sif", cpu_quota=150_000, gpu=True, extra_args=("--userns",))
+    binds = [Bind(source="/a", target="/b"), Bind(source="/c", target="/d", writable=True)]
+    command = apptainer_command(config, SandboxLimits(memory_mb=64, max_processes=5), binds, with_groups=True)
+    image = command.index("/images/python.sif")
+    expected = """
+        apptainer exec --containall --no-init --cleanenv --no-home --no-privs --net --network none --nv
+        --memory 67108864 --memory-swap 67108864 --pids-limit 5 --cpus 1.5 --pwd /tmp
+        --env PATH=/usr/local/bin:/usr/bin:/bin --env LANG=C.UTF-8 --env PYTHONHASHSEED=0 --env OMP_NUM_THREADS=1
+        --env OPENBLAS_NUM_THREADS=1 --bind /a:/b:ro --bind /c:/d:rw --userns
+    """
+    assert command[:image] == expected.split()
+    assert command[image + 1] == "python3" and command[-2] == "-c"
+
+
+def test_apptainer_without_cgroups_has_no_flags_that_need_them():
+    config = ContainerConfig(base_image="folder/", network_disabled=False)
+    command = apptainer_command(config, SandboxLimits(), with_groups=False)
+    assert not {"--memory", "--memory-swap", "--pids-limit", "--cpus", "--net", "--nv"} & set(command)
+    with pytest.raises(ConfigError, match="base_image=….*apptainer build"):
+        apptainer_command(ContainerConfig(), SandboxLimits(), with_groups=False)
 
 
 @pytest.mark.parametrize(("text", "number"), [("256m", 256 << 20), ("2G", 2 << 30), ("512k", 512 << 10), ("77", 77)])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ludic.sandbox import BubblewrapSandboxPool, ContainerConfig, PodmanSandboxPool, SandboxLimits
-from ludic.sandbox.containers import container_command, engine_args, engine_problem
+from ludic.sandbox.containers import PodmanFacts, container_command, engine_problem
 from ludic.sandbox.remote.client import RemoteSandboxPool
 from ludic.sandbox.remote.server import SandboxServer
 
@@ -36,7 +36,7 @@ def podman_problem() -> str:
         return problem
     if subprocess.run(["podman", "image", "exists", IMAGE]).returncode != 0:
         subprocess.run(["podman", "import", "-", IMAGE], input=_image(), capture_output=True)
-    probe = ContainerConfig(base_image=IMAGE, extra_args=("--rm", *engine_args("podman"), *SHOW_USR))
+    probe = ContainerConfig(base_image=IMAGE, extra_args=("--rm", *PodmanFacts.read("podman").run_args, *SHOW_USR))
     command = container_command("podman", probe, f"probe-{uuid.uuid4().hex}", SandboxLimits())
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True

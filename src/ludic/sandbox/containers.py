@@ -7,6 +7,7 @@ unprivileged user, and limits on memory and processes; the supervisor inside is 
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from ludic.sandbox.process_sandbox import BASE_ENV, ProcessSandbox
 from ludic.sandbox.runner_process import GroupIsolation, Isolation, RunnerProcess, start_runner, supervisor_command
 from ludic.types import ConfigError
 
+logger = logging.getLogger(__name__)
 Engine = Literal["docker", "podman", "podman-hpc"]
 _USER = "65534:65534"
 _APPTAINER_WORKSPACE = "/tmp"
@@ -63,7 +65,15 @@ class ContainerLauncher:
                 "ContainerConfig(gpu=True) is podman-hpc's --gpu. For docker give extra_args=('--gpus', 'all')."
             )
         self._engine = engine
-        self._config = replace(config, extra_args=(*engine_args(engine), *config.extra_args))
+        if engine != "docker":
+            facts = PodmanFacts.read(engine)
+            config = replace(config, extra_args=(*facts.run_args, *config.extra_args))
+            if not facts.has_limits:
+                logger.warning(
+                    "%s without root and with cgroups v1 limits the memory of each process, but neither their number nor their "
+                    "memory together. Use bubblewrap, or a host with cgroups v2.", engine,
+                )  # fmt: skip
+        self._config = config
 
     async def start(self, limits: SandboxLimits, binds: Sequence[Bind] = ()) -> RunnerProcess:
         name = f"{_own_names()}{uuid.uuid4().hex}"
@@ -336,10 +346,26 @@ def engine_problem(engine: str) -> str:
     return ""
 
 
-def engine_args(engine: str) -> tuple[str, ...]:
-    """What `run` needs on this host. crun, podman's default runtime, refuses hosts with both versions of cgroups; runc does not."""
-    if engine == "docker" or shutil.which("runc") is None:
-        return ()
-    shown = "{{.Host.CgroupsVersion}}"
-    done = subprocess.run([engine, "info", "--format", shown], capture_output=True, text=True, timeout=30)
-    return ("--runtime", "runc") if done.stdout.strip() == "v1" else ()
+class PodmanFacts(NamedTuple):
+    """What decides how podman is used on this host."""
+
+    cgroups: str
+    """v1 or v2."""
+    is_rootless: bool
+
+    @classmethod
+    def read(cls, engine: str) -> Self:
+        shown = "{{.Host.CgroupsVersion}} {{.Host.Security.Rootless}}"
+        done = subprocess.run([engine, "info", "--format", shown], capture_output=True, text=True, timeout=30)
+        cgroups, _, rootless = done.stdout.strip().partition(" ")
+        return cls(cgroups, rootless == "true")
+
+    @property
+    def run_args(self) -> tuple[str, ...]:
+        """crun, podman's default runtime, refuses hosts with both versions of cgroups; runc does not."""
+        return ("--runtime", "runc") if self.cgroups == "v1" and shutil.which("runc") else ()
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether --memory and --pids-limit have an effect."""
+        return not (self.is_rootless and self.cgroups == "v1")

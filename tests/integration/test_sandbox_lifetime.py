@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ludic.sandbox import BubblewrapConfig, BubblewrapSandboxPool, is_bubblewrap_available, shared_pool
+from ludic.sandbox import BubblewrapConfig, BubblewrapSandboxPool, RunStatus, is_bubblewrap_available, shared_pool
 from tests.integration.sandbox_pools import descendants
 
 pytestmark = [
@@ -148,3 +148,24 @@ def test_an_ordinary_user_has_the_same_sandbox():
         timeout=120,
     )
     assert done.stdout.splitlines() == ["65534", "memory_exceeded", "timeout", "fine"], done.stderr
+
+
+async def test_a_killed_bwrap_is_a_failure_of_the_sandbox_and_a_full_pool_leaves_nothing():
+    before, uid = set(descendants(os.getpid())), 64_124
+    async with BubblewrapSandboxPool(BubblewrapConfig(uid=uid), n_workers=1) as pool:
+        sandbox = await pool.checkout()
+        own = set(descendants(os.getpid())) - before
+        run = asyncio.create_task(sandbox.execute("import os, time\nos.fork()\ntime.sleep(60)", timeout_s=60))
+        while len(set(descendants(os.getpid())) - before) < 4:  # bwrap, the supervisor, the program and its fork
+            await asyncio.sleep(0.01)
+        bwrap = min(pid for pid in own if Path(f"/proc/{pid}/comm").read_text() == "bwrap\n")
+        os.kill(bwrap, signal.SIGKILL)
+        result = await run
+        assert (result.run_status, result.detail) == (RunStatus.SANDBOX_ERROR, "bwrap was killed from outside.")
+        codes = [f"print({n})" if n % 10 else "open('f', 'wb').write(bytes(200 << 20))" for n in range(100)]
+        results = await asyncio.gather(*(sandbox.execute(code) for code in codes))
+        assert [r.stdout for r in results] == [f"{n}\n" if n % 10 else "" for n in range(100)]
+        assert {r.run_status for r in results[::10]} == {RunStatus.RUNTIME_ERROR}, "the disk of a sandbox is full"
+    assert set(descendants(os.getpid())) <= before
+    assert not living(uid)
+    assert not [*Path("/sys/fs/cgroup/memory/ludic-sandbox").glob(f"{os.getpid()}-*")]

@@ -243,6 +243,9 @@ class NamespaceIsolation(Isolation):
     def memory(self) -> tuple[int | None, bool]:
         return self._memory
 
+    def failure(self, *, timed_out: bool, was_killed: bool) -> str:
+        return "bwrap was killed from outside." if was_killed else ""
+
     def _give_group_back(self) -> None:
         group, self._group = self._group, None
         if group and self._groups:

@@ -142,7 +142,7 @@ class ContainerIsolation(Isolation):
     def memory(self) -> tuple[int | None, bool]:
         return None, self._was_killed_for_memory
 
-    def failure(self, *, timed_out: bool) -> str:
+    def failure(self, *, timed_out: bool, was_killed: bool) -> str:
         if self._has_lost_monitor:
             return "The container's monitor process (conmon) was killed."
         if self._was_running and not timed_out:
@@ -344,6 +344,11 @@ def engine_problem(engine: str) -> str:
     if done.returncode != 0:
         return f"`{engine} {question}` fails: {done.stderr.strip()[-500:]}"
     return ""
+
+
+def engine_args(engine: str) -> tuple[str, ...]:
+    """Arguments that `run` needs on this host."""
+    return () if engine == "docker" else PodmanFacts.read(engine).run_args
 
 
 class PodmanFacts(NamedTuple):

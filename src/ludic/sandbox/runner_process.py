@@ -188,10 +188,10 @@ class Isolation:
         """After the end: peak bytes of all processes together (None: not counted), and whether one was killed for memory."""
         return None, False
 
-    def failure(self, *, timed_out: bool) -> str:
+    def failure(self, *, timed_out: bool, was_killed: bool) -> str:
         """After the end of a run without a report: how the isolation itself failed; empty if the program may be the cause.
 
-        `timed_out`: its time was up; else its stream of frames ended.
+        `timed_out`: its time was up; else its stream of frames ended. `was_killed`: SIGKILL ended the outer process.
         """
         return ""
 
@@ -258,17 +258,13 @@ class RunnerProcess:
             with contextlib.suppress(asyncio.IncompleteReadError):  # no last frame: `raw` has no ending
                 while raw.ending is None and not raw.timed_out:
                     await self._next_frame(job, raw)
+            was_killed = raw.ending is None and not raw.timed_out and await self._was_killed()
         except OSError as e:
             raise SandboxError(f"The sandbox could not limit memory: {e}") from e
         finally:
             feeding.cancel()
             await self.close()
-        raw.group_peak, raw.killed_for_memory = self._isolation.memory()
-        if raw.ending is not None and raw.ending.oom_kills:
-            raw.killed_for_memory = True
-        if raw.ending is None:
-            raw.isolation_error = self._isolation.failure(timed_out=raw.timed_out)
-            raw.launcher_error = await self._last_error()
+        await self._explain(raw, was_killed)
         return raw
 
     async def run_and_keep(self, job: Job) -> RawRun:
@@ -283,11 +279,14 @@ class RunnerProcess:
                 await self._process.stdin.drain()
                 while raw.ending is None and not raw.timed_out:
                     await self._next_frame(job, raw)
+            was_killed = raw.ending is None and not raw.timed_out and await self._was_killed()
         except OSError as e:
             raise SandboxError(f"The sandbox could not limit memory: {e}") from e
         finally:
             if raw.ending is None:
                 await self.close()
+        if raw.ending is None:
+            await self._explain(raw, was_killed)
         return raw
 
     async def close(self) -> None:
@@ -298,6 +297,22 @@ class RunnerProcess:
             self._process.kill()
             await self._process.wait()
             self._process.close_pipes()
+
+    async def _explain(self, raw: RawRun, was_killed: bool) -> None:
+        """After `close`: note what the isolation and the outer process know of the run."""
+        raw.group_peak, raw.killed_for_memory = self._isolation.memory()
+        if raw.ending is not None:
+            raw.killed_for_memory = raw.killed_for_memory or raw.ending.oom_kills > 0
+            return
+        raw.isolation_error = self._isolation.failure(timed_out=raw.timed_out, was_killed=was_killed)
+        raw.launcher_error = await self._last_error()
+
+    async def _was_killed(self) -> bool:
+        """Whether SIGKILL has ended the outer process, after the end of its output."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SECOND_LOOK_S):
+                await self._process.wait()
+        return self._process.returncode == -signal.SIGKILL
 
     async def _feed(self, job: Job) -> None:
         with contextlib.suppress(ConnectionError):  # a program may end without reading its input

@@ -337,6 +337,7 @@ BUILTINS: Mapping[str, Mapping[str, Entry]] = {
         "easiest_first": Entry("ludic.batch_gen.requests.curriculum:EasiestFirstCurriculum"),
         "success_band": Entry("ludic.batch_gen.requests.curriculum:SuccessBandCurriculum"),
         "prioritised": Entry("ludic.batch_gen.requests.curriculum:PrioritisedCurriculum"),
+        "rising_difficulty": Entry("ludic.batch_gen.requests.streams:RisingDifficultyCurriculum"),
     },
     "algorithm": {name: Entry(f"ludic.training.algorithms:make_{name}") for name in _ALGORITHMS}
     | {"spo": Entry("ludic.training.algorithms:spo_algorithm")},

@@ -147,7 +147,7 @@ class Registry:
     def spec(self, id: str) -> EntrySpec:
         """The spec of a registered part, or of a `file.py:name` or `module:name`, which is loaded."""
         if ":" in id:
-            found = _load_own(id, self.kind)
+            found = load_own(id, self.kind)
             is_part = self.kind in _GIVEN_AS_FUNCTIONS and not inspect.isclass(found)
             return EntrySpec(id=id, kind=self.kind, target=found, bind=is_part)
         key = id.removeprefix(_HOME)
@@ -226,7 +226,8 @@ def _check_arguments(spec: EntrySpec, factory: Callable[..., Any], kwargs: Mappi
 # --- user's parts: file.py:name and module:name ---
 
 
-def _load_own(id: str, kind: str) -> Callable[..., Any]:
+def load_own(id: str, kind: str) -> Callable[..., Any]:
+    """The class or function of `file.py:name` or `module:name`; messages call it a `kind`."""
     place, _, name = id.rpartition(":")
     module = _load_file(place) if place.endswith(".py") else _load_module(place)
     found: Any = getattr(module, name, None)

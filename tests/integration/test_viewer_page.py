@@ -263,6 +263,18 @@ def test_filters_and_the_histogram_choose_rollouts_and_are_kept_in_the_address(c
         assert tab.page.input_value("input[type=search]") == "answer 3"
 
 
+def test_tasks_are_listed_with_their_statistics(chromium, quiz):
+    with Tab(chromium, quiz.address) as tab:
+        tab.open("#/run/quiz/tasks")
+        tab.see("2 tasks")
+        row = tab.page.inner_text("a.row >> nth=0")
+        assert "quiz-0" in row and "12" in row and "step 3" in row
+        assert len(tab.page.query_selector_all("svg.trend polyline")) == 2
+        tab.page.click("text=Most failed")
+        tab.see("quiz-1")
+        assert "sort=-num_failed" in tab.page.url
+
+
 # --- live ---
 
 

@@ -48,7 +48,7 @@ def new(args: list[str]) -> int:
     folder = make_package(names, given.into)
     print(f"{folder} has an env that works, its tests and its page. Next:\n")
     print(f"  pip install -e {folder}")
-    print(f"  ludic train {names['id']} --model tiny --lr 0.003\n")
+    print(f"  ludic train {names['id']} --model tiny --max-tokens 1 --lr 0.003 --steps 60\n")
     print(f"The game is in {folder / 'src' / given.name / 'env.py'}: replace it with yours.")
     return 0
 

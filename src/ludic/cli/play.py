@@ -17,6 +17,7 @@ from rich.rule import Rule
 
 from ludic.agents import Agent, ToolAgent
 from ludic.batch_gen.requests.samples import is_on_hub, read_lines, read_sample, read_samples
+from ludic.batch_gen.requests.streams import is_stream, read_or_generate
 from ludic.cli.args import Switch, parse
 from ludic.context import FullDialog
 from ludic.inference import ByteTemplate, HermesToolParser, ScriptedClient
@@ -91,6 +92,8 @@ def make_env(id: str, settings: Mapping[str, Any], data: Path | None, index: int
 
 
 def _sample(place: Path, index: int) -> dict[str, Any]:
+    if is_stream(place):
+        return dict(read_or_generate(place, num=index + 1, seed=0)[-1])
     lines = read_samples(place) if is_on_hub(place) else read_lines(place)
     if not 0 <= index < len(lines):
         raise ConfigError(f"--index {index} is not in {place}, which has {len(lines)} lines (0 to {len(lines) - 1}).")

@@ -64,7 +64,7 @@ class EnvSettings:
     """Argument of the env; may be repeated."""
     data: Path | None = None
     """JSONL file of samples, one JSON object per line, for envs that ask questions; or hub:NAME:SPLIT,
-    hub:NAME:CONFIG:SPLIT, such as hub:openai/gsm8k:main:train."""
+    hub:NAME:CONFIG:SPLIT, such as hub:openai/gsm8k:main:train; or file.py:function, which generates them (docs/task-streams.md)."""
     max_steps: int | None = None
     """Turns after which an episode is cut off. Default: what suits the env, else 32."""
     episode_timeout: float = 3600.0
@@ -429,7 +429,7 @@ class EvalSettings:
     eval_pass_k: int = 1
     """Episodes of each task; above 1, pass@k is measured too."""
     eval_data: Path | None = None
-    """JSONL file (or hub:…) of held-out samples, for envs that ask questions."""
+    """JSONL file (or hub:…, or file.py:function) of held-out samples, for envs that ask questions."""
     eval_temperature: float = 0.6
     """Of sampling while evaluating; 0 is greedy."""
 

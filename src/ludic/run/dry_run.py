@@ -18,7 +18,15 @@ from ludic.run.model import (
     forked_checkpoint,
     make_template,
 )
-from ludic.run.parts import eval_samples, first_env, make_algorithm, make_rewards, outside_agent, train_samples
+from ludic.run.parts import (
+    eval_samples,
+    first_env,
+    make_algorithm,
+    make_rewards,
+    outside_agent,
+    train_samples,
+    train_stream,
+)
 from ludic.run.resolve import ResolvedRun
 from ludic.run.sources import check_source
 from ludic.types import ConfigError
@@ -50,7 +58,9 @@ def _task_lines(run: ResolvedRun, share: float = 1.0) -> list[str]:
     first_env(run)
     outside = outside_agent(run.config.agent, run.parts)
     tasks = "each group with its own seed"
-    if samples is not None:
+    if train_stream(run) is not None:
+        tasks = "each group with a new sample of the stream"
+    elif samples is not None:
         tasks = f"{batches * run.num_groups * share / len(samples):.2f} passes over {len(samples):,} samples"
     per_batch = min(run.max_steps * run.sampling.max_tokens, run.trainer.max_seq_len) * total
     a_batch = "an update" if run.trainer.steps_per_batch == 1 else "a batch"

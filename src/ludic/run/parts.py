@@ -27,7 +27,17 @@ from ludic.batch_gen import (
     RolloutEngine,
     make_dataset_sequence_requests_fn,
 )
+from ludic.batch_gen.requests.dataset import RequestBuilder
 from ludic.batch_gen.requests.samples import read_samples
+from ludic.batch_gen.requests.streams import (
+    SampleStream,
+    StreamFunction,
+    StreamRequests,
+    first_samples,
+    is_stream,
+    load_stream,
+    read_or_generate,
+)
 from ludic.envs.workers import EnvPool
 from ludic.eval import EngineEvaluator, Grading
 from ludic.gateway.agents import AgentCommand, AgentFunction, OutsideAgent, is_agent_function
@@ -82,6 +92,7 @@ SHOWN = (
     "avg_total_reward", "reward/*", "score/*", "!reward/env", "!reward/parser", "accuracy", "mean_reward", "*_rate", "avg_turns",
     "avg_completion_length", "num_failed",
     "loss", "entropy", "grad_norm", "grad_clipped", "ess", "lr", "lag_max", "correction_zero_frac", "queue_items",
+    "difficulty", "num_open_tasks",
     "step_s", "fetch_s", "update_s", "tokens_per_s",
     # Of the rates: how games ended, unreadable_rate and over_limit_rate, which count a reply that was cut off once.
     "!parse_error_rate", "!truncated_rate", "!truncation_rate", "!completion_truncated_rate", "!seq_len_truncated_rate",
@@ -187,20 +198,46 @@ def env_arguments(env: EnvSettings, sample: Any = None) -> dict[str, Any]:
     return dict(env.set) if sample is None else {"sample": sample, **env.set}
 
 
+def train_stream(run: ResolvedRun) -> StreamFunction | None:
+    """The function that generates the samples; None where they are in a file or a list, or where there are none."""
+    return _stream_of(run.config.env, run.parts)
+
+
+def _stream_of(env: EnvSettings, parts: Parts) -> StreamFunction | None:
+    if parts.samples is not None:
+        return parts.samples if callable(parts.samples) else None
+    return load_stream(env.data) if env.data is not None and is_stream(env.data) else None
+
+
 def train_samples(run: ResolvedRun) -> Sequence[Any] | None:
-    data = run.config.env.data
-    return run.parts.samples if run.parts.samples is not None or data is None else read_samples(data)
+    """All samples; None where there are none, or where a stream generates them."""
+    given, data = run.parts.samples, run.config.env.data
+    if given is not None:
+        return None if callable(given) else given
+    return None if data is None or is_stream(data) else read_samples(data)
 
 
 def eval_samples(run: ResolvedRun) -> Sequence[Any] | None:
-    data, given = run.config.eval.eval_data, run.parts.eval_samples
-    return given if given is not None or data is None else read_samples(data, "--eval-data")
+    data, given, num = run.config.eval.eval_data, run.parts.eval_samples, run.config.eval.eval_episodes
+    seed = derive_seed(run.seed, _EVAL_STREAM_SEEDS)  # never the samples that training draws
+    if callable(given):
+        return first_samples(given, num, seed=seed)
+    return given if given is not None or data is None else read_or_generate(data, "--eval-data", num=num, seed=seed)
+
+
+def first_sample(env: EnvSettings, parts: Parts) -> Any:
+    """One sample, to make an env with; None if there are none."""
+    stream = _stream_of(env, parts)
+    if stream is not None:
+        takes_difficulty = "difficulty" in inspect.signature(stream).parameters
+        return SampleStream(stream, seed=0, difficulty=1 if takes_difficulty else None).next_sample()
+    given = parts.samples or (None if env.data is None else read_samples(env.data))
+    return None if given is None or callable(given) else given[0]
 
 
 def first_env(run: ResolvedRun) -> AnyEnv:
     """One env of the run, about the first sample: mistakes in it, or in the data, are named here."""
-    samples = train_samples(run)
-    return run.env.make(env_arguments(run.config.env, None if samples is None else samples[0]))
+    return run.env.make(env_arguments(run.config.env, first_sample(run.config.env, run.parts)))
 
 
 def make_episode_setup(
@@ -218,8 +255,7 @@ def make_episode_setup(
     parts = parts or Parts()
     if env.sandbox is not None:
         os.environ[BACKEND_VARIABLE] = env.sandbox  # env workers, which are other processes, read it too
-    sample = parts.samples[0] if parts.samples else None if env.data is None else read_samples(env.data)[0]
-    made = factory.make(env_arguments(env, sample))
+    made = factory.make(env_arguments(env, first_sample(env, parts)))
     make_protocol = protocol_factory(agent, made.agent_ids, template, model, parts)
     make_protocol(client)  # a wrong name or argument is found now, not in the first episode
     return EpisodeSetup(
@@ -406,7 +442,7 @@ def agent_factory(
 
 # --- requests --------------------------------------------------------------------------------------------------
 
-_EVAL_ENV_SEEDS, _EVAL_SAMPLING_SEEDS = 101, 102
+_EVAL_ENV_SEEDS, _EVAL_SAMPLING_SEEDS, _EVAL_STREAM_SEEDS = 101, 102, 106
 
 
 def train_requests(
@@ -415,7 +451,16 @@ def train_requests(
     """The tasks of one update: the next samples of the data, or new seeds (which strategy and engine give out)."""
     num_groups = run.num_groups if num_groups is None else num_groups
     inference = InferenceSpec(sampling=run.sampling, return_=ReturnSpec.for_rl())
-    samples = train_samples(run)
+    seed = run.seed if seed is None else seed
+    samples, stream = train_samples(run), train_stream(run)
+    if stream is not None:
+        builder = RequestBuilder(
+            env_kind=run.config.env.id,
+            protocol_kind=setup.protocol,
+            inference=inference,
+            env_kwargs_fn=partial(env_arguments, run.config.env),
+        )
+        return StreamRequests(SampleStream(stream, seed=seed), builder, batch_size=num_groups, rng_seed=seed)
     if samples is None:
         return lambda: [setup.request(inference)] * num_groups
     return make_dataset_sequence_requests_fn(
@@ -426,7 +471,7 @@ def train_requests(
         inference=inference,
         env_kwargs_fn=partial(env_arguments, run.config.env),
         shuffle=True,
-        rng_seed=run.seed if seed is None else seed,
+        rng_seed=seed,
     )
 
 

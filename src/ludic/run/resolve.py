@@ -147,9 +147,9 @@ class Parts:
     loss: Any = None
     """Replaces the algorithm's."""
     model: "LoadedModel | None" = None
-    samples: Sequence[Any] | None = None
-    """For envs that ask about samples: instead of a file."""
-    eval_samples: Sequence[Any] | None = None
+    samples: Sequence[Any] | Callable[..., Any] | None = None
+    """For envs that ask about samples: instead of a file. A function generates them (docs/task-streams.md)."""
+    eval_samples: Sequence[Any] | Callable[..., Any] | None = None
     loggers: Sequence[TrainingLogger] = ()
     """Beside those of the settings."""
     reward: "RewardFunction | None" = None
@@ -564,7 +564,7 @@ def check_data(found: EnvFactory, data: Path | None, arguments: Mapping[str, Any
         raise ConfigError(
             f"The env {found.id!r} asks about samples; give {flag} FILE.jsonl with one JSON object per line"
             + (f" such as {dict(found.example)['sample']!r:.200}" if "sample" in found.example else "")
-            + f", or {flag} hub:NAME:SPLIT."
+            + f", {flag} hub:NAME:SPLIT, or {flag} file.py:function, which generates them."
         )
     if data is not None and not found.takes_sample:
         raise ConfigError(f"{flag} {data} was given, but the env {found.id!r} has no argument `sample` to take it.")

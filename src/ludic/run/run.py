@@ -294,8 +294,8 @@ def build(
     loss: Any = None,
     model: Any = None,
     tokenizer: Any = None,
-    data: str | Path | Sequence[Any] | None = None,
-    eval_data: str | Path | Sequence[Any] | None = None,
+    data: str | Path | Sequence[Any] | Callable[..., Any] | None = None,
+    eval_data: str | Path | Sequence[Any] | Callable[..., Any] | None = None,
     logger: Any = None,
     reward: Any = None,
     policies: Mapping[str, Any] | None = None,
@@ -311,8 +311,8 @@ def build(
     replaces the algorithm's, `protocol` the agent with all its parts; `source` wraps the source of fresh rollouts; `reducers`
     are further metrics (`Parts` in resolve.py). An agent may also be a function that makes its model calls over HTTP
     (docs/gateway.md); a function as `reward` and `policies` are for it. `reward` is otherwise a list of names, reward functions and
-    scorers (docs/rewards.md). data and eval_data take a file or a list of samples. Settings are checked
-    here; weights are loaded when the run trains or evaluates.
+    scorers (docs/rewards.md). data and eval_data take a file, a list of samples, or a function that generates them. Settings are
+    checked here; weights are loaded when the run trains or evaluates.
     """
     config = config or RunConfig()
     is_several = bool(config.envs or settings.get("envs"))
@@ -368,10 +368,10 @@ def _several(given: Any) -> NameAndObject:
 
 
 def _samples(given: Any) -> NameAndObject:
-    """A file, or the samples themselves."""
+    """A file, or the samples themselves, or a function that generates them."""
     if isinstance(given, (str, Path)):
         return Path(given), None
-    return None, None if given is None else list(given)
+    return None, given if given is None or callable(given) else list(given)
 
 
 def _model(given: Any, tokenizer: Any) -> NameAndObject:

@@ -26,6 +26,7 @@ from ludic.batch_gen import (
 )
 from ludic.batch_gen.requests.curriculum import Curriculum, TaskCurriculum
 from ludic.batch_gen.requests.dataset import AssignedRequests, WeightedPart, WeightedRequests
+from ludic.batch_gen.requests.streams import StreamFunction, first_samples
 from ludic.batch_gen.sources.mixed import MixedBatchSource, MixedPart
 from ludic.batch_gen.sources.stragglers import Stragglers
 from ludic.inference import ChatTemplate
@@ -43,6 +44,7 @@ from ludic.run.parts import (
     request_strategy,
     train_requests,
     train_samples,
+    train_stream,
 )
 from ludic.run.resolve import ResolvedRun
 from ludic.types import (
@@ -92,15 +94,17 @@ def make_source(
             seed=run.seed,
         )
     curriculum = make_curriculum(run, algorithm)
-    requests: RequestsFn = train_requests(run, setup)
+    requests: RequestsFn | None = None
     strategy: RequestStrategy = request_strategy(run, run.seed)
     if run.envs:
         requests, strategy = _requests_of_several(run, setup), IdentityStrategy()
     elif league is not None:
         requests = _seated_requests(run, setup)
+    elif curriculum is None:
+        requests = train_requests(run, setup)
     return RolloutBatchSource(
         setup.engine(jsonl_path=jsonl_path, seed=run.seed, max_failed_share=rollouts.max_failed_share),
-        requests_fn=requests if curriculum is None else None,
+        requests_fn=requests,
         curriculum=curriculum,
         strategy=strategy,
         algorithm=algorithm,
@@ -218,13 +222,19 @@ def make_curriculum(run: ResolvedRun, algorithm: RLAlgorithm) -> Curriculum | No
         return None
     arguments: dict[str, Any] = dict(settings.curriculum_set)
     factory = registry.curricula.spec(settings.curriculum).load()
-    tasks = _tasks(run, arguments.pop("num_tasks", None))
-    arguments |= {"tasks": tasks, "batch_size": run.num_groups, "seed": derive_seed(run.seed, _TASK_SEEDS)}
+    takes = inspect.signature(factory).parameters
+    takes_stream = "stream" in takes
+    if takes_stream:
+        arguments |= {"stream": _required_stream(run, settings.curriculum), "build": partial(_task, run)}
+    else:
+        arguments["tasks"] = _tasks(run, arguments.pop("num_tasks", None))
+    arguments |= {"batch_size": run.num_groups, "seed": derive_seed(run.seed, _TASK_SEEDS)}
+    if "success_at" in takes or (isinstance(factory, type) and issubclass(factory, TaskCurriculum)):
+        full = first_env(run).full_reward
+        arguments.setdefault("success_at", 1.0 if full is None else full)
     if isinstance(arguments.get("difficulty"), str):
         arguments["difficulty"] = _difficulty(arguments["difficulty"])
     if isinstance(factory, type) and issubclass(factory, TaskCurriculum):
-        full = run.env.make(env_arguments(run.config.env, _first_sample(run))).full_reward
-        arguments.setdefault("success_at", 1.0 if full is None else full)
         for (
             name
         ) in settings.curriculum_set:  # a subclass passes what it does not know on, so its own signature takes all
@@ -233,7 +243,7 @@ def make_curriculum(run: ResolvedRun, algorithm: RLAlgorithm) -> Curriculum | No
             }
             if name not in known and name != "num_tasks":
                 raise UnknownName.among(f"argument of the curriculum {settings.curriculum}", name, known)
-    if "values" in inspect.signature(factory).parameters:
+    if "values" in takes:
         arguments.setdefault("values", _values_of(algorithm, settings.curriculum))
     made = registry.curricula.make(settings.curriculum, **arguments)
     if not callable(getattr(made, "next_requests", None)) or not callable(getattr(made, "observe", None)):
@@ -245,31 +255,38 @@ def make_curriculum(run: ResolvedRun, algorithm: RLAlgorithm) -> Curriculum | No
     return found
 
 
+def _required_stream(run: ResolvedRun, curriculum: str) -> StreamFunction:
+    stream = train_stream(run)
+    if stream is None:
+        raise ConfigError(
+            f"curriculum = {curriculum!r} draws from a function of seed and difficulty: give --data file.py:function "
+            "(docs/task-streams.md). For samples of a file take easiest_first."
+        )
+    return stream
+
+
 def _tasks(run: ResolvedRun, num_tasks: int | None) -> list[RolloutRequest]:
     """One request per sample; for envs without samples one per seed."""
-    inference = InferenceSpec(sampling=run.sampling, return_=ReturnSpec.for_rl())
-    samples = train_samples(run)
-    if samples is not None and num_tasks is not None:
+    samples, stream = train_samples(run), train_stream(run)
+    if stream is not None:
+        samples = first_samples(stream, num_tasks or _NUM_TASKS, seed=run.seed)
+    elif samples is not None and num_tasks is not None:
         raise ConfigError(
-            f"num_tasks = {num_tasks} is for envs without samples; here the {len(samples)} samples are the tasks."
+            f"num_tasks = {num_tasks} is for envs without samples and for streams; here the {len(samples)} samples are the tasks."
         )
     seeds = range(_NUM_TASKS if num_tasks is None else num_tasks)
     tasks = [(index, None) for index in seeds] if samples is None else list(enumerate(samples))
-    return [
-        RolloutRequest(
-            env=EnvSpec(run.config.env.id, env_arguments(run.config.env, sample)),
-            protocol=ProtocolSpec(PROTOCOL),
-            inference=inference,
-            env_seed=derive_seed(run.seed, _TASK_SEEDS, index),
-            meta={"sample_index": index},
-        )
-        for index, sample in tasks
-    ]
+    return [_task(run, index, sample) for index, sample in tasks]
 
 
-def _first_sample(run: ResolvedRun) -> Any:
-    samples = train_samples(run)
-    return None if samples is None else samples[0]
+def _task(run: ResolvedRun, index: int, sample: Any) -> RolloutRequest:
+    return RolloutRequest(
+        env=EnvSpec(run.config.env.id, env_arguments(run.config.env, sample)),
+        protocol=ProtocolSpec(PROTOCOL),
+        inference=InferenceSpec(sampling=run.sampling, return_=ReturnSpec.for_rl()),
+        env_seed=derive_seed(run.seed, _TASK_SEEDS, index),
+        meta={"sample_index": index},
+    )
 
 
 def _difficulty(name: str) -> Callable[[RolloutRequest], float]:
@@ -339,7 +356,7 @@ def _seated_requests(run: ResolvedRun, setup: EpisodeSetup) -> AssignedRequests:
     alone = [dict.fromkeys(roles, _CURRENT)] * len(roles)
     seatings = against * share.numerator + alone * (share.denominator - share.numerator)
     requests = train_requests(run, setup)
-    if train_samples(run) is None:  # roles are drawn by a request's seed, so it needs one
+    if train_samples(run) is None and train_stream(run) is None:  # roles are drawn by a request's seed, so it needs one
         requests = SeededRequests(run, setup)
     return AssignedRequests(requests, seatings, setup.policies, seed=run.seed)
 

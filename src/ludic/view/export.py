@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from ludic.view.groups import task_numbers
+
 PAGE = Path(__file__).parent / "page"
 
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w-]+)\.js";\n', flags=re.MULTILINE)
@@ -87,9 +89,8 @@ def _add_tasks(answers: dict[str, Any], base: str, cards: list[dict[str, Any]]) 
             by_task.setdefault(str(card["task"]), {}).setdefault(card["step"], []).append(card)
     for task, by_step in by_task.items():
         rewards = {step: [card["reward"] for card in by_step[step]] for step in sorted(by_step)}
-        means = [sum(values) / len(values) for values in rewards.values()]
-        facts = {"task": task, "num_rollouts": sum(map(len, rewards.values())), "steps": list(rewards)}
-        facts |= {"reward_first": means[0], "reward_last": means[-1], "reward_mean": sum(means) / len(means)}
+        earned = {s: [None if c.get("failure") else c["reward"] for c in by_step[s]] for s in rewards}
+        facts = {"task": task, **task_numbers(earned)}
         answers[f"{base}/tasks"]["tasks"].append(facts | {"preview": next(iter(by_step.values()))[0].get("preview")})
         rows = [{"step": s, "rewards": rewards[s], "rollouts": [card["id"] for card in by_step[s]]} for s in rewards]
         answers[f"{base}/tasks/{quote(task, safe='')}"] = {"task": task, "by_step": rows}

@@ -1,7 +1,7 @@
 """Groups and tasks as the API shows them, and the tree of the tokens that a group's rollouts have in common."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,13 +71,20 @@ def show_group(index: RunIndex, group: str) -> JSONObject:
     return {**facts, "cards": [c.shown() for c in members], "tree": tree, "first_difference": difference}
 
 
+_TASK_SORTS = (
+    "task", "num_rollouts", "num_failed", "step_last", "reward_first", "reward_last", "reward_mean", "gain", "trend",
+)  # fmt: skip
+
+
 def tasks(index: RunIndex, query: Query) -> JSONObject:
     rows = index.kept("tasks", lambda: _task_rows(index))
     how = query.get("sort", "task")
     name, is_down = how.removeprefix("-"), how.startswith("-")
-    if name not in ("task", "num_rollouts", "reward_first", "reward_last", "reward_mean", "gain"):
-        raise BadQuery(f"sort={how!r:.50}; there are task, num_rollouts, reward_first, reward_last, reward_mean, gain.")
-    rows = sorted(rows, key=lambda row: row[name], reverse=is_down)
+    if name not in _TASK_SORTS:
+        raise BadQuery(f"sort={how!r:.50}; there are {', '.join(_TASK_SORTS)}, and each with - in front.")
+    # Tasks without a number, all of whose episodes failed, come last.
+    numbered = sorted((row for row in rows if row[name] is not None), key=lambda row: row[name], reverse=is_down)
+    rows = numbered + [row for row in rows if row[name] is None]
     return {"total": len(rows), "tasks": list(page_of(rows, query))}
 
 
@@ -90,18 +97,40 @@ def _task_rows(index: RunIndex) -> list[JSONObject]:
 
 def _task_row(task: str, members: list[Card]) -> JSONObject:
     by_step = _by_step(members)
-    first, *_, last = [*by_step.values()] * 2
-    means = [mean([card.reward for card in cards]) or 0.0 for cards in (first, last)]
-    return {
-        "task": task,
-        "num_rollouts": len(members),
-        "steps": list(by_step),
-        "reward_first": means[0],
-        "reward_last": means[1],
-        "gain": means[1] - means[0],
-        "reward_mean": mean([card.reward for card in members]),
-        "preview": members[0].task_preview,
+    rewards = {
+        step: [None if card.failure is not None else card.reward for card in cards] for step, cards in by_step.items()
     }
+    return {"task": task, **task_numbers(rewards), "preview": members[0].task_preview}
+
+
+def task_numbers(rewards: Mapping[int, Sequence[float | None]]) -> JSONObject:
+    """Statistics of a task from the rewards of each update, in order; None is an episode that failed."""
+    earned = {step: [reward for reward in values if reward is not None] for step, values in rewards.items()}
+    means = {step: mean(values) for step, values in earned.items()}
+    points = [(step, reward) for step, reward in means.items() if reward is not None]
+    first, last = (points[0][1], points[-1][1]) if points else (None, None)
+    num_rollouts = sum(map(len, rewards.values()))
+    return {
+        "num_rollouts": num_rollouts,
+        "num_failed": num_rollouts - sum(map(len, earned.values())),
+        "steps": list(rewards),
+        "step_last": max(rewards),
+        "rewards": list(means.values()),
+        "reward_first": first,
+        "reward_last": last,
+        "gain": None if first is None or last is None else last - first,
+        "trend": _slope(points),
+        "reward_mean": mean([reward for values in earned.values() for reward in values]),
+    }
+
+
+def _slope(points: Sequence[tuple[int, float]]) -> float | None:
+    """Change per update, by least squares; None for fewer than two updates."""
+    if len(points) < 2:
+        return None
+    steps, rewards = (np.array(values, dtype=float) for values in zip(*points, strict=True))
+    away = steps - steps.mean()
+    return float(away @ rewards / (away @ away))
 
 
 def _by_step(cards: Iterable[Card]) -> dict[int, list[Card]]:

@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 
-from ludic.types import Rollout
+from ludic.types import AgentStep, EnvironmentStep, Failure, Rollout, TokenTrace, save_rollouts
 from ludic.view import api
 from ludic.view.index import Runs
 from ludic.view.tokens import TokenTexts
@@ -195,11 +195,49 @@ def test_call_shows_the_messages_that_it_adds(runs):
 def test_task_is_followed_over_all_updates(runs):
     (task,) = ask(runs, "/api/runs/letters/tasks")["tasks"]  # every episode has the same first prompt
     assert task["steps"] == [1, 2, 3] and task["num_rollouts"] == 3 * NUM_ROLLOUTS
+    assert task["step_last"] == 3 and task["num_failed"] == 0 and len(task["rewards"]) == 3
+    assert task["trend"] == pytest.approx((task["rewards"][2] - task["rewards"][0]) / 2)
     from urllib.parse import quote
 
     shown = ask(runs, f"/api/runs/letters/tasks/{quote(task['task'], safe='')}")
     assert [row["step"] for row in shown["by_step"]] == [1, 2, 3]
     assert all(len(row["rewards"]) == len(row["rollouts"]) == NUM_ROLLOUTS for row in shown["by_step"])
+
+
+def test_tasks_have_their_statistics_over_the_run(tmp_path):
+    def played(task: str, version: int, reward: float, failure: Failure | None = None) -> Rollout:
+        text = f"question of {task}"
+        trace = TokenTrace([1], [2], [-0.1], "stop", [(version, 1)])
+        call = AgentStep(index=0, prompt_messages=[{"role": "user", "content": text}], action="x", trace=trace)
+        end = EnvironmentStep(
+            index=1, prev_obs=None, action="x", parsed_action="x", next_obs=None, source_agent_step_id=call.id,
+            agent_step_ids=[call.id], reward=reward, terminated=True, trace=trace,
+        )  # fmt: skip
+        return Rollout(steps=[call, end], meta={"task_id": task}, failure=failure)
+
+    folder = tmp_path / "runs" / "quiz"
+    (folder / "rollouts").mkdir(parents=True)
+    failed = Failure(error="KeyError", message="gone")
+    found = [played("rises", step, 0.5 * step) for step in range(3)] + [
+        played("falls", step, 1.0 - step) for step in range(2)
+    ]
+    found += [played("rises", 2, 0.0, failed), played("breaks", 1, 0.0, failed)]
+    save_rollouts(found, folder / "rollouts" / "from_step_000000.jsonl")
+    runs = Runs(tmp_path / "runs")
+    rows = {row["task"]: row for row in ask(runs, "/api/runs/quiz/tasks")["tasks"]}
+    rises, falls, breaks = rows["rises"], rows["falls"], rows["breaks"]
+    assert rises["rewards"] == [0.0, 0.5, 1.0] and rises["trend"] == pytest.approx(0.5), (
+        "a failed episode has no reward"
+    )
+    assert (rises["num_rollouts"], rises["num_failed"], rises["step_last"], rises["reward_mean"]) == (4, 1, 3, 0.5)
+    assert (falls["gain"], falls["trend"], falls["step_last"]) == (-1.0, -1.0, 2)
+    assert breaks["rewards"] == [None] and breaks["reward_mean"] is None and breaks["trend"] is None
+
+    def order(sort: str) -> list[str]:
+        return [row["task"] for row in ask(runs, f"/api/runs/quiz/tasks?sort={sort}")["tasks"]]
+
+    assert order("trend") == ["falls", "rises", "breaks"] and order("-trend") == ["rises", "falls", "breaks"]
+    assert order("-step_last")[0] == "rises" and order("-num_failed")[-1] == "falls"
 
 
 def test_time_has_a_bar_per_episode(runs):

@@ -6,9 +6,9 @@ plain mean at first, then an exponential moving average, so that it follows the 
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ludic.types import ConfigError, Rollout, RolloutRequest, by_session, derive_seed, prompt_key
 
@@ -25,6 +25,13 @@ class Curriculum(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class ReportsMetrics(Protocol):
+    """A curriculum whose numbers are logged with each batch."""
+
+    def metrics(self) -> Mapping[str, float]: ...
 
 
 class TaskCurriculum(ABC):
@@ -137,6 +144,9 @@ class EasiestFirstCurriculum(TaskCurriculum):
         open_tasks = self._by_difficulty[: self.num_open]
         if sum(self.success_rates[index] for index in open_tasks) >= self._advance_at * len(open_tasks):
             self.num_open = min(self.num_open + self.batch_size, len(self._tasks))
+
+    def metrics(self) -> Mapping[str, float]:
+        return {"num_open_tasks": float(self.num_open)}
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "num_open": self.num_open}

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from ludic.batch_gen.build_batch import BatchBuilder, HasCreditAssigner, credit_of
 from ludic.batch_gen.engine import DEFAULT_MAX_STEPS, RolloutEngine
 from ludic.batch_gen.episodes import Episode, EpisodeLimits
-from ludic.batch_gen.requests.curriculum import Curriculum
+from ludic.batch_gen.requests.curriculum import Curriculum, ReportsMetrics
 from ludic.batch_gen.requests.groups import RequestGroup, RequestsFn, RequestStrategy, RequestStream
 from ludic.batch_gen.sources.stragglers import StragglerRunner, Stragglers
 from ludic.types import (
@@ -132,6 +132,8 @@ class RolloutBatchSource:
         self._num_batches += 1
         generation_s = time.perf_counter() - started
         numbers = {"generation_s": generation_s, **self._engine.scorer_metrics()}
+        if isinstance(self._curriculum, ReportsMetrics):
+            numbers |= self._curriculum.metrics()
         batch.meta["rollout_metrics"] |= numbers
         batch.meta |= {"source": "rollout", "batch_index": self._num_batches - 1, **numbers}
         return batch

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ludic.batch_gen import GRPORequestStrategy
-from ludic.batch_gen.requests.samples import read_samples
+from ludic.batch_gen.requests.streams import is_stream, read_or_generate
 from ludic.cli.args import Switch, config_file, parse_with_settings
 from ludic.cli.eval.config import EvalConfig, of_run, resolve, trains_on
 from ludic.cli.eval.models import EvaluatedModel, endpoint_models, evaluated_models, opened
@@ -83,7 +83,12 @@ def _parse(args: list[str], default: EvalConfig) -> tuple[EvalArgs, EvalConfig]:
 
 def _compare(config: EvalConfig, found: EnvFactory, *, resume: bool) -> int:
     """Evaluate every model on the same tasks; returns the exit code."""
-    samples = None if config.env.data is None else read_samples(config.env.data)
+    measure, data = config.measure, config.env.data
+    if is_stream(data) and not measure.num_tasks:
+        raise ConfigError(
+            f"--num-tasks 0 takes all of --data, but {data} generates samples without end. Give a number."
+        )
+    samples = None if data is None else read_or_generate(data, num=measure.num_tasks, seed=measure.seed)
     env = found.make(env_arguments(config.env, None if samples is None else samples[0]))
     grading = config.measure.grading(env.full_reward)
     config = replace(config, policy=asyncio.run(endpoint_models(config.policy)))

@@ -1,12 +1,12 @@
 // Tasks: all of them, and one over all updates.
 
-import { count, el, empty, fill, json, link, num, prose, reward, segmented, signed, textOf } from "./dom.js";
+import { count, el, empty, fill, json, link, num, prose, reward, segmented, signed, svg, textOf } from "./dom.js";
 import { get, remember, runHash, runUrl } from "./data.js";
 import { LineChart } from "./chart.js";
 import { VirtualTable } from "./table.js";
 import { cell, isBest } from "./step.js";
 
-const SORTS = [["task", "Name"], ["reward_mean", "Hardest"], ["-gain", "Most gained"], ["gain", "Most lost"]];
+const SORTS = [["task", "Name"], ["reward_mean", "Hardest"], ["-gain", "Most gained"], ["gain", "Most lost"], ["-num_failed", "Most failed"], ["-step_last", "Latest"]];
 
 export async function tasksView({ run, params }) {
   const holder = el("div.table-holder"), controls = el("div.controls"), total = el("p.muted", { role: "status" });
@@ -20,10 +20,13 @@ export async function tasksView({ run, params }) {
         { title: "Task", width: "minmax(120px, 1fr)", className: "mono", cell: (t) => String(t.task) },
         { title: "First", width: "84px", className: "n", cell: (t) => reward(t.reward_first) },
         { title: "Last", width: "84px", className: "n", cell: (t) => reward(t.reward_last) },
-        { title: "Change", width: "96px", className: "n", cell: (t) => change(t.reward_last - t.reward_first) },
+        { title: "Change", width: "96px", className: "n", cell: (t) => t.gain === null ? "–" : change(t.gain) },
+        { title: "Trend", width: "84px", cell: (t) => trend(t.steps, t.rewards) },
         { title: "Mean", width: "72px", className: "n", cell: (t) => num(t.reward_mean) },
         { title: "Rollouts", width: "84px", className: "n", cell: (t) => num(t.num_rollouts) },
+        { title: "Failed", width: "72px", className: "n", cell: (t) => num(t.num_failed) },
         { title: "Updates", width: "84px", className: "n", cell: (t) => num(t.steps.length) },
+        { title: "Last seen", width: "84px", className: "n", cell: (t) => `step ${num(t.step_last)}` },
         { title: "Prompt", width: "minmax(160px, 3fr)", className: "preview", cell: (t) => t.preview || "" },
       ],
     });
@@ -36,6 +39,15 @@ export async function tasksView({ run, params }) {
 function change(x) {
   const mark = x > 1e-9 ? "▲" : x < -1e-9 ? "▼" : "=";
   return el(`span.change.${x > 1e-9 ? "positive" : x < -1e-9 ? "negative" : "zero"}`, {}, `${mark} ${signed(x)}`);
+}
+
+/** The mean reward of each update that had the task, as a small curve. */
+function trend(steps, rewards) {
+  const points = steps.map((step, i) => [step, rewards[i]]).filter(([, r]) => r !== null);
+  if (points.length < 2) return el("span.muted", {}, "–");
+  const low = Math.min(...points.map(([, r]) => r)), high = Math.max(...points.map(([, r]) => r)), [from, to] = [points[0][0], points.at(-1)[0]];
+  const at = ([step, r]) => `${(1 + 70 * (step - from) / (to - from)).toFixed(1)},${(high > low ? 19 - 18 * (r - low) / (high - low) : 10).toFixed(1)}`;
+  return svg("svg.trend", { viewBox: "0 0 72 20", role: "img", "aria-label": `mean reward per update, from ${num(points[0][1])} to ${num(points.at(-1)[1])}` }, svg("polyline", { points: points.map(at).join(" ") }));
 }
 
 export async function taskView({ run, item }) {

@@ -181,12 +181,17 @@ def _merged_pairs(config: Any, default: Any, given: Mapping[str, dict[str, Any]]
 def parse_run(arguments: type[A], args: Sequence[str], *, prog: str, description: str) -> tuple[A, RunConfig]:
     """The arguments of the command, with a `target`, and the run's settings: flags over the target's file over the defaults."""
     command, config = parse_with_settings(arguments, RunConfig(), args, prog=prog, description=description)
-    path = config_file(command.target)
+    if not command.target and config.rollouts.preferences is None:
+        raise ConfigError(
+            "TARGET is missing: name an env (`ludic envs` lists them), file.py:Class of your own, a TOML file or the folder of a "
+            "run; or give --preferences FILE for dpo, ipo and kto."
+        )
+    path = config_file(command.target) if command.target else None
     if path is None:
         return command, replace(config, env=replace(config.env, id=command.target))
     usual = read_toml(RunConfig, path)
     command, config = parse_with_settings(arguments, usual, args, prog=prog, description=description)
-    if not config.env.id and not config.envs:
+    if not config.env_ids and config.rollouts.preferences is None:
         raise ConfigError(f'{path} names no env; write id = "…" under [env].')
     return command, config
 

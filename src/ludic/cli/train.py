@@ -32,8 +32,9 @@ class ScriptFlags:
 class TrainArgs(ScriptFlags):
     """What to do."""
 
-    target: Target
-    """Id of an env (`ludic envs`), file.py:Class of your own, a TOML file, or the folder of a run."""
+    target: Target = ""
+    """Id of an env (`ludic envs`), file.py:Class of your own, a TOML file, or the folder of a run. With --preferences it may be
+    left out."""
 
 
 def train(args: list[str]) -> int:
@@ -45,7 +46,7 @@ def train(args: list[str]) -> int:
     need_extras("train", "ludic train")
     from ludic.run import build
 
-    run = build(config, env=None if config.envs else envs[0])  # type: ignore[arg-type]
+    run = build(config, env=envs[0] if config.env.id else None)  # type: ignore[arg-type]
     if command.dry_run:
         return show_plan(run, resume=command.resume)
     with reported(run, resume=command.resume) as report:
@@ -123,9 +124,11 @@ def _opening(run: "Run", *, resume: bool) -> list[str]:
     config, start = run.config, run.starting_point(resume=resume)
     teacher = "" if config.algo.teacher is None else f", taught by {config.algo.teacher}"
     several = "" if config.trainer.steps_per_batch == 1 else f", {config.trainer.steps_per_batch} on each batch"
+    preferences = config.rollouts.preferences
+    what = " and ".join(config.env_ids) if preferences is None else f"from {preferences}"
     lines = [
-        f"{run.folder}: {config.model.model} learns {' and '.join(config.env_ids)} with {config.algo.algo}, "
-        f"{config.train.steps} updates{several} of {config.rollouts.rollouts_per_update} rollouts{teacher}."
+        f"{run.folder}: {config.model.model} learns {what} with {config.algo.algo}, {config.train.steps} updates{several} of "
+        f"{config.rollouts.rollouts_per_update} {'rollouts' if preferences is None else 'preferences'}{teacher}."
     ]
     if start.first_step:
         lines.append(f"Going on after update {start.first_step}.")
@@ -160,7 +163,8 @@ def _closing(run: "Run", result: "TrainResult", status: str) -> list[str]:
         lines.append(f"To go on: {how}" if saved else f"Nothing is saved yet; {how} starts over.")
     elif saved is not None:
         is_script = bool(run.resolved.parts.command)  # `ludic eval` may not find its parts
-        lines += [] if is_script else [f"Next: ludic eval {folder}", f"      {how} --steps {2 * steps}"]
+        evaluate = f"ludic eval {folder}" if run.config.env_ids else f"ludic eval ENV --model {folder}"
+        lines += [] if is_script else [f"Next: {evaluate}", f"      {how} --steps {2 * steps}"]
     verdict = why_nothing_was_learned(list(metrics_with(folder, "train/grad_norm")))
     return lines if verdict is None else [*lines, "", verdict]
 

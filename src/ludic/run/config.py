@@ -17,7 +17,7 @@ from ludic.batch_gen.episodes import DEFAULT_ENV_TIMEOUT_S
 from ludic.catalog import CutOff, Unreadable
 from ludic.judges import JudgeBy
 from ludic.models import TINY
-from ludic.run.entries import Arguments, EnvEntry, LeagueSettings, RecordedEntry, at_least
+from ludic.run.entries import Arguments, EnvEntry, LeagueSettings, RecordedEntry, ReplaySettings, at_least
 from ludic.sandbox.backends import check_backend
 from ludic.training.config import CheckpointConfig, LRSchedule, TrainerConfig
 from ludic.types import ConfigError, SamplingParams, shown_url
@@ -29,7 +29,7 @@ SERVER_VARIABLE = "LUDIC_SERVER"
 DEFAULT_MAX_LAG = 4
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in a run folder."""
-FILE_SECTIONS = frozenset({"league"})
+FILE_SECTIONS = frozenset({"league", "replay"})
 """Sections whose settings are no flags, like lists of tables: a file has them."""
 
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
@@ -330,6 +330,9 @@ class RolloutSettings:
 
     rollouts: tuple[Path, ...] = ()
     """Train on the rollouts of these files, which `ludic rescore` or another run wrote, instead of playing."""
+    preferences: Path | None = None
+    """For dpo, ipo and kto: train on the pairs or labels of this file (JSONL, Parquet, hub:NAME:SPLIT) instead of playing,
+    rollouts_per_update of them at a time. No TARGET is needed then; an env is for evaluation (docs/algorithms/dpo.md)."""
     rollouts_per_update: int = 128
     """Episodes per batch; a multiple of group_size. A batch is one update, unless updates_per_batch or mini_batches is above 1."""
     close_batch_at: float = 1.0
@@ -512,6 +515,7 @@ class RunConfig:
     pipeline: PipelineSettings = field(default_factory=PipelineSettings)
     run: RunSettings = field(default_factory=RunSettings)
     league: LeagueSettings = field(default_factory=LeagueSettings)
+    replay: ReplaySettings = field(default_factory=ReplaySettings)
     envs: tuple[EnvEntry, ...] = ()
     recorded: tuple[RecordedEntry, ...] = ()
     checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(CHECKPOINTS, every_n_steps=20))
@@ -560,7 +564,7 @@ class RunConfig:
 
     @property
     def env_ids(self) -> tuple[str, ...]:
-        return tuple(entry.id for entry in self.envs) or (self.env.id,)
+        return tuple(entry.id for entry in self.envs) or ((self.env.id,) if self.env.id else ())
 
     @property
     def is_evaluated(self) -> bool:

@@ -9,7 +9,7 @@ from ludic.models import SMOLLM2, TINY
 from ludic.models.tiny import make_tiny
 from ludic.run.config import ModelSettings
 from ludic.run.folder import ResumePoint
-from ludic.run.generation import check_teacher
+from ludic.run.generation import check_preferences, check_teacher
 from ludic.run.model import (
     base_settings,
     checkpoint_in,
@@ -37,14 +37,25 @@ _SMOLLM2_PARAMETERS = 134_515_008
 def plan_lines(run: ResolvedRun, start: ResumePoint) -> list[str]:
     """The plan in sentences; ConfigError for what cannot work."""
     total = run.config.rollouts.rollouts_per_update
+    if run.config.rollouts.preferences is not None:
+        return [*_model_lines(run), _preferences_line(run), _start_line(run, start)]
     check_teacher(run, make_algorithm(run))
     check_source(run)
-    start_line = f"Updates {start.first_step + 1} to {run.steps}; everything is written to {run.folder}."
     if run.envs:
         whole = f"{run.shown_batches}: {run.num_batches * total:,} episodes."
         lines = [f"{env.name}, {env.share:.0%}: {' '.join(_task_lines(env.run, env.share))}" for env in run.envs]
-        return [*_model_lines(run), whole, *lines, *_feature_lines(run), start_line]
-    return [*_model_lines(run), *_task_lines(run), *_feature_lines(run), start_line]
+        return [*_model_lines(run), whole, *lines, *_feature_lines(run), _start_line(run, start)]
+    return [*_model_lines(run), *_task_lines(run), *_feature_lines(run), _start_line(run, start)]
+
+
+def _start_line(run: ResolvedRun, start: ResumePoint) -> str:
+    return f"Updates {start.first_step + 1} to {run.steps}; everything is written to {run.folder}."
+
+
+def _preferences_line(run: ResolvedRun) -> str:
+    source, size = check_preferences(run), run.config.rollouts.rollouts_per_update
+    passes = run.num_batches / source.num_batches_per_epoch
+    return f"{run.num_batches} batches × {size} {source.kind}: {passes:.2f} passes over {len(source):,}; nothing is played."
 
 
 def _task_lines(run: ResolvedRun, share: float = 1.0) -> list[str]:
@@ -108,6 +119,11 @@ def _feature_lines(run: ResolvedRun) -> list[str]:
     for entry in run.config.recorded:
         lines.append(
             f"Beside every played sample {entry.share:g} of {', '.join(map(str, entry.files))}, with {entry.algo}."
+        )
+    replay = run.config.replay
+    if replay.replay:
+        lines.append(
+            f"Each batch has {replay.replay} samples of earlier ones, drawn from the last {replay.replay_capacity:,}."
         )
     league = run.config.league
     if league.league_every:

@@ -1,4 +1,4 @@
-"""Settings that only a file has: several envs, recorded rollouts, a league. docs/ludic-train.md has one file for each."""
+"""Settings that only a file has: several envs, recorded rollouts, replay, a league. docs/ludic-train.md has one file for each."""
 
 import re
 from dataclasses import dataclass, field
@@ -94,6 +94,28 @@ class RecordedEntry:
                 f"[[recorded]] {self.name}: there are no rollouts in {', '.join(missing or map(str, self.rollouts))}."
             )
         return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplaySettings:
+    """Samples of earlier batches that are trained on again."""
+
+    replay: int = 0
+    """Such samples in each batch, beside its own; 0 is no replay."""
+    replay_capacity: int = 4096
+    """Samples that are kept, the newest; checkpoints hold them."""
+    replay_max_lag: int | None = None
+    """Versions after which a sample is dropped. Default: none."""
+    replay_half_life: float | None = None
+    """Versions that make a sample half as likely to be drawn. Default: all are equally likely."""
+    replay_fresh_every: int = 1
+    """Above 1, only each such batch plays new episodes; the others are replayed samples alone."""
+
+    def __post_init__(self) -> None:
+        at_least(0, replay=self.replay, replay_max_lag=self.replay_max_lag)
+        at_least(1, replay_capacity=self.replay_capacity, replay_fresh_every=self.replay_fresh_every)
+        if self.replay_half_life is not None and not self.replay_half_life > 0:
+            raise ConfigError(f"replay_half_life = {self.replay_half_life}; it is a number of versions, above 0.")
 
 
 @dataclass(frozen=True, kw_only=True)

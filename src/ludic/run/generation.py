@@ -1,8 +1,9 @@
-"""Generation: where the samples of a run come from, and how new weights get there. Three implementations, chosen here.
+"""Generation: where the samples of a run come from, and how new weights get there. Four implementations, chosen here.
 
 - `EmbeddedGeneration` (engine = local): the engine in this process, which shares the trainer's weights.
 - `VLLMGeneration` (engine = vllm): vLLM servers, given or started for the run.
 - `PipelineGeneration` (engine = pipeline): actors push samples to a queue in Redis; weights go to a folder or to servers.
+- `PreferenceGeneration` (--preferences): comparisons of a file, for DPO and its relatives.
 """
 
 from abc import ABC, abstractmethod
@@ -13,19 +14,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ludic.batch_gen import AsyncRolloutBatchSource, RolloutBatchSource, TeacherAnnotatedBatchSource
+from ludic.batch_gen import (
+    AsyncRolloutBatchSource,
+    PreferenceBatchSource,
+    RolloutBatchSource,
+    TeacherAnnotatedBatchSource,
+)
 from ludic.batch_gen.pipeline.connection import require_redis
 from ludic.batch_gen.pipeline.queue import ExperienceQueue
 from ludic.batch_gen.pipeline.source import PipelineBatchSource
 from ludic.distributed.publish.folder import FolderPublisher
 from ludic.eval import EvalReport, SnapshotEvaluator
 from ludic.gateway.protocol import close_gateways
-from ludic.inference import HFChatTemplate, LocalTeacher, VLLMTeacher, tokenizer_fingerprint
+from ludic.inference import ByteTemplate, ChatTemplate, HFChatTemplate, LocalTeacher, VLLMTeacher, tokenizer_fingerprint
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot
 from ludic.models.loading import LoadedModel
 from ludic.models.lora import dense_parameters
-from ludic.run.config import AgentSettings, ModelSettings, redis_url, required_servers
+from ludic.run.config import AgentSettings, ModelSettings, RunConfig, redis_url, required_servers
 from ludic.run.folder import WEIGHTS, ResumePoint, rollouts_file
 from ludic.run.model import ServedPolicy, load_policy, load_tokenizer, local_engine, make_template, serve_locally
 from ludic.run.parts import (
@@ -38,8 +44,8 @@ from ludic.run.parts import (
     outside_agent,
     play,
 )
-from ludic.run.resolve import ResolvedRun
-from ludic.run.sources import check_source, make_league, make_source, with_league, with_recorded
+from ludic.run.resolve import PREFERENCE_ALGORITHMS, ResolvedRun
+from ludic.run.sources import check_source, make_league, make_source, with_league, with_recorded, with_replay
 from ludic.training import RLAlgorithm
 from ludic.training.credit_assignment import EpisodeCredit, HybridNormalizedReturn
 from ludic.training.learner.stop import run_sync
@@ -55,7 +61,8 @@ class Generation(ABC):
 
     algorithm: RLAlgorithm
     source: BatchSource
-    publisher: PolicyPublisher
+    publisher: PolicyPublisher | None
+    """None where nothing plays."""
     teacher: LoadedModel | None = None
     """For losses that compare whole distributions."""
 
@@ -165,7 +172,7 @@ class EmbeddedGeneration(Generation):
             self._closing.callback(league.close)
             self._episodes = with_league(run, self._episodes, league, self._template(run.config.agent))
         played = make_source(run, self._episodes, self.algorithm, jsonl_path=path, league=league)
-        source = with_recorded(run, played, loaded.tokenizer)
+        source = with_replay(run, with_recorded(run, played, loaded.tokenizer))
         if self.algorithm.loss.needs.teacher_kl is not None:
             self.teacher = load_teacher(run)
         elif run.config.algo.teacher is not None:
@@ -217,6 +224,52 @@ class VLLMGeneration(EmbeddedGeneration):
         from ludic.run.vllm import serve_on_vllm
 
         return serve_on_vllm(self._run, self._loaded)
+
+
+class PreferenceGeneration(Generation):
+    """Comparisons of a file (`--preferences`); nothing is played while training. With an env, an engine in this process
+    evaluates."""
+
+    def __init__(self, run: ResolvedRun, loaded: LoadedModel, start: ResumePoint) -> None:
+        super().__init__(run, loaded)
+        self.algorithm, self.publisher = make_algorithm(run), None
+        self.source = _preferences(run, self._template(run.config.agent))
+        self._served: ServedPolicy | None = None
+        if run.config.env.id:
+            self._served = serve_locally(loaded, max_length=run.trainer.max_seq_len)
+            self._closing.callback(self._served.close)
+            self.publisher = self._served.publisher
+
+    @staticmethod
+    def check(run: ResolvedRun) -> None:
+        check_preferences(run)
+        if run.config.env.id:
+            outside_agent(run.config.agent, run.parts)
+            first_env(run)
+
+    def _evaluation(self) -> tuple[ServedPolicy, EpisodeSetup]:
+        if self._served is None:
+            raise ConfigError("An evaluation plays an env, and this run names none. Give one as TARGET, or env=.")
+        return self._served, self._setup(self._served)
+
+
+def check_preferences(run: ResolvedRun) -> PreferenceBatchSource:
+    """The comparisons, read with a template that needs no model; ConfigError for a file that does not suit the algorithm."""
+    source, algo = _preferences(run, ByteTemplate()), run.config.algo.algo
+    if run.parts.algorithm is None and algo in PREFERENCE_ALGORITHMS and (source.kind == "labels") != (algo == "kto"):
+        raise ConfigError(
+            f"{run.config.rollouts.preferences} holds {source.kind}, but algo = {algo!r}: kto learns from labels, dpo and ipo from "
+            "pairs."
+        )
+    return source
+
+
+def _preferences(run: ResolvedRun, template: ChatTemplate) -> PreferenceBatchSource:
+    rollouts = run.config.rollouts
+    assert rollouts.preferences is not None, "generation_of has looked"
+    return PreferenceBatchSource(
+        rollouts.preferences, template, batch_size=rollouts.rollouts_per_update, seed=run.seed, flag="--preferences"
+    )
 
 
 # --- teachers (`--teacher`) -------------------------------------------------------------------------------------
@@ -324,6 +377,7 @@ class PipelineGeneration(Generation):
         """An empty queue for a new run, and weights that actors can begin with."""
         if not resume:
             run_sync(clear_queue(self._run))
+        assert self.publisher is not None, "__init__ has made one"
         if not first_step:  # a trainer that is resumed publishes its own version
             self.publisher.publish(dict(dense_parameters(self._loaded.model)), version=0)
 
@@ -410,3 +464,9 @@ GENERATIONS: Mapping[str, type[EmbeddedGeneration] | type[PipelineGeneration]] =
     "pipeline": PipelineGeneration,
 }
 """Engine of the settings -> what generates."""
+
+
+def generation_of(
+    config: RunConfig,
+) -> type[EmbeddedGeneration] | type[PipelineGeneration] | type[PreferenceGeneration]:
+    return PreferenceGeneration if config.rollouts.preferences is not None else GENERATIONS[config.rollouts.engine]

@@ -92,7 +92,7 @@ SHOWN = (
     "avg_total_reward", "reward/*", "score/*", "!reward/env", "!reward/parser", "accuracy", "mean_reward", "*_rate", "avg_turns",
     "avg_completion_length", "num_failed",
     "loss", "entropy", "grad_norm", "grad_clipped", "ess", "lr", "lag_max", "correction_zero_frac", "queue_items",
-    "difficulty", "num_open_tasks",
+    "difficulty", "num_open_tasks", "margin", "preference_accuracy", "wanted_reward", "unwanted_reward",
     "step_s", "fetch_s", "update_s", "tokens_per_s",
     # Of the rates: how games ended, unreadable_rate and over_limit_rate, which count a reply that was cut off once.
     "!parse_error_rate", "!truncated_rate", "!truncation_rate", "!completion_truncated_rate", "!seq_len_truncated_rate",

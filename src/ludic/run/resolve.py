@@ -115,6 +115,15 @@ def _served(id: str, server: str) -> EnvFactory:
     )
 
 
+def no_env() -> EnvFactory:
+    """Of a run that learns from stored preferences and plays nothing."""
+
+    def refuse() -> AnyEnv:
+        raise ConfigError("This run names no env, so there is nothing to play. Give one as TARGET.")
+
+    return EnvFactory(id="", factory=refuse, takes_sample=False)
+
+
 def _registered(id: str) -> registry.EntrySpec:
     """The entry of a registered env; a path of a file or folder gets an error that says so."""
     try:
@@ -245,6 +254,7 @@ def resolve(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> R
     parts = parts or Parts()
     if config.envs:
         return _resolve_several(config, parts)
+    _check_stored_kind(config, parts)
     size, name, lag = _group_size(config.algo, parts), config.run.name or default_name(config), config.rollouts.max_lag
     max_lag = _usual_lag(config) if lag is None else lag
     queue_key = config.pipeline.queue_key or f"ludic:{name}"
@@ -446,7 +456,12 @@ def _check_tasks(config: RunConfig, group_size: int) -> None:
         "filter": config.algo.filter,
         "[[recorded]]": config.recorded,
         "league_every": config.league.league_every,
+        "[replay]": config.replay.replay,
     }
+    if config.replay.replay and (rollouts.max_lag or rollouts.close_batch_at < 1):
+        raise ConfigError(
+            "[replay] brings older samples by itself; max_lag and close_batch_at bound the lag of new ones. Give one of the two."
+        )
     if config.is_pipeline and any(own.values()):
         given = ", ".join(name for name, value in own.items() if value)
         raise ConfigError(
@@ -468,16 +483,52 @@ def _check_tasks(config: RunConfig, group_size: int) -> None:
         )
 
 
+PREFERENCE_ALGORITHMS = ("dpo", "ipo", "kto")
+
+
+def _check_stored_kind(config: RunConfig, parts: Parts) -> None:
+    """ConfigError for an algorithm and data that do not go together."""
+    algo, preferences = config.algo.algo, config.rollouts.preferences
+    if parts.algorithm is None and algo in PREFERENCE_ALGORITHMS and preferences is None:
+        raise ConfigError(
+            f"algo = {algo!r} learns from stored preferences; give --preferences FILE.jsonl (docs/algorithms/dpo.md)."
+        )
+    if parts.algorithm is None and algo == "sft" and not config.rollouts.rollouts:
+        raise ConfigError(
+            "algo = 'sft' imitates recorded rollouts, but a run plays its own: give --rollouts FILE.jsonl. For texts that are no "
+            "rollouts see examples/tic_tac_toe."
+        )
+    if preferences is None:
+        return
+    if parts.algorithm is None and ":" not in algo and algo not in PREFERENCE_ALGORITHMS:
+        raise ConfigError(
+            f"preferences = {preferences} is for {', '.join(PREFERENCE_ALGORITHMS)}, but algo = {algo!r}."
+        )
+    rollouts = config.rollouts
+    playing = {
+        "rollouts": rollouts.rollouts,
+        f"engine = {rollouts.engine!r}": rollouts.engine != "local",
+        "max_lag": rollouts.max_lag,
+        "close_batch_at": rollouts.close_batch_at < 1,
+        "dynamic_sampling": rollouts.dynamic_sampling,
+        "curriculum": rollouts.curriculum,
+        "filter": config.algo.filter,
+        "teacher": config.algo.teacher,
+        "[[envs]]": config.envs,
+        "[[recorded]]": config.recorded,
+        "league_every": config.league.league_every,
+        "[replay]": config.replay.replay,
+        "data": config.env.data,
+    }
+    if given := [name for name, value in playing.items() if value]:
+        raise ConfigError(
+            f"preferences = {preferences} replaces played episodes, so {given[0]} has no meaning. Leave one out."
+        )
+    if config.is_evaluated and not config.env.id:
+        raise ConfigError("An evaluation plays an env: name one as TARGET, or leave eval_every and eval_at_start out.")
+
+
 def _group_size(algo: AlgoSettings, parts: Parts) -> int:
-    if algo.algo in ("dpo", "ipo", "kto"):
-        raise ConfigError(
-            f"algo = {algo.algo!r} learns from stored preferences, but a run plays its own episodes. See examples/dpo.py."
-        )
-    if algo.algo == "sft":
-        raise ConfigError(
-            "algo = 'sft' imitates recorded rollouts, but a run plays its own. See examples/tic_tac_toe for supervised "
-            "fine-tuning on a file."
-        )
     if algo.group_size is not None:
         return algo.group_size
     if parts.algorithm is not None:
@@ -511,6 +562,8 @@ _SAYS_THE_REDUCTION = {"reduction", "length_normalize", "constant_length"}
 def default_name(config: RunConfig) -> str:
     """Env, model and algorithm, as far as they can stand in the name of a folder."""
     env = "+".join(id.rpartition(":")[2].rpartition("/")[2] for id in config.env_ids)
+    if config.rollouts.preferences is not None:
+        env = env or config.rollouts.preferences.stem
     model = Path(config.model.model).name.removesuffix(".gguf")
     return slug(f"{env}-{model}-{config.algo.algo.rpartition(':')[2]}")
 

@@ -34,10 +34,10 @@ from ludic.run.folder import (
     saved_step,
     write_config,
 )
-from ludic.run.generation import GENERATIONS, Generation
+from ludic.run.generation import Generation, generation_of
 from ludic.run.model import load_policy, load_reference, use_threads, with_pinned_checkpoints
 from ludic.run.parts import make_loggers
-from ludic.run.resolve import EnvFactory, Parts, ResolvedRun, env_factory, resolve
+from ludic.run.resolve import EnvFactory, Parts, ResolvedRun, env_factory, no_env, resolve
 from ludic.run.settings import read_toml, with_given, with_values
 from ludic.tasks import cancel_all, long_lived_objects_exempt
 from ludic.training import TeeLogger, Trainer
@@ -228,7 +228,7 @@ class Run:
 
     def _generation(self, start: ResumePoint) -> Generation:
         if self.generation is None:
-            kind = GENERATIONS[self.config.rollouts.engine]
+            kind = generation_of(self.config)
             kind.check(self.resolved)  # what is wrong is named before a large model is loaded
             use_threads(self.config.model)
             self._loaded = self._load(start)
@@ -316,11 +316,12 @@ def build(
     """
     config = config or RunConfig()
     is_several = bool(config.envs or settings.get("envs"))
-    if env is None and not config.env.id and not is_several:
+    has_env = env is not None or config.env.id or is_several
+    if not has_env and not (settings.get("preferences") or config.rollouts.preferences):
         raise ConfigError("No env: give env=, an id (`ludic envs` lists them), file.py:Class, or a class.")
     if is_several:
         config = with_given(config, {"envs": settings.pop("envs", config.envs)})
-    named = env or config.env.id or config.envs[0].id
+    named = env or config.env.id or (config.envs[0].id if is_several else no_env())
     server = settings.get("env_server", config.env.env_server)
     factory = named if isinstance(named, EnvFactory) else env_factory(named, server=server)
     given = {

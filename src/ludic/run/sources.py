@@ -27,7 +27,7 @@ from ludic.batch_gen import (
 from ludic.batch_gen.requests.curriculum import Curriculum, TaskCurriculum
 from ludic.batch_gen.requests.dataset import AssignedRequests, WeightedPart, WeightedRequests
 from ludic.batch_gen.requests.streams import StreamFunction, first_samples
-from ludic.batch_gen.sources.mixed import MixedBatchSource, MixedPart
+from ludic.batch_gen.sources.mixed import MixedBatchSource, MixedPart, ReplayBatchSource
 from ludic.batch_gen.sources.stragglers import Stragglers
 from ludic.inference import ChatTemplate
 from ludic.interaction import Policies
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from ludic.inference.local.snapshot import League
     from ludic.training import RLAlgorithm
 
-_TASK_SEEDS, _ENV_SEEDS, _RECORDED_SEEDS = 103, 104, 105
+_TASK_SEEDS, _ENV_SEEDS, _RECORDED_SEEDS, _REPLAY_SEEDS = 103, 104, 105, 107
 _NUM_TASKS = 1024
 """Seeds that a curriculum chooses from, for envs without samples, where `curriculum_set` has no num_tasks."""
 
@@ -154,6 +154,22 @@ def with_recorded(run: ResolvedRun, source: BatchSource, tokenizer: Any) -> Batc
         )
         parts.append(MixedPart(name=entry.name, source=offline, share=entry.share, objective=entry.name))
     return MixedBatchSource(parts)
+
+
+def with_replay(run: ResolvedRun, source: BatchSource) -> BatchSource:
+    """The source, and samples of its earlier batches beside the new ones, if the settings ask for them."""
+    settings = run.config.replay
+    if not settings.replay:
+        return source
+    return ReplayBatchSource(
+        source,
+        capacity=settings.replay_capacity,
+        num_replayed=settings.replay,
+        max_lag=settings.replay_max_lag,
+        half_life=settings.replay_half_life,
+        fresh_every=settings.replay_fresh_every,
+        seed=derive_seed(run.seed, _REPLAY_SEEDS),
+    )
 
 
 def check_source(run: ResolvedRun) -> None:

@@ -37,9 +37,11 @@ class PreferenceBatchSource:
         shuffle: bool = True,
         seed: int = 42,
         kl_samples: int = 4,
+        flag: str = "--data",
     ) -> None:
-        """`preferences`: a file (JSONL, JSON, Parquet or hub:NAME:SPLIT), or its rows. `batch_size`: pairs, or labelled samples."""
-        rows = read_samples(preferences) if isinstance(preferences, (str, Path)) else list(preferences)
+        """`preferences`: a file (JSONL, JSON, Parquet or hub:NAME:SPLIT), or its rows. `batch_size`: pairs, or labelled samples.
+        `flag`: what messages call the file."""
+        rows = read_samples(preferences, flag) if isinstance(preferences, (str, Path)) else list(preferences)
         where = f"of {preferences}" if isinstance(preferences, (str, Path)) else ""
         self._rows = [_checked(row, f"Preference {number} {where}".strip()) for number, row in enumerate(rows, start=1)]
         kinds = {"pairs" if row.keys() >= _PAIR else "labels" for row in rows}

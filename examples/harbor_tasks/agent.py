@@ -1,9 +1,11 @@
 """An outside agent for Harbor tasks, in plain Python: it asks the model for a command and runs it with the env's shell tool.
 
-As a function and as a command, which runs in a sandbox and reaches nothing but the gateway:
-
     ludic eval harbor --set task=examples/harbor_tasks --agent examples/harbor_tasks/agent.py:solve --model smollm2-135m
     ludic eval harbor --set task=examples/harbor_tasks --agent-command 'python3 examples/harbor_tasks/agent.py' --model smollm2-135m
+
+Shows: an agent outside of Ludic that uses the tools of an env, as a function and as a command in a sandbox.
+Needs: a model; bubblewrap.
+Takes: seconds for `--model tiny`.
 """
 
 import json

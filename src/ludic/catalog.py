@@ -249,7 +249,7 @@ BUILTINS: Mapping[str, Mapping[str, Entry]] = {
         ),
         "harbor": Entry(
             "ludic.envs.harbor:HarborEnv",
-            example={"sample": _HARBOR_SAMPLE, "play": "commands"},
+            example={"task": _HARBOR_SAMPLE},
             suggested=Suggested(agent="react", agent_args={"max_react_steps": 17}, max_steps=32, max_tokens=512),
         ),
         "harbor_family": Entry(

@@ -603,7 +603,9 @@ def _check_numbers(config: RunConfig, group_size: int) -> None:
 def _check_data(config: RunConfig, env: EnvFactory, parts: Parts) -> None:
     if parts.samples is None:
         check_data(env, config.env.data, config.env.set, "--data")
-    has_questions = config.eval.eval_data is not None or parts.eval_samples is not None or "sample" in config.env.set
+    has_questions = (
+        config.eval.eval_data is not None or parts.eval_samples is not None or _has_task(env, config.env.set)
+    )
     if config.is_evaluated and env.takes_sample and not has_questions:
         raise ConfigError(
             "Evaluation asks questions too: give --eval-data FILE.jsonl, best with samples that are not trained on (the file "
@@ -611,13 +613,20 @@ def _check_data(config: RunConfig, env: EnvFactory, parts: Parts) -> None:
         )
 
 
+def _has_task(env: EnvFactory, arguments: Mapping[str, Any]) -> bool:
+    """Whether the arguments say what is asked: the sample, or what the env's example has instead, such as a folder of tasks."""
+    return not arguments.keys().isdisjoint({"sample", *env.example})
+
+
 def check_data(found: EnvFactory, data: Path | None, arguments: Mapping[str, Any], flag: str) -> None:
     """A file of samples is given exactly where the env asks about samples."""
-    if data is None and found.takes_sample and "sample" not in arguments:
+    if data is None and found.takes_sample and not _has_task(found, arguments):
         raise ConfigError(
             f"The env {found.id!r} asks about samples; give {flag} FILE.jsonl with one JSON object per line"
             + (f" such as {dict(found.example)['sample']!r:.200}" if "sample" in found.example else "")
-            + f", {flag} hub:NAME:SPLIT, or {flag} file.py:function, which generates them."
+            + f", {flag} hub:NAME:SPLIT, or {flag} file.py:function, which generates them"
+            + "".join(f", or --set {name}=…" for name in found.example if name != "sample")
+            + "."
         )
     if data is not None and not found.takes_sample:
         raise ConfigError(f"{flag} {data} was given, but the env {found.id!r} has no argument `sample` to take it.")

@@ -7,6 +7,7 @@ grade the workspace (ludic.envs.harbor.grading).
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from ludic.envs.harbor.containers import ContainerWorkspace
@@ -40,7 +41,7 @@ class HarborEnv(SingleAgentEnv):
         self,
         sample: Mapping[str, Any] | str | None = None,
         *,
-        task: str | None = None,
+        task: str | Mapping[str, Any] | None = None,
         workspace: WorkspaceKind = "bubblewrap",
         play: Play = "tool",
         max_commands: int = 16,
@@ -56,11 +57,11 @@ class HarborEnv(SingleAgentEnv):
         container_args: Sequence[str] = (),
         system_prompt: str | None = None,
     ) -> None:
-        """`sample` is {"task": folder} or {"files": {path: text}}, a whole task; `task` a folder with one task, or with several, of
-        which the seed chooses. The time limits of task.toml hold unless others are given; that of the agent counts the seconds of
-        its commands. `memory_mb` and `storage_mb` are the most that a task gets. `ignore` names what a task asks for and can do
-        without (see the message of a refused task); `variables` are values for ${NAME} in task.toml; `container_args`
-        further arguments of `podman run` or `docker run`."""
+        """`sample` is {"task": folder} or {"files": {path: text}}, a whole task; `task` is the same, or a folder with one task or
+        with several, of which the seed chooses. The time limits of task.toml hold unless others are given; that of the agent counts
+        the seconds of its commands. `memory_mb` and `storage_mb` are the most that a task gets. `ignore` names what a task asks for
+        and can do without (see the message of a refused task); `variables` are values for ${NAME} in task.toml; `container_args`
+        are further arguments of `podman run` or `docker run`."""
         super().__init__()
         if play not in ("tool", "commands"):
             raise ConfigError(f"play={play!r}; it is 'tool' (a shell tool) or 'commands' (every action is a command).")
@@ -83,26 +84,22 @@ class HarborEnv(SingleAgentEnv):
         self._container_args = [*container_args]
         self._system_prompt = system_prompt
         self._workspace: Workspace | None = None
-        self.tasks = self._read_tasks(sample, task, variables or {})
+        if (sample is None) == (task is None):
+            raise ConfigError(
+                "Give HarborEnv a task: task='folder' (--set task=folder), or a sample (--data tasks.jsonl)."
+            )
+        self.tasks = self._read_tasks(task if sample is None else sample, variables or {})
         for one in self.tasks:
             one.check(_HAS.get(workspace, ()), self._ignore, workspace)
         self._begin(self.tasks[0])
 
     @staticmethod
-    def _read_tasks(
-        sample: Mapping[str, Any] | str | None, task: str | None, variables: Mapping[str, str]
-    ) -> list[HarborTask]:
-        if (sample is None) == (task is None):
-            raise ConfigError(
-                "Give HarborEnv a task: task='folder' (--set task=folder), or a sample (--data tasks.jsonl)."
-            )
-        if isinstance(sample, Mapping) and isinstance(sample.get("files"), Mapping):
-            return [HarborTask.from_files(sample["files"], str(sample.get("id", "task")), variables)]
-        folder = task if sample is None else sample.get("task") if isinstance(sample, Mapping) else sample
-        if not isinstance(folder, str):
-            raise ConfigError(
-                f"A sample of harbor has 'task', a folder, or 'files'; this one has {sorted(sample or ())}."
-            )
+    def _read_tasks(given: Any, variables: Mapping[str, str]) -> list[HarborTask]:
+        if isinstance(given, Mapping) and isinstance(given.get("files"), Mapping):
+            return [HarborTask.from_files(given["files"], str(given.get("id", "task")), variables)]
+        folder = given.get("task") if isinstance(given, Mapping) else given
+        if not isinstance(folder, str | Path):
+            raise ConfigError(f"A sample of harbor has 'task', a folder, or 'files'; this one is {given!r:.80}.")
         return [HarborTask.read(path, variables) for path in find_tasks(folder)]
 
     def _begin(self, task: HarborTask) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import inspect
 import json
 import random
 import time
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.rule import Rule
 
+from ludic import registry
 from ludic.agents import Agent, ToolAgent
 from ludic.batch_gen.requests.samples import is_on_hub, read_lines, read_sample, read_samples
 from ludic.batch_gen.requests.streams import is_stream, read_or_generate
@@ -86,9 +88,20 @@ def make_env(id: str, settings: Mapping[str, Any], data: Path | None, index: int
     example = found.example
     if data is not None:
         example = {"sample": _sample(data, index)}
+    elif example and _suffice(id, settings):
+        example = {}  # it is a small instance; a user's own should have the usual defaults
     elif example and not settings.keys() & example.keys():
         console.print("[dim]No --data given; using the example that ships with this env.[/dim]")
     return found.make({**example, **settings})
+
+
+def _suffice(id: str, settings: Mapping[str, Any]) -> bool:
+    """Whether the env can be made with these arguments alone."""
+    try:
+        inspect.signature(registry.envs.spec(id).load()).bind(**settings)
+    except TypeError:
+        return False
+    return True
 
 
 def _sample(place: Path, index: int) -> dict[str, Any]:

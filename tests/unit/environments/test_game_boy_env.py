@@ -4,15 +4,18 @@ import asyncio
 import pickle
 import random
 import time
+from pathlib import Path
 
 import pytest
 
+from ludic.cli.play import make_env
 from ludic.types import ConfigError, Snapshot, UnknownName
 from ludic_game_boy import Fact, GameBoyEnv, Kind, Milestone, load_map
 from ludic_game_boy.demo_rom import ROOM, demo_rom
 from ludic_game_boy.emulator import BUTTONS, Emulator, read_buttons, screen_text
 from ludic_game_boy.games import DEMO, POKEMON_RED
 from ludic_game_boy.memory_map import Progress
+from tests.contract.pages import BLOCK, DOCS
 
 
 def quick(**settings) -> GameBoyEnv:
@@ -107,6 +110,26 @@ def test_an_episode_may_begin_in_a_save_state_and_what_it_brings_is_not_paid(env
     assert info["place"] == [10, 1] and info["num_milestones"] == 1 and "Next milestone: left by the door" in obs
     assert act(later, "left right").reward == 0 and later.full_reward is None
     asyncio.run(later.async_close())
+
+
+def test_page_makes_a_start_state_of_a_cartridge_file(tmp_path, monkeypatch):
+    """Of docs/envs/game_boy.md, with the demo's bytes as the user's file."""
+    monkeypatch.chdir(tmp_path)
+    Path("my_game.gb").write_bytes(demo_rom())
+    section = (DOCS / "envs" / "game_boy.md").read_text().split("## With your own ROM")[1].split("\n## ")[0]
+    (code,) = (text for kind, text in BLOCK.findall(section) if kind == "python")
+    exec(compile(code, "game_boy.md", "exec"), {})
+    env = GameBoyEnv("my_game.gb", start_state="start.state", max_presses=40)
+    _, info = start(env)
+    assert env.memory_map is DEMO and info["presses_left"] == 40 and info["num_milestones"] == 0
+    asyncio.run(env.async_close())
+
+
+def test_played_cartridge_has_the_usual_frames_and_presses(tmp_path):
+    (tmp_path / "my_game.gb").write_bytes(demo_rom())
+    env = make_env("game_boy", {"rom": str(tmp_path / "my_game.gb")}, None, 0)
+    assert (env.max_presses, env.hold_frames) == (2000, 8), "the example's are for the demo"
+    assert make_env("game_boy", {}, None, 0).max_presses == 40
 
 
 def test_a_cartridge_with_a_clock_is_played_with_the_clock_stopped(tmp_path, monkeypatch):

@@ -1,11 +1,13 @@
 """Loggers, with the real packages behind them."""
 
+import contextlib
 import io
 import json
 import logging
 import math
 import multiprocessing
 import os
+import sqlite3
 import sys
 import time
 from collections.abc import Iterator
@@ -260,10 +262,18 @@ def test_trackio_keeps_the_logged_steps(tmp_path, monkeypatch):
     """Runs where the extra is installed."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
     pytest.importorskip("trackio", reason="the trackio extra is not installed")
-    logger = TrackioLogger(project="ludic-test", name="a-run")
-    logger.log(3, {"train/loss": 0.5})
-    logger.close()
-    assert any(b"train/loss" in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+    for steps in ((3, 4), (5,)):  # a run, and its resumed second part
+        logger = TrackioLogger(project="ludic-test", name="a-run", config={"lr": 0.1})
+        for step in steps:
+            logger.log(step, {"train/loss": 0.5 * step})
+        logger.close()
+    (database,) = tmp_path.glob("*.db")
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        rows = list(connection.execute("select run_name, run_id, step, metrics from metrics order by step"))
+    assert [(name, step, json.loads(metrics)) for name, _, step, metrics in rows] == [
+        ("a-run", step, {"train/loss": 0.5 * step}) for step in (3, 4, 5)
+    ]
+    assert len({run_id for _, run_id, _, _ in rows}) == 1, "one run"
 
 
 # --- wandb ------------------------------------------------------------------------------------------------------

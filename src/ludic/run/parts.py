@@ -34,6 +34,7 @@ from ludic.batch_gen.requests.streams import (
     StreamFunction,
     StreamRequests,
     first_samples,
+    held_out,
     is_stream,
     load_stream,
     read_or_generate,
@@ -219,7 +220,7 @@ def train_samples(run: ResolvedRun) -> Sequence[Any] | None:
 
 def eval_samples(run: ResolvedRun) -> Sequence[Any] | None:
     data, given, num = run.config.eval.eval_data, run.parts.eval_samples, run.config.eval.eval_episodes
-    seed = derive_seed(run.seed, _EVAL_STREAM_SEEDS)  # never the samples that training draws
+    seed = held_out(run.seed)
     if callable(given):
         return first_samples(given, num, seed=seed)
     return given if given is not None or data is None else read_or_generate(data, "--eval-data", num=num, seed=seed)
@@ -442,7 +443,7 @@ def agent_factory(
 
 # --- requests --------------------------------------------------------------------------------------------------
 
-_EVAL_ENV_SEEDS, _EVAL_SAMPLING_SEEDS, _EVAL_STREAM_SEEDS = 101, 102, 106
+_EVAL_ENV_SEEDS, _EVAL_SAMPLING_SEEDS = 101, 102
 
 
 def train_requests(

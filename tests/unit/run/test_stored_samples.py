@@ -93,6 +93,12 @@ def test_an_env_is_for_evaluation(ludic):
     assert not Path("runs/judged/rollouts").exists()
 
 
+def test_evaluation_of_a_run_without_an_env_says_what_to_type(ludic):
+    assert ludic("train", *DPO, *SMALL, "--steps", "1", "--name", "first").code == 0
+    ended = ludic("eval", "runs/first")
+    assert ended.code == 2 and "ludic eval ENV --model runs/first" in ended.err
+
+
 def test_plan_counts_the_passes(ludic):
     ended = ludic("train", *DPO, *SMALL, "--steps", "3", "--dry-run")
     assert ended.code == 0 and "3 batches × 4 pairs: 1.50 passes over 8; nothing is played." in ended.out, ended.err

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ludic.batch_gen.requests.streams import first_samples
 from ludic.run import build
+from ludic.run.parts import eval_samples, train_stream
 from ludic.training.loggers import read_metrics
 from ludic.types import StepOutcome, load_rollouts
 from tests import forked
@@ -66,8 +68,9 @@ def test_plan_and_evaluation_know_the_stream(ludic, tmp_path):
         env="letter.py:Question", data="words.py:stream", eval_data="words.py:stream", model="tiny", max_tokens=1,
         eval_episodes=3, group_size=2, rollouts_per_update=2, logger="none",
     )  # fmt: skip
-    with held_out:
-        assert len(held_out.play()) == 3
+    trained = first_samples(train_stream(held_out.resolved), 20, seed=held_out.resolved.seed)
+    evaluated = eval_samples(held_out.resolved)
+    assert len(evaluated) == 3 and evaluated != trained[:3], "another seed than training's"
 
 
 def test_curriculum_over_a_list_takes_the_first_samples_of_the_stream(ludic, tmp_path):

@@ -141,6 +141,14 @@ class SampleStream:
             ) from error
 
 
+_HELD_OUT = 106
+
+
+def held_out(seed: int) -> int:
+    """The seed of a stream for evaluation: other samples than those that training draws with `seed`."""
+    return derive_seed(seed, _HELD_OUT)
+
+
 def read_or_generate(place: str | Path, flag: str = "--data", *, num: int, seed: int) -> list[Sample]:
     """All samples of a file, or the first `num` of a stream."""
     return first_samples(load_stream(place, flag), num, seed=seed) if is_stream(place) else read_samples(place, flag)

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ludic.batch_gen.requests.streams import is_stream
 from ludic.eval import Grading
 from ludic.models import SMOLLM2
 from ludic.run.config import AgentSettings, Dtype, EnvSettings, RewardSettings, RunConfig, at_least, check_name
@@ -159,7 +160,9 @@ def of_run(folder: Path) -> EvalConfig:
 def trains_on(folder: Path, data: Path | None) -> bool:
     """True if these are the samples that the run was trained on."""
     trained = read_toml(RunConfig, folder / "config.toml").env.data
-    return data is not None and trained is not None and data.resolve() == trained.resolve()
+    if data is None or trained is None or is_stream(data):  # an evaluation draws other samples of a stream
+        return False
+    return data.resolve() == trained.resolve()
 
 
 def resolve(config: EvalConfig, found: EnvFactory) -> EvalConfig:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ludic.batch_gen import GRPORequestStrategy
-from ludic.batch_gen.requests.streams import is_stream, read_or_generate
+from ludic.batch_gen.requests.streams import held_out, is_stream, read_or_generate
 from ludic.cli.args import Switch, config_file, parse_with_settings
 from ludic.cli.eval.config import EvalConfig, of_run, resolve, trains_on
 from ludic.cli.eval.models import EvaluatedModel, endpoint_models, evaluated_models, opened
@@ -72,6 +72,8 @@ def read_command(args: list[str]) -> tuple[EvalArgs, EvalConfig]:
     if not folder.is_dir():
         return command, replace(config, env=replace(config.env, id=command.target))
     usual = of_run(folder)
+    if not usual.env.id:
+        raise ConfigError(f"The run in {folder} names no env. Give one: ludic eval ENV --model {folder}")
     command, config = _parse(args, replace(usual, policy=replace(usual.policy, model=())))
     model = config.policy.model or usual.policy.model
     return command, replace(config, policy=replace(config.policy, model=model))
@@ -88,7 +90,7 @@ def _compare(config: EvalConfig, found: EnvFactory, *, resume: bool) -> int:
         raise ConfigError(
             f"--num-tasks 0 takes all of --data, but {data} generates samples without end. Give a number."
         )
-    samples = None if data is None else read_or_generate(data, num=measure.num_tasks, seed=measure.seed)
+    samples = None if data is None else read_or_generate(data, num=measure.num_tasks, seed=held_out(measure.seed))
     env = found.make(env_arguments(config.env, None if samples is None else samples[0]))
     grading = config.measure.grading(env.full_reward)
     config = replace(config, policy=asyncio.run(endpoint_models(config.policy)))

@@ -1,7 +1,8 @@
 """Environments: `LudicEnv`, two bases to build on, the contract check, and the built-in tasks.
 
-`interaction`, `batch_gen` and `run` import it; it imports `sandbox` and `tools`. Start with single_agent_env.py, then check/. Tasks are made
-by name (`ludic.registry.envs.make("tic_tac_toe")`) or imported from their modules.
+`interaction`, `batch_gen` and `run` import it; it imports `sandbox` and `tools`. Start with single_agent_env.py, then check/. Tasks
+are made by name (`ludic.registry.envs.make("tic_tac_toe")`) or imported from their modules. workers/ holds envs in other
+processes.
 """
 
 from ludic.envs.check import EnvCheckFailed, EnvReport, check_env

@@ -37,6 +37,7 @@ class WorkerLine:
         self._worker, self._server = worker, server
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._ids = itertools.count(1)
+        self._loop = asyncio.get_running_loop()
         self._lost: str | None = None
         self._ending: asyncio.Task[None] | None = None
         self._line = Line(sock, Reply, on_messages=self._take, on_lost=self._on_lost, on_unsendable=self._unsendable)
@@ -46,20 +47,18 @@ class WorkerLine:
         """Whether new envs can be made over it."""
         return self._line.is_open and not self.is_retiring
 
-    async def call(self, env: int, op: str, value: Any = None) -> Any:
+    def call(self, env: int, op: str, value: Any = None) -> "asyncio.Future[Any]":
+        """The answer of the worker; EnvCrashed if it has ended."""
         if not self._line.is_open:
             raise EnvCrashed(self._lost or "The connection to the env's worker is closed.")
         id = next(self._ids)
-        answer = self._calls[id] = asyncio.get_running_loop().create_future()
+        answer = self._calls[id] = self._loop.create_future()
         self._line.send(Call(id, env, op, value))
-        try:
-            return await answer
-        finally:
-            self._calls.pop(id, None)
+        return answer
 
     def _take(self, replies: list[Reply]) -> None:
         for reply in replies:
-            answer = self._calls.get(reply.id)
+            answer = self._calls.pop(reply.id, None)
             if answer is None or answer.done():
                 self.is_retiring |= reply.id == 0 and reply.value == RETIRING
             elif reply.error is None:
@@ -72,7 +71,7 @@ class WorkerLine:
         self._fail(call.id, ConfigError(f"The {what} cannot be sent to a worker, which takes plain data: {error}"))
 
     def _fail(self, id: int, error: LudicError) -> None:
-        answer = self._calls.get(id)
+        answer = self._calls.pop(id, None)
         if answer is not None and not answer.done():
             answer.set_exception(error)
 

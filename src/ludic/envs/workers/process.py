@@ -107,7 +107,7 @@ class HeldEnv:
         return [result.content, result.is_error]
 
     def _opened(self, opening: Any) -> list[Any]:
-        """[observations and infos, active agents, hints, system prompt, tools of each agent]."""
+        """[observations and infos, active agents, hints, system prompt, system prompts and tools of each agent]."""
         env = self.env
         if not isinstance(opening, Mapping) or not all(isinstance(o, tuple) and len(o) == 2 for o in opening.values()):
             raise EnvContractError(
@@ -120,7 +120,8 @@ class HeldEnv:
             for agent, tools in made.items()
             if tools
         }
-        return [opening, env.active_agents, self._hints(), env.suggested_sysprompt, described]
+        prompts = {agent: env.system_prompt_for(agent) for agent in env.agent_ids}
+        return [opening, env.active_agents, self._hints(), env.suggested_sysprompt, prompts, described]
 
     def _stepped(self, outcomes: Any) -> list[Any]:
         """[outcome per agent, active agents, hints]."""

@@ -138,6 +138,7 @@ class RemoteEnv(LudicEnv[str, Any, Any]):
         self._with_hints = with_hints
         self._hints: Any = None
         self._tools: dict[str, list[RemoteTool]] = {}
+        self._prompts: dict[str, str | None] = {}
         self._is_closed = False
 
     @property
@@ -153,13 +154,17 @@ class RemoteEnv(LudicEnv[str, Any, Any]):
         prompt: str | None = self._sysprompt
         return prompt
 
+    def system_prompt_for(self, agent_id: str) -> str | None:
+        return self._prompts.get(agent_id, self.suggested_sysprompt)
+
     @property
     def worker(self) -> int:
         """Number of the worker that holds the env."""
         return self._line.index
 
     async def async_reset(self, *, seed: int | None = None) -> dict[str, tuple[Any, Info]]:
-        opening, self._active, self._hints, self._sysprompt, tools = await self._line.call(self._number, "reset", seed)
+        reply = await self._line.call(self._number, "reset", seed)
+        opening, self._active, self._hints, self._sysprompt, self._prompts, tools = reply
         self._tools = {agent: [self._tool(agent, *each) for each in offered] for agent, offered in tools.items()}
         return {agent: (obs, info) for agent, (obs, info) in opening.items()}
 

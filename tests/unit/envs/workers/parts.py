@@ -86,6 +86,22 @@ class Sends(SingleAgentEnv):
         return StepOutcome(action, 0.5, info={"value": values[action]})
 
 
+class Roles(LudicEnv[str, str, str]):
+    """Two roles with their own system prompts, which depend on the seed."""
+
+    agent_ids = active_agents = ("a", "b")
+
+    def reset(self, *, seed=None):
+        self.seed = seed
+        return {role: ("", {}) for role in self.agent_ids}
+
+    def step(self, actions):
+        return {role: StepOutcome("", 0.0) for role in self.agent_ids}
+
+    def system_prompt_for(self, agent_id):
+        return f"{agent_id} of seed {self.seed}"
+
+
 class Hangs(Faulty):
     """Whatever the action is."""
 

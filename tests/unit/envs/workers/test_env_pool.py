@@ -9,8 +9,9 @@ import pytest
 from ludic import registry
 from ludic.agents import ReActAgent
 from ludic.batch_gen import RolloutEngine
+from ludic.envs import LudicEnv
 from ludic.envs.key_door import MOVES
-from ludic.envs.workers import EnvPool
+from ludic.envs.workers import EnvPool, RemoteEnv
 from ludic.inference import ScriptedClient
 from ludic.interaction import MultiAgentProtocol, SingleAgentProtocol
 from ludic.types import ConfigError, EnvSpec, EnvWorkerError, ProtocolSpec, ResetNeeded, RolloutRequest, UnknownName
@@ -98,6 +99,20 @@ async def test_an_env_looks_like_the_one_in_its_worker(pool: EnvPool):
     await env.async_close()
     await env.async_close()  # twice does no harm
     assert env.active_agents == []
+
+
+async def test_each_role_has_its_own_system_prompt():
+    async with EnvPool(parts.Roles, workers=1) as pool:
+        env = await pool.make()
+        await env.async_reset(seed=7)
+        assert [env.system_prompt_for(role) for role in env.agent_ids] == ["a of seed 7", "b of seed 7"]
+
+
+def test_a_remote_env_answers_all_that_an_env_can_be_asked():
+    """A new method of LudicEnv needs a place in a reply; else every env in a worker would answer with the default."""
+    in_the_worker = {"reset", "step", "restore"}
+    asked = {name for name in vars(LudicEnv) if not name.startswith("_")} - in_the_worker
+    assert asked - vars(RemoteEnv).keys() == {"full_reward"}  # set by its constructor
 
 
 async def test_hints_carry_legal_and_reference_actions():

@@ -4,16 +4,22 @@ Each backend has as many workers as there are cores; the plain line below them i
 as many threads, the cost of a bare Python process. The ratio is plain / sandboxed. On a shared machine, compare the CPU
 time per run (of harness, launcher and program together).
 
-    .venv/bin/python benchmarks/sandbox.py [--runs 200] [--workers 2] [--podman-image IMAGE [--podman-runtime runc]]
+The remote lines use a `ludic sandbox-server` on this machine, over loopback; it has as many bubblewrap sandboxes as there are
+cores.
+
+    .venv/bin/python benchmarks/sandbox.py [--runs 200] [--workers 2] [--podman-image IMAGE [--podman-runs 20] [--podman-usr]]
 """
 
 import argparse
 import asyncio
+import contextlib
 import os
 import resource
 import statistics
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from ludic.sandbox import (
@@ -24,6 +30,7 @@ from ludic.sandbox import (
     SubprocessSandboxPool,
 )
 from ludic.sandbox.bubblewrap import find_interpreter
+from ludic.sandbox.remote.client import RemoteSandboxPool
 
 PROGRAM = "print(int(input()) + 1)"
 
@@ -61,6 +68,17 @@ async def pooled(pool: BaseSandboxPool, num_runs: int, num_workers: int) -> tupl
         return time.perf_counter() - started, latencies
 
 
+@contextlib.contextmanager
+def sandbox_server(num_workers: int) -> Iterator[str]:
+    """The address of a sandbox server in another process."""
+    os.environ["LUDIC_SANDBOX_TOKEN"] = "benchmark"
+    command = [sys.executable, "-m", "ludic.cli.main", "sandbox-server", "--port", "0", "--workers", str(num_workers)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        yield server.stdout.readline().removeprefix("Sandbox server at ").partition(": ")[0]
+        server.terminate()
+
+
 def cpu_seconds() -> float:
     """Of this process and its children so far."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
@@ -72,29 +90,37 @@ def main() -> None:
     arguments.add_argument("--runs", type=int, default=200)
     arguments.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     arguments.add_argument("--podman-image", help="also measure podman with this image, which has a python3")
-    arguments.add_argument("--podman-runtime", help="its --runtime, where the default one does not work")
+    arguments.add_argument("--podman-runs", type=int, default=20)
+    arguments.add_argument("--podman-usr", action="store_true", help="its containers see the host's /usr")
     options = arguments.parse_args()
     num_runs, num_workers = options.runs, options.workers
-    print(f"{'':28} {'runs/s':>8} {'median ms':>10} {'p95 ms':>8} {'CPU ms/run':>11} {'plain/this':>11}")
+    print(f"{'':34} {'runs/s':>8} {'median ms':>10} {'p95 ms':>8} {'CPU ms/run':>11} {'plain/this':>11}")
     before = cpu_seconds()
     base = num_runs / plain(num_runs, num_workers)
     cpu = (cpu_seconds() - before) / num_runs * 1000
-    print(f"{'subprocess.run, no pool':28} {base:8.1f} {'—':>10} {'—':>8} {cpu:11.1f} {1.0:11.2f}")
-    makers = {
-        "subprocess backend": lambda: SubprocessSandboxPool(n_workers=num_workers),
-        "bubblewrap": lambda: BubblewrapSandboxPool(n_workers=num_workers),
-        "bubblewrap, twice the pool": lambda: BubblewrapSandboxPool(n_workers=2 * num_workers),
-    }
-    if options.podman_image:
-        runtime = ("--runtime", options.podman_runtime) if options.podman_runtime else ()
-        config = PodmanConfig(base_image=options.podman_image, extra_args=runtime)
-        makers["podman"] = lambda: PodmanSandboxPool(config, n_workers=num_workers)
-    for name, make in makers.items():
+    print(f"{'subprocess.run, no pool':34} {base:8.1f} {'—':>10} {'—':>8} {cpu:11.1f} {1.0:11.2f}")
+
+    def measure(name: str, pool: BaseSandboxPool, num_runs: int = num_runs, num_at_once: int = num_workers) -> None:
         before = cpu_seconds()
-        seconds, latencies = asyncio.run(pooled(make(), num_runs, num_workers))
+        seconds, latencies = asyncio.run(pooled(pool, num_runs, num_at_once))
         cpu, rate = (cpu_seconds() - before) / num_runs * 1000, num_runs / seconds
+        shown = (
+            f"{cpu:11.1f}" if "remote" not in name else f"{'—':>11}"
+        )  # the server's time is counted when it has ended
         p95 = statistics.quantiles(latencies, n=20)[-1]
-        print(f"{name:28} {rate:8.1f} {statistics.median(latencies):10.1f} {p95:8.1f} {cpu:11.1f} {base / rate:11.2f}")
+        print(f"{name:34} {rate:8.1f} {statistics.median(latencies):10.1f} {p95:8.1f} {shown} {base / rate:11.2f}")
+
+    measure("subprocess backend", SubprocessSandboxPool(n_workers=num_workers))
+    measure("bubblewrap", BubblewrapSandboxPool(n_workers=num_workers))
+    measure("bubblewrap, twice the pool", BubblewrapSandboxPool(n_workers=2 * num_workers))
+    with sandbox_server(num_workers) as url:
+        measure("remote bubblewrap", RemoteSandboxPool(url))
+        twice = 2 * num_workers
+        measure("remote bubblewrap, twice at once", RemoteSandboxPool(url, n_workers=twice), num_at_once=twice)
+    if options.podman_image:
+        extra = ("--volume", "/usr:/usr:ro") if options.podman_usr else ()
+        config = PodmanConfig(base_image=options.podman_image, extra_args=extra)
+        measure("podman", PodmanSandboxPool(config, n_workers=num_workers), options.podman_runs)
 
 
 if __name__ == "__main__":

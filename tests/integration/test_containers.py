@@ -173,3 +173,16 @@ async def test_the_next_pool_removes_the_containers_of_a_killed_harness():
     async with PodmanSandboxPool(podman_config(), n_workers=1):
         assert not containers(harness.pid)
     assert await nothing_is_left_of(ids)
+
+
+async def test_a_pool_that_is_shut_down_in_the_middle_of_its_start_leaves_nothing():
+    config, before = podman_config(), set(descendants(os.getpid()))
+    for wait_s in (0.1, 0.2, 0.4):
+        pool = PodmanSandboxPool(config, n_workers=2)
+        starting = asyncio.create_task(pool.start())
+        await asyncio.sleep(wait_s)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await pool.shutdown()
+        assert not containers(os.getpid())
+    assert set(descendants(os.getpid())) <= before

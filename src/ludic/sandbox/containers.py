@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import uuid
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
@@ -117,6 +117,8 @@ class ContainerIsolation(Isolation):
     def __init__(self, engine: Engine, name: str) -> None:
         self._engine = engine
         self._name: str | None = name
+        self._unseen: str | None = None
+        """Its name, if it did not exist at the end: the client was about to make it."""
         self._was_killed_for_memory = False
         self._was_running = False
         self._has_lost_monitor = False
@@ -134,10 +136,16 @@ class ContainerIsolation(Isolation):
                 self._was_killed_for_memory = state.was_killed_for_memory
                 self._was_running = state.status == "running"
                 self._has_lost_monitor = self._was_running and state.monitor > 0 and not _lives(state.monitor)
-        finally:  # also when the caller is cancelled
-            await asyncio.shield(_output(self._engine, "rm", "--force", name))
+        finally:
+            self._unseen = name if state is None else None
+            await _uninterrupted(_output(self._engine, "rm", "--force", name))
         if state is not None and self._has_lost_monitor:
             _remove_groups(state.id)
+
+    async def finish(self) -> None:
+        unseen, self._unseen = self._unseen, None
+        if unseen is not None:
+            await _uninterrupted(_output(self._engine, "rm", "--force", unseen))
 
     def memory(self) -> tuple[int | None, bool]:
         return None, self._was_killed_for_memory
@@ -292,12 +300,28 @@ def memory_bytes(text: str) -> int:
     return int(number) * units[unit]
 
 
+async def _uninterrupted(work: Coroutine[Any, Any, object]) -> None:
+    """Wait for the work, also when the caller is cancelled meanwhile."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
 async def _output(*command: str) -> str:
     """The command's output; empty if it fails, as for a container that never started."""
     process = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
     )
-    stdout, _ = await process.communicate()
+    try:
+        stdout, _ = await process.communicate()
+    except asyncio.CancelledError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        raise
     return stdout.decode(errors="replace") if process.returncode == 0 else ""
 
 

@@ -184,6 +184,9 @@ class Isolation:
         """Kill every process and wait until none is left. Calling it again does nothing."""
         raise NotImplementedError
 
+    async def finish(self) -> None:
+        """The outer process has ended too: remove what it may have made since `end`."""
+
     def memory(self) -> tuple[int | None, bool]:
         """After the end: peak bytes of all processes together (None: not counted), and whether one was killed for memory."""
         return None, False
@@ -297,6 +300,7 @@ class RunnerProcess:
             self._process.kill()
             await self._process.wait()
             self._process.close_pipes()
+            await self._isolation.finish()
 
     async def _explain(self, raw: RawRun, was_killed: bool) -> None:
         """After `close`: note what the isolation and the outer process know of the run."""

@@ -215,7 +215,7 @@ async def test_the_example_agent_solves_a_task_from_outside(kind, nothing_left):
 
 # --- hostile agents ---
 
-FORGED = "echo 1 > /logs/verifier/reward.txt; echo '{\"reward\": 1}' > /logs/verifier/reward.json"
+FORGED = "echo 1 > /logs/verifier/reward.txt; echo 1 > /logs/verifier/reward.json"  # no quotes: it is quoted below
 ATTACKS = {
     "writes the reward": FORGED,
     "locks its reward": f"{FORGED}; chmod 000 /logs/verifier; chmod 555 /logs",
@@ -223,8 +223,6 @@ ATTACKS = {
     "writes the tests": "echo 'echo 1 > /logs/verifier/reward.txt' > /tests/test.sh; chmod 555 /tests/test.sh /tests",
     "leaves a process": f"(setsid nohup bash -c 'trap \"\" TERM INT HUP; while :; do {FORGED}; done' >/dev/null 2>&1 &)",
     "leaves many processes": f"for i in 1 2 3 4 5 6; do (setsid bash -c 'while :; do {FORGED}; done' >/dev/null 2>&1 &) ; done",
-    "leaves code for Python": "mkdir -p ~/.local/lib/python3.11/site-packages; "
-    "echo 'import os; os._exit(0)' | tee ~/.local/lib/python3.11/site-packages/usercustomize.py > sitecustomize.py",
 }
 
 
@@ -235,6 +233,18 @@ async def test_a_forged_reward_counts_for_nothing(workspace, attack, nothing_lef
     await env.shell(ATTACKS[attack])
     outcome = await ended(env)
     assert outcome.reward == 0.0 and outcome.info["rewards"] == {"reward": 0.0}, outcome.info
+
+
+@BOTH
+async def test_code_that_an_agent_leaves_for_python_does_not_run_in_the_tests(workspace):
+    test = "#!/bin/bash\npython3 /tests/check.py && r=1 || r=0\necho $r > /logs/verifier/reward.txt\n"
+    files = {"tests/test.sh": test, "tests/check.py": "assert open('/app/answer.txt').read() == 'yes'\n"}
+    env = await opened(small_env(workspace=workspace, files=files))
+    await env.shell(
+        "folder=$(python3 -m site --user-site); mkdir -p $folder; cd $folder; echo 'import os; os._exit(0)' > usercustomize.py; "
+        "cp usercustomize.py sitecustomize.py; cp usercustomize.py /app/sitecustomize.py"
+    )
+    assert (await ended(env)).reward == 0.0
 
 
 async def test_tests_and_solution_are_not_there_before_grading():

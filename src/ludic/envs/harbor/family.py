@@ -5,9 +5,10 @@ a kind (count, column, replace, rename, total) with a plain and a harder form. I
 agent's; the reward is the share of pieces that are right. `HarborFamilyEnv` plays them; `write_task` writes one as a folder.
 """
 
+import itertools
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,14 @@ def generate(seed: int, level: int = 1, kinds: Sequence[str] = ()) -> dict[str, 
         "tests/expected.json": json.dumps([piece.expected for piece in pieces], indent=1) + "\n",
         "solution/solve.sh": "#!/bin/bash\n" + _joined([piece.solution for piece in pieces]),
     }
+
+
+def stream(seed: int, difficulty: int = 1) -> Iterator[dict[str, Any]]:
+    """Endless samples for the env `harbor` (`--data ludic.envs.harbor.family:stream`): the difficulty is the level, at most the
+    highest."""
+    for number in itertools.count():
+        own = derive_seed(seed, number)
+        yield {"id": f"family-{own}", "files": generate(own, min(difficulty, MAX_LEVEL))}
 
 
 def write_task(files: Mapping[str, str], folder: str | Path) -> Path:

@@ -1,9 +1,11 @@
 """The generated family: the same seed gives the same task, and seeds, levels and kinds give different ones."""
 
+import itertools
+
 import pytest
 
-from ludic.envs.harbor import HarborFamilyEnv, HarborTask
-from ludic.envs.harbor.family import KINDS, generate, write_task
+from ludic.envs.harbor import HarborEnv, HarborFamilyEnv, HarborTask
+from ludic.envs.harbor.family import KINDS, generate, stream, write_task
 from ludic.types import ConfigError
 
 
@@ -23,6 +25,13 @@ def test_levels_have_more_pieces(level, pieces):
 def test_kinds_are_chosen_from_those_given():
     for kind in KINDS:
         assert generate(3, 1, [kind])["task.toml"].count(f"ludic/{kind}-1-3") == 1
+
+
+def test_the_stream_repeats_for_a_seed_and_its_difficulty_is_the_level():
+    first, again, other = (list(itertools.islice(stream(seed, 2), 5)) for seed in (0, 0, 1))
+    assert first == again and not {sample["id"] for sample in first} & {sample["id"] for sample in other}
+    assert HarborEnv(first[0]).task.name.split("-")[1] == "2"
+    assert HarborEnv(next(stream(0, 99))).task.name.split("-")[3] == "4", "the highest level"
 
 
 def test_a_written_task_reads_as_the_same_task(tmp_path):

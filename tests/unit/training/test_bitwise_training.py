@@ -1,6 +1,7 @@
 """Training in bitwise mode: before every update sampler and trainer agree exactly, and it learns as the usual mode does."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -60,6 +61,16 @@ async def test_samples_of_another_sampler_are_warned_of(caplog):
 def test_settings_that_choose_another_computation_are_refused(settings, reason):
     with pytest.raises(ConfigError, match=reason):
         config(bitwise=True, **settings)
+
+
+def test_loss_on_whole_logits_is_refused():
+    class OnLogits:
+        def compute(self, logits, batch):
+            raise AssertionError("refused before it is called")
+
+    algorithm = replace(make_grpo(group_size=4), loss=OnLogits())
+    with pytest.raises(ConfigError, match="loss on whole logits, which bitwise=True does not cover"):
+        hand_trainer(random_items([12]), algo=algorithm, cfg={"bitwise": True})
 
 
 @pytest.mark.parametrize("engine", ["vllm", "pipeline"])

@@ -26,8 +26,8 @@ from ludic.models.packed_attention import to_device
 BLOCK = 64
 _SMALL, _LARGE = 8, 64
 """Rows of a tile: a decoded token has one query head or a few for each key head, a prompt fills large tiles."""
-_CPU_SCORES, _GPU_SCORES = 1 << 21, 1 << 26
-"""Scores in memory at a time."""
+_CPU_ELEMENTS, _GPU_ELEMENTS = 1 << 21, 1 << 27
+"""Scores, or gathered keys, in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,11 @@ class BlockAttention:
 
     def _tiles_of(self, group: int, num_tokens: int, num_kv: int, size: int) -> "list[_Tiles]":
         if group not in self._tiles:
-            budget = (_CPU_SCORES if self._device.type == "cpu" else _GPU_SCORES) // (num_kv * BLOCK)
+            budget = (_CPU_ELEMENTS if self._device.type == "cpu" else _GPU_ELEMENTS) // (num_kv * BLOCK)
             self._tiles[group] = [
                 _Tiles(part, rows, group, num_tokens * group, self._zero, self._device)
                 for rows, found in self._cut(group, tile_rows(size, self._device)).items()
-                for part in _parts(found, budget // rows)
+                for part in _parts(found, budget // max(rows, size))
             ]
         return self._tiles[group]
 

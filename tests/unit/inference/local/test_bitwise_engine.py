@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from ludic.inference.local.snapshot import EngineSnapshot
 from ludic.models.bitwise.products import NotBitwise
@@ -54,6 +55,21 @@ async def test_sampler_and_trainer_have_the_same_bits(family, dtype):
             logps, _ = policy.logps(batch)
             assert batch.actions.old_logp_A is not None
             assert torch.equal(logps, batch.actions.old_logp_A)
+
+
+async def test_an_adapter_keeps_the_bits():
+    model = get_peft_model(new_model(), LoraConfig(target_modules=["q_proj", "down_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    async with make_engine(model, bitwise=True) as engine:
+        replies = await ask_all(engine, [request(some_prompt(n), temperature=1.0, seed=n) for n in (3, 66)])
+    policy = TrainedPolicy(model, bitwise=True)
+    batch = policy.batch([item_of(reply, 1.0) for reply in replies])
+    logps, _ = policy.logps(batch)
+    assert torch.equal(logps.detach(), batch.actions.old_logp_A)
+    with model.disable_adapter():
+        assert not torch.allclose(policy.logps(batch)[0], logps, atol=1e-2)
 
 
 async def test_scores_and_snapshots_have_the_same_bits():

@@ -111,7 +111,9 @@ def make_source(
         max_steps=run.max_steps,
         concurrency=rollouts.concurrency or setup.concurrency,
         sample_filter=make_filter(run),
-        dynamic_sampling=DynamicSampling(max_rounds=rollouts.dynamic_sampling) if rollouts.dynamic_sampling else None,
+        dynamic_sampling=DynamicSampling(max_rounds=rollouts.dynamic_sampling, by_component=algorithm.name == "gdpo")
+        if rollouts.dynamic_sampling
+        else None,
         stragglers=_stragglers(run),
         policy=None if league is None else _CURRENT,
         followers=() if league is None else (league,),

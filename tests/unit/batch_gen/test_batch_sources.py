@@ -12,6 +12,7 @@ from ludic.batch_gen import (
     make_dataset_sequence_requests_fn,
 )
 from ludic.inference import ScriptedClient
+from ludic.rewards import Rewards, as_scorer
 from ludic.types import ConfigError
 from tests.unit.batch_gen.parts import RL, TotalReward, make_engine, request
 
@@ -147,6 +148,26 @@ async def test_groups_without_a_difference_are_replaced_until_the_batch_is_full(
     assert [len(rewards) for rewards in rewards_by_group(batch)] == [2] * 6
     assert batch.meta["num_zero_variance_groups"] > 0 and batch.meta["num_sampling_rounds"] > 1
     assert batch.meta["rollout_metrics"]["num_zero_variance_groups"] == float(batch.meta["num_zero_variance_groups"])
+
+
+@pytest.mark.parametrize("by_component", [True, False])
+async def test_equal_totals_are_kept_if_the_credit_is_by_component(by_component):
+    episodes = 0
+
+    def trade(rollout):
+        """Two components that add up to 1 in every rollout."""
+        nonlocal episodes
+        episodes += 1
+        return {"short": float(episodes % 2), "polite": float(1 - episodes % 2)}
+
+    always_right = ScriptedClient(lambda request: "<a>same</a>")
+    source = make_source(
+        engine=make_engine(always_right, rewards=Rewards([as_scorer(trade)])),
+        dynamic_sampling=DynamicSampling(max_rounds=2, by_component=by_component),
+    )
+    batch = await source.next_batch()
+    assert (len(batch) > 0) is by_component
+    assert all(len(rewards) == 1 for rewards in rewards_by_group(batch))
 
 
 async def test_no_request_that_was_drawn_is_lost_to_a_refill():

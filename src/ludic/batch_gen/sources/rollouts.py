@@ -8,7 +8,7 @@ is bounded; after the last one the batch may be smaller. With `stragglers` a bat
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from ludic.types import (
     FollowsVersions,
     GroupKey,
     RequestsExhausted,
+    Rollout,
     SampleFilter,
     SAWBatch,
     Stateful,
@@ -46,6 +47,8 @@ class DynamicSampling:
     """Rounds of generation for one batch, the first included."""
     eps: float = 1e-6
     """Rewards of a group that differ by at most this, or by rounding, count as equal."""
+    by_component: bool = False
+    """Keep also groups with equal totals, if one of their reward components differs: for credit by component (GDPO)."""
 
     def __post_init__(self) -> None:
         if self.max_rounds < 1:
@@ -183,7 +186,7 @@ class RolloutBatchSource:
             for episodes in _by_group(await self._run_episodes(groups)):
                 if any(episode.failure for episode in episodes):
                     failed += episodes
-                elif _rewards_differ(episodes, settings.eps, self._policy):
+                elif _rewards_differ(episodes, settings, self._policy):
                     kept.append(episodes)
                 else:
                     num_zero_variance += 1
@@ -251,15 +254,28 @@ def _exactly_one(**spellings: T | None) -> T:
     return found
 
 
-def _rewards_differ(episodes: Sequence[Episode], eps: float, policy: str | None = None) -> bool:
+def _rewards_differ(episodes: Sequence[Episode], settings: DynamicSampling, policy: str | None = None) -> bool:
     """True if some agent's rewards differ within the group, or the group has only one episode. Threads add to their session's."""
     if len(episodes) == 1:
         return True
-    rewards: dict[GroupKey | None, list[float]] = {}
+    groups: dict[GroupKey | None, list[Sequence[Rollout]]] = {}
     own = [r for episode in episodes for r in episode.rollouts if r.failure is None and policy in (None, r.policy)]
     for session in by_session(own):
-        rewards.setdefault(session[0].group, []).append(sum(rollout.total_reward for rollout in session))
-    return any(max(one) - min(one) > max(eps, rounding_of(one)) for one in rewards.values())
+        groups.setdefault(session[0].group, []).append(session)
+    return any(_differ(rewards, settings.eps) for members in groups.values() for rewards in _compared(members, settings))
+
+
+def _compared(members: Sequence[Sequence[Rollout]], settings: DynamicSampling) -> Iterator[list[float]]:
+    """The totals of the sessions; by component, each of its rewards as well."""
+    yield [sum(rollout.total_reward for rollout in session) for session in members]
+    if settings.by_component:
+        components = [[rollout.reward_components for rollout in session] for session in members]
+        for name in dict.fromkeys(name for session in components for own in session for name in own):
+            yield [sum(own.get(name, 0.0) for own in session) for session in components]
+
+
+def _differ(rewards: Sequence[float], eps: float) -> bool:
+    return max(rewards) - min(rewards) > max(eps, rounding_of(rewards))
 
 
 def _by_group(episodes: Sequence[Episode]) -> list[list[Episode]]:

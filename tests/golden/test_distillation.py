@@ -63,6 +63,54 @@ def test_weights_that_differ_by_token_are_added_to():
     assert only(KLCreditModifier()(SAWBatch(items=[item]))).token_weights.tolist() == [0.0, 2.0]
 
 
+def test_a_baseline_is_the_mean_over_the_tokens_of_the_other_samples():
+    # Gaps (1, −2) and (4): the first loses 4, the second −0.5. Task advantages stay.
+    one = sample([1, 2], old=[-2.0, -1.0], teacher=[-1.0, -3.0], weight=3.0)
+    other = sample([3], old=[-5.0], teacher=[-1.0])
+    batch = KLCreditModifier(baseline=True)(SAWBatch(items=[one, other]))
+    assert [item.token_weights.tolist() for item in batch.items] == [[0.0, -3.0], [4.5]]
+    assert batch.meta == {"teacher_kl": pytest.approx(-1.0)}, "what is logged has no baseline"
+    alone = KLCreditModifier(baseline=True)(SAWBatch(items=[one]))
+    assert only(alone).token_weights.tolist() == [4.0, 1.0], "one sample has no others"
+
+
+def test_a_baseline_leaves_the_expected_gradient_as_it_is():
+    """Exact: all pairs of replies of two tokens, weighted by their probability under the policy."""
+    torch.manual_seed(3)
+    logits, teacher = torch.randn(4, 3, dtype=torch.float64), 3 * torch.randn(4, 3, dtype=torch.float64)
+    log_p, log_q = logits.log_softmax(-1), teacher.log_softmax(-1)  # row 3: first token; rows 0 to 2: after it
+    replies = [((a, b), float(log_p[3, a] + log_p[a, b])) for a, b in product(range(3), repeat=2)]
+
+    def of_reply(tokens, table):
+        return [float(table[3, tokens[0]]), float(table[tokens[0], tokens[1]])]
+
+    def score(tokens):
+        """[2, 4, 3] gradient of each token's log-probability."""
+        made = torch.zeros(2, 4, 3, dtype=torch.float64)
+        for place, (row, token) in enumerate(((3, tokens[0]), tokens)):
+            made[place, row] = -log_p[row].exp()
+            made[place, row, token] += 1
+        return made
+
+    def expected_gradient(baseline):
+        mean = torch.zeros(4, 3, dtype=torch.float64)
+        for (one, log_one), (two, log_two) in product(replies, repeat=2):
+            items = [
+                sample(tokens, old=of_reply(tokens, log_p), teacher=of_reply(tokens, log_q)) for tokens in (one, two)
+            ]
+            batch = KLCreditModifier(baseline=baseline)(SAWBatch(items=items))
+            gradient = sum(
+                (torch.tensor(item.token_weights, dtype=torch.float64)[:, None, None] * score(tokens)).sum(0)
+                for item, tokens in zip(batch.items, (one, two), strict=True)
+            )
+            mean += exp(log_one + log_two) * gradient
+        return mean
+
+    plain = expected_gradient(False)
+    assert torch.allclose(expected_gradient(True), plain, atol=1e-5)  # weights are float32
+    assert float(plain.abs().max()) > 0.1
+
+
 def test_samples_without_teacher_log_probs_are_refused():
     item = sample([1], old=[-1.0], teacher=None)
     with pytest.raises(ConfigError, match=r"1 of 1 samples .*TeacherAnnotatedBatchSource"):

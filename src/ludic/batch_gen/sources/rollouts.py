@@ -262,7 +262,9 @@ def _rewards_differ(episodes: Sequence[Episode], settings: DynamicSampling, poli
     own = [r for episode in episodes for r in episode.rollouts if r.failure is None and policy in (None, r.policy)]
     for session in by_session(own):
         groups.setdefault(session[0].group, []).append(session)
-    return any(_differ(rewards, settings.eps) for members in groups.values() for rewards in _compared(members, settings))
+    return any(
+        _differ(rewards, settings.eps) for members in groups.values() for rewards in _compared(members, settings)
+    )
 
 
 def _compared(members: Sequence[Sequence[Rollout]], settings: DynamicSampling) -> Iterator[list[float]]:

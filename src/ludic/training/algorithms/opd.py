@@ -60,12 +60,14 @@ def make_opd(
     kl: Literal["sampled", "reverse", "forward"] = "sampled",
     kl_coeff: float = 1.0,
     discount: float = 0.0,
+    baseline: bool = True,
     clip_eps_high: float = 1.0,
     top_k: int | None = None,
     length_normalize: bool = True,
     name: str = "opd",
 ) -> RLAlgorithm:
-    """Distillation without rewards. `kl="sampled"`: each token's ratio, at most 1 + `clip_eps_high`, is a factor without gradient.
+    """Distillation without rewards. `kl="sampled"`: each token's ratio, at most 1 + `clip_eps_high`, is a factor without gradient,
+    and `baseline` takes the mean of the other samples from each weight (see `KLCreditModifier`).
 
     "reverse" and "forward" compare whole distributions with a teacher in the trainer's process, over the vocabulary or the
     teacher's `top_k` likeliest tokens; they need no ratios, and each token answers for itself.
@@ -77,7 +79,9 @@ def make_opd(
             name=name,
             credit_assigner=ConstantCredit(0.0),
             loss=CISPOLoss(clip_eps_high=clip_eps_high, length_normalize=length_normalize),
-            preprocess=compose_preprocess(validate_actor_logps, KLCreditModifier(kl_coeff, discount)),
+            preprocess=compose_preprocess(
+                validate_actor_logps, KLCreditModifier(kl_coeff, discount, baseline=baseline)
+            ),
             needs_teacher_logps=True,
         )
     if kl not in ("reverse", "forward"):
@@ -97,6 +101,7 @@ def make_grpo_opd(
     group_normalize_adv: bool = True,
     kl_coeff: float = 1.0,
     discount: float = 0.0,
+    baseline: bool = True,
     clip_eps_low: float = 0.2,
     clip_eps_high: float = 0.2,
     length_normalize: bool = False,
@@ -115,7 +120,7 @@ def make_grpo_opd(
             ratio_clip=ratio_clip,
             reduction=reduction,
         ),
-        preprocess=compose_preprocess(validate_actor_logps, KLCreditModifier(kl_coeff, discount)),
+        preprocess=compose_preprocess(validate_actor_logps, KLCreditModifier(kl_coeff, discount, baseline=baseline)),
         needs_teacher_logps=True,
     )
 
@@ -127,18 +132,19 @@ def make_mopd(
     group_normalize_adv: bool = True,
     band_low: float = 0.5,
     band_high: float = 2.0,
+    baseline: bool = True,
     name: str = "mopd",
 ) -> RLAlgorithm:
     """Multi-teacher distillation (MiMo-V2-Flash, arXiv 2601.02780): each domain has its own teacher.
 
     −mean 1/N Σ_t w_t (sg(log π_T − log π_old) + α A) ℓ_t, where w_t is the ratio inside the band and 0 outside, and α is
-    `outcome_coeff`. The source chooses the teacher of a sample (`ludic.batch_gen.DomainTeachers`).
+    `outcome_coeff`. The source chooses the teacher of a sample (`ludic.batch_gen.DomainTeachers`). `baseline` is not in the paper.
     """
     inside = CISPOLoss(clip_eps_high=max(band_high - 1, 0.0), length_normalize=True)  # the mask cuts first
     return RLAlgorithm(
         name=name,
         credit_assigner=ScaledCredit(GroupNormalizedReturn(group_size, group_normalize_adv), outcome_coeff),
         loss=CorrectedLoss(inside, [TokenMask(band_low, band_high)]),
-        preprocess=compose_preprocess(validate_actor_logps, KLCreditModifier()),
+        preprocess=compose_preprocess(validate_actor_logps, KLCreditModifier(baseline=baseline)),
         needs_teacher_logps=True,
     )

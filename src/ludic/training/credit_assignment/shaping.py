@@ -152,6 +152,9 @@ class KLCreditModifier:
     (the KL of whole replies)."""
     name: str = "kl"
     """The batch's mean of log π_old − log π_teacher is logged as teacher_<name>."""
+    baseline: bool = False
+    """Subtract from each sample the mean over all tokens of the other samples. The expected gradient stays the same; the noise of
+    weights that are all below 0, as those of a distant teacher are, does not."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.coeff) and self.coeff >= 0):
@@ -166,17 +169,27 @@ class KLCreditModifier:
                 "batch source in ludic.batch_gen.TeacherAnnotatedBatchSource, which asks a teacher for them."
             )
         gaps = [_gap(item) for item in batch.items]
-        items = [self._modified(item, gap) for item, gap in zip(batch.items, gaps, strict=True)]
+        credits = [self.coeff * returns_to_go(gap, self.discount) for gap in gaps]
+        if self.baseline:
+            credits = _less_the_mean_of_others(credits)
+        items = [_modified(item, credit) for item, credit in zip(batch.items, credits, strict=True)]
         together = np.concatenate(gaps) if gaps else np.zeros(0)
         mean_kl = (
             -float(together.mean()) if len(together) else 0.0
         )  # over tokens: an estimate of the reverse KL per token
         return SAWBatch(items=items, meta={**batch.meta, f"teacher_{self.name}": mean_kl})
 
-    def _modified(self, item: SAWItem, gap: Floats) -> SAWItem:
-        weights = (item.token_weights + self.coeff * returns_to_go(gap, self.discount)).astype(np.float32)
-        attachments = replace(item.attachments, token_weights=weights)
-        return replace(item, weight=float(weights.mean()) if len(weights) else item.weight, attachments=attachments)
+
+def _modified(item: SAWItem, credit: Floats) -> SAWItem:
+    weights = (item.token_weights + credit).astype(np.float32)
+    attachments = replace(item.attachments, token_weights=weights)
+    return replace(item, weight=float(weights.mean()) if len(weights) else item.weight, attachments=attachments)
+
+
+def _less_the_mean_of_others(credits: Sequence[Floats]) -> list[Floats]:
+    """A sample's own tokens are left out of its baseline: later ones follow from earlier ones. One sample alone has none."""
+    total, count = sum(float(own.sum()) for own in credits), sum(map(len, credits))
+    return [own - (total - own.sum()) / max(count - len(own), 1) for own in credits]
 
 
 def _gap(item: SAWItem) -> Floats:

@@ -54,8 +54,8 @@ def test_copy_workdir_and_env_of_a_dockerfile():
 
 
 def test_lines_that_need_a_container_are_named_with_their_numbers():
-    text = "FROM a AS build\nRUN apt-get update \\\n  && apt-get install -y gcc\nRUN <<EOF\nUSER nobody\nEOF\nFROM b\n"
-    text += "COPY --from=build /x /y\nADD https://example.org/x.tar.gz /x\nUSER nobody\nCOPY f /etc/f\nONBUILD RUN x\n"
+    text = "FROM a AS build\nRUN apt-get update \\\n  && apt-get install -y gcc\nRUN <<EOF\nUSER agent\nEOF\nFROM b\n"
+    text += "COPY --from=build /x /y\nADD https://example.org/x.tar.gz /x\nUSER agent\nCOPY f /etc/f\nONBUILD RUN x\n"
     needs = read_dockerfile(text, {"f": b""}).needs
     assert names(needs) == ["/etc", "ADD", "COPY", "FROM", "ONBUILD", "RUN", "RUN", "USER"]
     assert "line 2: RUN apt-get update && apt-get install" in str(needs[0])

@@ -268,6 +268,11 @@ BUILTINS: Mapping[str, Mapping[str, Entry]] = {
             example={"sample": _BFCL_SAMPLE},
             suggested=Suggested(agent="call_agent", max_steps=1, max_tokens=512, unreadable="stop"),
         ),
+        "textworld": Entry(
+            "ludic.envs.adapters.textworld:TextWorldEnv",
+            example={"rooms": 2, "objects": 3, "quest_length": 2, "num_games": 3},
+            suggested=Suggested(max_steps=50, max_tokens=24),
+        ),
         "tau2": Entry(
             "ludic.envs.adapters.tau2:Tau2Env",
             example={"sample": _TAU2_SAMPLE},

@@ -7,6 +7,7 @@ Both follow from tests/seconds.json: how long files and tests take on a quiet co
 import gc
 import json
 import os
+import platform
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +131,18 @@ def pytest_collection_finish() -> None:
         os.nice(10)
     gc.freeze()  # what was imported stays; tests are searched for their own garbage alone
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Any:
+    """Bitwise mode refuses a machine whose math library rounds a row by its place. aarch64 holds it, so there a refusal fails."""
+    try:
+        return (yield)
+    except Exception as error:
+        refuses = type(error).__name__ == "NotBitwise" and "cannot hold here" in str(error)
+        if refuses and platform.machine() != "aarch64":
+            pytest.skip(str(error))
+        raise
 
 
 def file_of(nodeid: str) -> str:

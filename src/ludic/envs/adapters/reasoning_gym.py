@@ -8,6 +8,7 @@ also makes the puzzles of generators that iterate over sets.
 
 import asyncio
 import copy
+import importlib
 import json
 import random
 import re
@@ -97,13 +98,21 @@ class ReasoningGymEnv(SingleAgentEnv):
         return None if answer is None else str(answer)
 
 
+def _generators() -> dict[str, Any]:
+    """The package's generators by name. The package itself is imported first: while one thread imports it, another would find
+    its `factory` loaded and still empty."""
+    importlib.import_module("reasoning_gym")
+    found: dict[str, Any] = importlib.import_module("reasoning_gym.factory").DATASETS
+    return found
+
+
 def _check_config(task: str, config: Mapping[str, Any]) -> None:
     try:
-        from reasoning_gym.factory import DATASETS
+        generators = _generators()
     except ImportError as error:
         raise MissingExtra("reasoning-gym", f"The reasoning-gym task {task!r}") from error
-    if task not in DATASETS:
-        raise UnknownName.among("reasoning-gym task", task, DATASETS)
+    if task not in generators:
+        raise UnknownName.among("reasoning-gym task", task, generators)
     if fixed := {"seed", "size"} & config.keys():
         raise ConfigError(f"{task!r} was given {sorted(fixed)}; reset sets the seed, and an episode has one puzzle.")
     if task == "composite" and not config.get("datasets"):
@@ -114,7 +123,7 @@ def _check_config(task: str, config: Mapping[str, Any]) -> None:
         json.dumps(config)
         checked_settings(task, {**config, "seed": 0, "size": 1})
     except (TypeError, ValueError, AssertionError, KeyError) as error:
-        known = sorted(set(DATASETS[task][1].__dataclass_fields__) - {"seed", "size"})
+        known = sorted(set(generators[task][1].__dataclass_fields__) - {"seed", "size"})
         raise ConfigError(
             f"reasoning-gym cannot make {task!r} with {dict(config)!r:.200}: {error}. Its settings: {', '.join(known)}."
         ) from error
@@ -197,10 +206,9 @@ def needs_child(task: str, settings: Mapping[str, Any]) -> bool:
 def checked_settings(task: str, settings: Mapping[str, Any]) -> Any:
     """The settings as the generator's own type, which raises TypeError at an unknown name and AssertionError at a bad value."""
     from reasoning_gym.composite import DatasetSpec
-    from reasoning_gym.factory import DATASETS
 
     parts = {"datasets": [DatasetSpec(**part) for part in settings["datasets"]]} if task == "composite" else {}
-    checked = DATASETS[task][1](**{**settings, **parts})
+    checked = _generators()[task][1](**{**settings, **parts})
     if hasattr(checked, "validate"):  # two of the package's types have none
         checked.validate()
     return checked
@@ -220,11 +228,9 @@ def make_puzzle(task: str, config: str, seed: int) -> Puzzle:
 
 @lru_cache(maxsize=64)  # a generator may hold megabytes of words or fonts
 def _made(task: str, config: str, seed: int) -> tuple[Any, dict[str, Any]]:
-    from reasoning_gym.factory import DATASETS
-
     # list_functions draws from Python's global generator, and pool_matrix seeds numpy's.
     with GlobalRandom(seed).installed():
-        dataset = DATASETS[task][0](config=checked_settings(task, {**json.loads(config), "seed": seed, "size": 1}))
+        dataset = _generators()[task][0](config=checked_settings(task, {**json.loads(config), "seed": seed, "size": 1}))
         return dataset, dataset[0]
 
 

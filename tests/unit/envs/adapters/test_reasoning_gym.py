@@ -264,3 +264,34 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingExtra, match=r"ludic-rl\[reasoning-gym\]"):
         ReasoningGymEnv("chain_sum")
+
+
+SLOW_IMPORT = """
+import importlib, sys, threading
+from ludic.envs.adapters import reasoning_gym as puzzles
+
+first = threading.Thread(target=importlib.import_module, args=("reasoning_gym",))
+first.start()
+while "reasoning_gym.factory" not in sys.modules:  # set by the other thread, which then waits for the pipe
+    pass
+threading.Timer(0.1, lambda: print("asking", flush=True)).start()
+print(sorted(puzzles._generators()))
+"""
+
+
+def test_a_thread_that_asks_while_another_imports_the_package_gets_all_generators(tmp_path):
+    package = tmp_path / "reasoning_gym"
+    package.mkdir()
+    (package / "factory.py").write_text("DATASETS = {}\n")
+    (package / "__init__.py").write_text(
+        "import sys\nfrom reasoning_gym.factory import DATASETS\nsys.stdin.readline()\nDATASETS['late'] = None\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    command, pipe = [sys.executable, "-c", SLOW_IMPORT], subprocess.PIPE
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, text=True, env={**os.environ, "PYTHONPATH": path}
+    ) as asking:
+        said = asking.stdout.readline()
+        if said == "asking\n":  # it waits for the import, which may go on now
+            said = asking.communicate("\n")[0]
+        assert said == "['late']\n"

@@ -143,7 +143,7 @@ def test_no_text_installs_from_a_package_index_what_is_not_there():
     assert project["name"] == DISTRIBUTION != "ludic"
     inside = [extra for one in project["optional-dependencies"].values() for extra in one if extra.startswith("ludic")]
     assert inside and all(extra.startswith(f"{DISTRIBUTION}[") for extra in inside)
-    wrong = re.compile(rf"pip install[^\n`]*[\s'\"](?:ludic\b(?!-)|{DISTRIBUTION}\b(?!(?:\[.*?\])? @ ))|\bludic\[\w")
+    wrong = re.compile(rf"pip install[^\n`]*[ \t'\"](?:ludic\b(?!-)|{DISTRIBUTION}\b(?!(?:\[.*?\])? @ ))|\bludic\[\w")
     assert (
         wrong.search("pip install ludic") and wrong.search("pip install -U 'ludic[hf]'") and wrong.search("ludic[hf]")
     )

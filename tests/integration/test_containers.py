@@ -59,13 +59,15 @@ def command_lines() -> Iterator[Path]:
 
 
 @pytest.fixture
-async def sandbox():
-    """A sandbox of a podman pool that leaves nothing behind."""
+async def sandbox(tmp_path, monkeypatch):
+    """A sandbox of a podman pool that leaves nothing behind, also in the folder that it was started in."""
+    monkeypatch.chdir(tmp_path)
     before = set(descendants(os.getpid()))
     async with PodmanSandboxPool(podman_config(LIMITS), n_workers=1) as pool:
         yield await pool.checkout()
     assert not containers(os.getpid())
     assert set(descendants(os.getpid())) <= before
+    assert not list(tmp_path.iterdir())
 
 
 async def begin(sandbox: ProcessSandbox) -> tuple[asyncio.Task, str, dict[str, int]]:

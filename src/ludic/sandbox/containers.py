@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import subprocess
+import tempfile
 import uuid
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
@@ -83,6 +84,7 @@ class ContainerLauncher:
             isolation=ContainerIsolation(self._engine, name),
             workspace=self._config.working_dir,
             limit_processes=False,  # RLIMIT_NPROC would count all containers; --pids-limit counts this one
+            cwd=tempfile.gettempdir(),  # conmon leaves an empty file `oom` in its folder when memory runs out
         )
         await runner.ready()
         return runner

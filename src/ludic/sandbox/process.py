@@ -80,6 +80,7 @@ async def start_process(
     stdin_owner: int | None = None,
     pass_fds: Sequence[int] = (),
     new_session: bool = False,
+    cwd: str | None = None,
 ) -> Process:
     """Start `argv` with three pipes. `stdin_owner` is the user that may open the child's stdin as /dev/stdin."""
     pipes = [os.pipe() for _ in range(3)]
@@ -100,6 +101,7 @@ async def start_process(
             env=env,
             pass_fds=pass_fds,
             start_new_session=new_session,
+            cwd=cwd,
         )
     except BaseException:
         for transport in opened:

@@ -372,6 +372,7 @@ async def start_runner(
     stdin_owner: int | None = None,
     pass_fds: Sequence[int] = (),
     new_session: bool = False,
+    cwd: str | None = None,
 ) -> RunnerProcess:
     """Start the outer process; `ready` waits for the one inside.
 
@@ -380,7 +381,7 @@ async def start_runner(
     """
     try:
         process = await start_process(
-            argv, env=env, stdin_owner=stdin_owner, pass_fds=pass_fds, new_session=new_session
+            argv, env=env, stdin_owner=stdin_owner, pass_fds=pass_fds, new_session=new_session, cwd=cwd
         )
     except OSError as e:
         raise SandboxError(f"The sandbox did not start: {argv[0]}: {e.strerror}") from e

@@ -212,7 +212,11 @@ async def _engine(
 ) -> tuple[int | None, bytes]:
     """Exit code and output of the engine; the code is None if it took too long or wrote more than `max_bytes`."""
     process = await asyncio.create_subprocess_exec(
-        *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        cwd=tempfile.gettempdir(),  # conmon leaves an empty file `oom` in its folder when memory runs out
     )
     assert process.stdin is not None and process.stdout is not None, "both are pipes"
     output = bytearray()

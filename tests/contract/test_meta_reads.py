@@ -35,6 +35,7 @@ ALLOWED = {
     ("types/rollout.py", "domain"): HOME,
     ("batch_gen/sources/teachers.py", "hint"): USER,
     ("batch_gen/requests/curriculum.py", "task_index"): "the curriculum wrote it into its own requests",
+    ("batch_gen/requests/streams.py", "difficulty"): "the curriculum wrote it into its own requests",
     ("eval/outcome.py", "task_id"): USER,
     ("eval/outcome.py", "sample_index"): USER,
     ("eval/outcome.py", "episode_idx"): "the engine's number of an episode, for records.jsonl",

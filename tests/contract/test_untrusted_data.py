@@ -49,6 +49,10 @@ ALLOWED = {
     ("src/ludic/distributed/ranks.py", "scatter_object_list"): RANKS,
     ("src/ludic/distributed/ranks.py", "broadcast_object_list"): RANKS,
     ("src/ludic/training/checkpoint/manager.py", "all_gather_object"): RANKS,
+    (
+        "src/ludic/envs/adapters/tau2/world.py",
+        "pickle",
+    ): "copies an environment of this process; the bytes never leave it",
     ("src/ludic/envs/check/contract.py", "pickle"): "copies an env of this process; the bytes never leave it",
     (
         "src/ludic/envs/code_exec/batch.py",

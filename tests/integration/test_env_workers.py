@@ -26,13 +26,13 @@ pytestmark = pytest.mark.integration
 ACT = {"agent_0": "a"}
 
 
-def children() -> set[int]:
-    """Processes whose parent is this one, and their own children."""
+def children(parent: int | None = None) -> set[int]:
+    """Running processes below `parent`; below this one if not given."""
     found = subprocess.run(["ps", "-e", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
     rows = [line.split() for line in found.splitlines()]
-    known, mine = {os.getpid()}, set[int]()
+    known, mine = {parent or os.getpid()}, set[int]()
     for _ in range(4):
-        mine |= {int(pid) for pid, parent, _ in rows if int(parent) in known}
+        mine |= {int(pid) for pid, above, _ in rows if int(above) in known}
         known |= mine
     return {pid for pid in mine if is_running(pid)}
 
@@ -314,7 +314,7 @@ async def test_kill_9_of_the_server_fails_episodes_and_a_new_one_is_found(nothin
         env = await started(pool)
         step = asyncio.create_task(env.async_step({"agent_0": "hang"}))
         await asyncio.sleep(0)
-        held = children() - {program.pid}
+        held = children(program.pid)
         program.kill()
         with pytest.raises(EnvCrashed, match=f"env server at {address} was lost"):
             await step

@@ -1,5 +1,6 @@
 """`ludic new env`: the package that it makes is installed, listed, tested and trained on."""
 
+import os
 import subprocess
 import sys
 
@@ -57,10 +58,18 @@ def test_new_package_is_installed_listed_tested_and_trained_on(tmp_path):
     subprocess.run(pip, check=True, capture_output=True)
 
     def ran(*command: str) -> str:
-        process = forked.python(*command, cwd=tmp_path, environment={"PYTHONPATH": str(site), "COLUMNS": "120"})
-        out, error = process.communicate(timeout=120)
-        assert process.returncode == 0, out + error
-        return out
+        """In a fresh interpreter: one of `forked` may have looked for packages already."""
+        path = os.pathsep.join([str(site), str(forked.ROOT / "src")])
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": path, "COLUMNS": "120"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
     assert "guess-number/guess_number" in ran("-m", "ludic.cli.main", "envs")
     assert "12 passed" in ran(

@@ -238,7 +238,8 @@ PRESETS = {
     ),
     "opd": (
         {
-            "kl": "sampled", "kl_coeff": 1.0, "discount": 0.0, "clip_eps_high": 1.0, "top_k": None, "length_normalize": True,
+            "kl": "sampled", "kl_coeff": 1.0, "discount": 0.0, "baseline": True, "clip_eps_high": 1.0, "top_k": None,
+            "length_normalize": True,
         },
         ConstantCredit,
         CISPOLoss,
@@ -246,15 +247,15 @@ PRESETS = {
     ),
     "grpo_opd": (
         {
-            "group_size": 8, "group_normalize_adv": True, "kl_coeff": 1.0, "discount": 0.0, "clip_eps_low": 0.2,
-            "clip_eps_high": 0.2, "length_normalize": False, "ratio_clip": None, **SUMS,
+            "group_size": 8, "group_normalize_adv": True, "kl_coeff": 1.0, "discount": 0.0, "baseline": True,
+            "clip_eps_low": 0.2, "clip_eps_high": 0.2, "length_normalize": False, "ratio_clip": None, **SUMS,
         },
         GroupNormalizedReturn,
         TokenClippedSurrogateLoss,
         {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "reduction": Reduction("sample_sum"), "ratio_clip": None},
     ),
     "mopd": (
-        {"group_size": 8, "outcome_coeff": 1.0, "group_normalize_adv": True, "band_low": 0.5, "band_high": 2.0},
+        {"group_size": 8, "outcome_coeff": 1.0, "group_normalize_adv": True, "band_low": 0.5, "band_high": 2.0, "baseline": True},
         ScaledCredit,
         CorrectedLoss,
         {},

@@ -74,8 +74,20 @@ class EnvPool:
             self._setup = WorkerSetup(envs={"env": importable(env)}, timeout_s=timeout_s, memory_mb=memory_mb)
 
     async def make(self, /, **kwargs: Any) -> RemoteEnv:
-        """An env in the worker that has the fewest. Errors are those of the env's own constructor."""
+        """An env in the worker that has the fewest. Errors are those of the env's own constructor.
+
+        A worker that is lost meanwhile may have been dying already, for another env's fault: then once more in its successor.
+        """
         await self._begin()
+        try:
+            return await self._make(kwargs)
+        except EnvCrashed as error:
+            if self._is_closed or isinstance(error.__cause__, OSError | EOFError):  # no connection within `reconnect_s`
+                raise
+        await asyncio.sleep(_FIRST_WAIT_S)
+        return await self._make(kwargs)
+
+    async def _make(self, kwargs: Mapping[str, Any]) -> RemoteEnv:
         with self._lock:
             index = min(range(len(self._load)), key=self._load.__getitem__)
             self._load[index] += 1

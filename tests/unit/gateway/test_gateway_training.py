@@ -52,15 +52,16 @@ def curve(run: ludic.run.Run, *names: str) -> list[tuple[float, ...]]:
 
 @pytest.mark.slow
 def test_an_unchanged_client_learns_rock_paper_scissors_as_the_native_agent_does(tmp_path):
-    settings = {**SMALL, "env": RockPaperScissors, "group_size": 8, "lr": 8e-3, "runs": tmp_path, "steps": 28}
+    """The client takes ten times as long as the native agent, so it trains for the first half, in which the reward rises."""
+    settings = {**SMALL, "env": RockPaperScissors, "group_size": 8, "lr": 8e-3, "runs": tmp_path}
     with ludic.run.build(**settings, name="native") as native:
-        native.train()
+        native.train(steps=28)
     with ludic.run.build(**settings, name="outside", agent=play) as outside:
-        outside.train()
+        outside.train(steps=14)
     names = ("train/avg_total_reward", "train/loss", "train/grad_norm")
-    assert curve(outside, *names) == curve(native, *names)
-    rewards = [reward for (reward,) in curve(outside, names[0])]
-    assert rewards[0] < 0.1 and max(rewards[-3:]) > 0.9
+    assert curve(outside, *names) == curve(native, *names)[:14]
+    rewards = [reward for (reward,) in curve(native, names[0])]
+    assert rewards[0] < 0.1 < 0.3 < max(rewards[:14]) and max(rewards[-3:]) > 0.9
 
 
 def test_train_takes_a_function_tasks_and_a_reward(tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
-"""Pieces of at most 45 MB for a GPU machine that reaches no package index: source tree, packages, vLLM, a 1.5B model.
+"""Pieces of at most 45 MB for a GPU machine that reaches no package index: source tree, packages, vLLM, TRL, a 1.5B model.
 
-    python scripts/offline_pieces.py tree packages model vllm --out /tmp/pieces
+    python scripts/offline_pieces.py tree packages model vllm trl --out /tmp/pieces
     # copy the folders there by any means; then, on that machine, in the folder that holds them:
     bash join.sh /root/ludic        # tree/ packages/ vllm/ qwen/ below it, and env.sh, which sets PYTHONPATH
 
@@ -36,15 +36,21 @@ VLLM_UNUSED = (
     "*_vllm_fa2_C*", "*vllm-rs*", "*_flashmla*", "*_qutlass*", "*third_party/fmha_sm100*", "*deep_gemm/include*",
 )  # fmt: skip
 """Of the wheel, a third; not needed on an H200."""
+TRL = (
+    "trl==1.16.0", "datasets", "pyarrow", "pandas", "python-dateutil", "pytz", "tzdata", "xxhash", "multiprocess", "requests",
+    "urllib3", "charset-normalizer",
+)  # fmt: skip
+"""TRL 1.16, which benchmarks/grpo_step.py measures beside Ludic, and what it needs beside vLLM's packages."""
+TRL_UNUSED = ("*/tests/*", "*_flight*", "*substrait*", "pyarrow/include/*")
 JOIN = r"""#!/usr/bin/env bash
 # Joins the pieces beside this file below the folder $1. Parts that are not here are left out.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd); to=$1; mkdir -p "$to"
-for part in tree packages vllm; do
+for part in tree packages vllm trl; do
   if test -d "$here/$part"; then mkdir -p "$to/$part"; cat "$here/$part"/piece.* | tar xz -C "$to/$part"; fi
 done
 cat > "$to/env.sh" <<ENV
-export PYTHONPATH=$to/tree/src:$to/tree:$to/packages\${VLLM:+:$to/vllm} VLLM_USE_FLASHINFER_SAMPLER=0
+export PYTHONPATH=$to/tree/src:$to/tree:$to/packages\${VLLM:+:$to/vllm:$to/trl} VLLM_USE_FLASHINFER_SAMPLER=0
 ENV
 if test -d "$here/model" && ! test -e "$to/qwen/config.json"; then
   mkdir -p "$to/gguf"; cat "$here/model"/piece.* > "$to/gguf/qwen.gguf"
@@ -134,7 +140,7 @@ def vllm_packages() -> tuple[str, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Pack what a GPU machine without network needs.")
-    parser.add_argument("parts", nargs="+", choices=["tree", "packages", "model", "vllm"])
+    parser.add_argument("parts", nargs="+", choices=["tree", "packages", "model", "vllm", "trl"])
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     for part in args.parts:
@@ -145,6 +151,8 @@ def main() -> None:
             pack_wheels(PACKAGES, folder)
         elif part == "model":
             pack_model(folder)
+        elif part == "trl":
+            pack_wheels(TRL, folder, TRL_UNUSED)
         else:
             pack_wheels(vllm_packages(), folder, VLLM_UNUSED)
         sys.stdout.write(f"{part}: {len(list(folder.glob('piece.*')))} pieces\n")

@@ -4,7 +4,7 @@
 - log-probs in chunks against full logits (peak memory, and equality of gradients);
 - a step with and without the check for finite weights;
 - a step with and without the record of its tokens (`--save-tokens`);
-- on a GPU: trained tokens per second of two model shapes: own modules, compiled layers, the fused pass;
+- on a GPU: trained tokens per second of two model shapes: own modules, compiled layers, the fused pass; with and without LoRA;
 - a whole GRPO step, phase by phase (grpo_step.py has the flags); on a CPU only if asked for.
 
     .venv/bin/python benchmarks/training.py                 # what this machine has
@@ -73,13 +73,14 @@ def step_seconds(
     policy = TrainedPolicy(model, packed=packed, fused=way == "fused")
     if way == "compiled":
         compile_layers(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=ON_GPU, foreach=not ON_GPU)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=ON_GPU, foreach=not ON_GPU)
     seconds = []
     for _ in range(repeat + 2):
         sync()
         started = time.perf_counter()
         sums = accumulate_gradients(policy, TokenClippedSurrogateLoss(), items, micro_token_budget=budget)
-        float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        float(torch.nn.utils.clip_grad_norm_(trained, 1.0))
         optimizer.step()
         if checked:
             sums.add_max({"suspects": FiniteCheck(model.named_parameters()).num_suspects})
@@ -230,18 +231,25 @@ def chunks_against_full_logits() -> None:
 # --- speed on a GPU ---
 
 
-def trained_tokens_per_second() -> None:
+def trained_tokens_per_second(lora_rank: int) -> None:
+    """Of all weights, or with a rank of an adapter on every layer (its MFU is not known: frozen weights have no gradient)."""
     peak = 989e12  # bf16 dense, H100/H200
     for name, build in (("SmolLM2-135M shape", smollm2), ("Qwen2.5-1.5B shape", qwen)):
         for way in ("modules", "compiled", "fused"):
             model = make(build, "cuda", torch.bfloat16).train()
+            if lora_rank:
+                from peft import LoraConfig, get_peft_model
+
+                model = get_peft_model(model, LoraConfig(r=lora_rank, target_modules="all-linear")).train()
             items = samples([1024] * 16, model.config.vocab_size)
             seconds = step_seconds(model, items, packed=True, budget=16_384, way=way)
             num_params = sum(p.numel() for p in model.parameters())
             rate = 16_384 / seconds
+            share = f"LoRA of rank {lora_rank}" if lora_rank else f"MFU {6 * num_params * rate / peak:.2f}"
             print(
-                f"{name:22} bf16, 16 × 1024 tokens, {way:8}: {rate:10,.0f} tok/s, "
-                f"MFU {6 * num_params * rate / peak:.2f}, {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
+                f"{name:22} bf16, 16 × 1024 tokens, {way:8}: {rate:10,.0f} tok/s, {share}, "
+                f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB",
+                flush=True,
             )
             del model
             torch._dynamo.reset()
@@ -251,7 +259,9 @@ def trained_tokens_per_second() -> None:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--only", choices=["packing", "memory", "finite", "record", "speed", "grpo"], default=None)
+    arguments.add_argument(
+        "--only", choices=["packing", "memory", "finite", "record", "speed", "lora", "grpo"], default=None
+    )
     arguments.add_argument("--head", choices=["full", "chunks"], default=None, help=argparse.SUPPRESS)
     options = arguments.parse_args()
     if options.head:
@@ -268,7 +278,9 @@ def main() -> None:
     if options.only in (None, "record"):
         token_record()
     if ON_GPU and options.only in (None, "speed"):
-        trained_tokens_per_second()
+        trained_tokens_per_second(0)
+    if ON_GPU and options.only in (None, "lora"):
+        trained_tokens_per_second(16)
     if options.only == "grpo" or (ON_GPU and options.only is None):
         import grpo_step
 

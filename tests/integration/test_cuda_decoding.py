@@ -160,15 +160,20 @@ def test_fused_families_with_prompts_in_chunks_have_the_logprobs_of_a_plain_forw
     engine.close()
 
 
-def test_an_adapter_has_the_logprobs_of_a_plain_forward_pass():
+def test_an_adapter_has_the_logprobs_of_a_plain_forward_pass_also_after_a_step():
     peft = pytest.importorskip("peft", reason="peft is not installed")
     from ludic.inference.local import LocalEngine
 
     model = peft.get_peft_model(tiny(), peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
     texts = prompts(6)
     engine = LocalEngine(model, kv_tokens=20_000, max_prefill_tokens=100)
-    for prompt, answer in zip(texts, complete(engine, texts, temperature=1.0), strict=True):
-        expected = logprobs(model, prompt, answer.completion_token_ids.tolist())
-        np.testing.assert_allclose(answer.completion_logprobs, expected, atol=1e-4)
-    assert engine._runner._fused is None
+    for _ in range(2):
+        for prompt, answer in zip(texts, complete(engine, texts, temperature=1.0), strict=True):
+            expected = logprobs(model, prompt, answer.completion_token_ids.tolist())
+            np.testing.assert_allclose(answer.completion_logprobs, expected, atol=1e-4)
+        with engine.updating(), torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.mul_(1.5)
+    assert engine._runner._fused is not None
     engine.close()

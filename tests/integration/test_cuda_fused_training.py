@@ -87,6 +87,19 @@ def test_values_and_gradients_are_as_good_as_those_of_the_modules(family, dtype)
     assert_as_good(of_fused(model, *inputs()), of_modules(model, *inputs()), truth)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_adapters_are_as_good_as_those_of_the_modules(family):
+    """peft keeps adapters in fp32 and computes with them in fp32, the fused pass in half precision: so is the model to compare."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    settings = peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
+    adapted = peft.get_peft_model(trainable(family), settings, autocast_adapter_dtype=False).train()
+    route_attention(adapted.get_base_model())
+    model = adapted.get_base_model()
+    truth = of_modules(copy.deepcopy(model).float(), *inputs())
+    assert_as_good(of_fused(model, *inputs()), of_modules(model, *inputs()), truth)
+    assert fused_decoder(peft.get_peft_model(trainable(family), settings).train()) is not None
+
+
 @pytest.mark.parametrize(
     "sizes",
     [

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ludic.models.attention import SKIP_MASK, AttentionRules, AttentionState
+from ludic.models.llama.adapters import is_plain_linear
 from ludic.models.weights import forward_hooks
 
 logger = logging.getLogger(__name__)
@@ -205,13 +206,15 @@ def is_of_family(model: Any) -> bool:
 
 
 def has_plain_layers(model: Any) -> bool:
-    """Whether a model of the family has unwrapped layers of one dtype, with biases at most for queries, keys and values."""
+    """Whether a model of the family has linear layers of one dtype, with biases at most for queries, keys and values. All but the
+    head may have a LoRA adapter."""
     found = linears(model)
     layers = model.model.layers
     others = [model.lm_head, *(m for x in layers for m in (x.self_attn.o_proj, x.mlp.gate_proj, x.mlp.up_proj))]
     others += [layer.mlp.down_proj for layer in layers]
     return (
-        all(type(m) is nn.Linear and type(m.weight) is nn.Parameter for m in found)
+        type(model.lm_head) is nn.Linear
+        and all(is_plain_linear(m) and type(m.weight) is nn.Parameter for m in found)
         and all(m.bias is None for m in others)
         and len({m.weight.dtype for m in found}) == 1
     )

@@ -12,6 +12,7 @@ import torch
 
 from ludic.models import packed_attention, tree_attention
 from ludic.models.attention import route_attention
+from ludic.models.forward import has_plain_layers
 from ludic.models.head import hidden_states
 from ludic.models.llama import graphs, training
 from ludic.models.llama.graphs import padded_bounds, rounded_shape
@@ -22,6 +23,7 @@ from ludic.models.tree_attention import TreeSequences
 from tests.unit.inference.local.tiny_models import new_model, some_prompt
 from tests.unit.models.test_prefix_tree import VarlenReference
 
+peft = pytest.importorskip("peft", reason="the lora extra is not installed")
 FAMILIES = ["llama", "llama-mha-tied", "qwen2", "qwen3", "mistral-sliding"]
 LENGTHS = [5, 9, 1, 9, 17]
 CPU = torch.device("cpu")
@@ -91,6 +93,90 @@ def test_frozen_parameters_get_no_gradient_and_leave_the_others_alone(family, fr
     kept = {name: grad for name, grad in expected.items() if frozen not in name}
     found = of_fused(model, *inputs())
     assert_equal(found, (found[0], kept))
+
+
+# --- LoRA ---
+
+
+def with_adapters(family="qwen2", **settings):
+    settings = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **settings}
+    adapted = peft.get_peft_model(trainable(family), peft.LoraConfig(**settings)).train()
+    route_attention(adapted.get_base_model())
+    return adapted
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_have_the_values_and_gradients_of_the_modules(family):
+    model = with_adapters(family).get_base_model()
+    found, expected = of_fused(model, *inputs()), of_modules(model, *inputs())
+    assert expected[1] and all(".lora_" in name for name in expected[1])
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["q_proj", "down_proj"]},
+        {"target_modules": ["v_proj"], "layers_to_transform": [1]},
+        {"lora_alpha": 3, "use_rslora": True, "rank_pattern": {"up_proj": 2}},
+    ],
+    ids=["some projections", "one layer", "other scales and ranks"],
+)
+def test_adapters_on_some_layers_with_other_scales_and_ranks(settings):
+    model = with_adapters(**settings).get_base_model()
+    assert_equal(of_fused(model, *inputs()), of_modules(model, *inputs()))
+
+
+def test_adapters_and_recomputed_layers():
+    model = with_adapters().get_base_model()
+    expected = of_fused(model, *inputs())
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert_equal(of_fused(model, *inputs()), expected)
+
+
+def test_disabled_adapters_give_the_base_model():
+    adapted = with_adapters()
+    fused = FusedDecoder(adapted.get_base_model())
+    with adapted.disable_adapter(), torch.no_grad():
+        expected = hidden_states(adapted, *inputs())
+        found = fused.hidden(*inputs())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert fused.is_current
+    with torch.no_grad():
+        assert not torch.allclose(fused.hidden(*inputs()), expected, atol=1e-2)
+
+
+def test_adapters_of_higher_precision_than_the_model_get_gradients_of_theirs():
+    model = with_adapters().get_base_model()
+    expected = of_fused(model, *inputs())
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data = parameter.data.double()
+    found = of_fused(model, *inputs())
+    assert found[0].dtype is torch.float32
+    assert all(grad.dtype is torch.float64 for grad in found[1].values())
+    assert_equal((found[0], {name: grad.float() for name, grad in found[1].items()}), expected)
+
+
+@pytest.mark.parametrize("change", ["merge", "other adapter", "new adapter beside it"])
+def test_a_changed_adapter_is_noticed(change):
+    adapted = with_adapters()
+    fused = FusedDecoder(adapted.get_base_model())
+    assert fused.is_current
+    if change == "merge":
+        adapted.merge_adapter()
+    else:
+        adapted.add_adapter("other", peft.LoraConfig(r=2, target_modules="all-linear"))
+        adapted.base_model.set_adapter("other" if change == "other adapter" else ["default", "other"])
+    assert not fused.is_current
+
+
+@pytest.mark.parametrize(
+    "settings", [{"lora_dropout": 0.1}, {"use_dora": True}, {"lora_bias": True}], ids=["dropout", "DoRA", "bias"]
+)
+def test_other_kinds_of_adapters_run_through_their_own_modules(settings):
+    assert has_plain_layers(with_adapters().get_base_model())
+    assert not has_plain_layers(with_adapters(**settings).get_base_model())
 
 
 def test_micro_batches_add_up():

@@ -4,11 +4,12 @@ All layers are one autograd function over the modules' own parameters. A layer k
 attention's output, the residual stream after attention, and gate and up projection; norms and the product of gate and up
 are computed again in backward. Between two layers the residual stream is a sum of two tensors, which the next norm adds up.
 Results equal transformers' own modules up to rounding; `fused_decoder` compares values and gradients before it returns one.
+Projections may have LoRA adapters (`adapters.py`); gradients of frozen weights are not computed.
 """
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +19,16 @@ from torch.autograd.function import once_differentiable
 
 from ludic.models.attention import SKIP_MASK, AttentionRules, AttentionState
 from ludic.models.forward import has_plain_layers, is_of_family, layer_window
+from ludic.models.head import plain_model
+from ludic.models.llama.adapters import (
+    Adapter,
+    adapter_name,
+    adapter_of,
+    add_all,
+    backward_all,
+    base_linear,
+    is_plain_linear,
+)
 from ludic.models.llama.graphs import HeldGraphs, PassGraphs
 from ludic.models.packed_attention import Gradients, PackedSequences
 from ludic.models.tree_attention import TreeSequences
@@ -27,6 +38,8 @@ logger = logging.getLogger(__name__)
 _HALF = (torch.bfloat16, torch.float16)
 _MAX_DIFFERENCE = 0.05
 """Of fused and own modules, relative to their size: bf16 rounding in every layer gives about 0.01."""
+
+_NUM_PROJECTIONS = 7
 
 Tape = list[tuple[Tensor, Tensor | None, Any]]
 """Of each layer: its input, the residual stream after attention, and a `_Stored`; the last two are None if they are recomputed.
@@ -40,9 +53,11 @@ class FusedDecoder:
     def __init__(self, model: Any) -> None:
         inner = model.model
         self._embed, self._norm, self._rotary = inner.embed_tokens, inner.norm, inner.rotary_emb
-        self._layers = [_Layer.of(layer, number) for number, layer in enumerate(inner.layers)]
+        has_adapters = any(adapter_name(module) is not None for layer in inner.layers for module in _projections(layer))
+        self._layers = [_Layer.of(layer, number, has_adapters) for number, layer in enumerate(inner.layers)]
         self._first = inner.layers[0]
         self._graphs = PassGraphs()
+        self._adapted = [(m, adapter_name(m)) for layer in self._layers for m in layer.projections]
         self._hooks = [hooks for m in model.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._children = [(m._modules, name, child) for m in model.modules() for name, child in m.named_children()]
 
@@ -60,8 +75,13 @@ class FusedDecoder:
 
     @property
     def is_current(self) -> bool:
-        """Whether no module has been replaced or has got a hook since: the fused pass would not notice."""
-        return not any(self._hooks) and all(found.get(name) is child for found, name, child in self._children)
+        """Whether no module has been replaced or has got a hook since, and the same adapters are active and not merged: the fused
+        pass would not notice."""
+        return (
+            not any(self._hooks)
+            and all(found.get(name) is child for found, name, child in self._children)
+            and all(adapter_name(m) == name and is_plain_linear(m) for m, name in self._adapted)
+        )
 
     def hidden(self, ids_T: Tensor, positions_T: Tensor, state: AttentionState) -> Tensor:
         """Last hidden states [T, N], after the final norm."""
@@ -72,12 +92,17 @@ class FusedDecoder:
         cosines, sines = self._rotary(x_TN, positions_T[None])
         recomputes = self._first.gradient_checkpointing and self._first.training
         run = Pass(cosines[0], sines[0], state, _kernels(x_TN), recomputes)
-        parameters = [p for layer in self._layers for p in layer.parameters()]
+        parameters: list[Any] = []
+        for layer in self._layers:
+            adapters, run.scales[layer.number] = layer.adapters(x_TN.dtype)
+            parameters += layer.parameters() + adapters
         parameters.append(self._norm._parameters["weight"])
         if not torch.is_grad_enabled():
             return self.forward(run, x_TN, parameters, keeps=False)[0]
         needs = tuple(p is not None and p.requires_grad for p in parameters)
-        held = self._graphs.take(self, run, x_TN, parameters, needs) if _has_flash(x_TN) else None
+        # Adapters in the precision of the pass are new tensors each time, which a graph cannot read.
+        has_graphs = _has_flash(x_TN) and not self._adapted
+        held = self._graphs.take(self, run, x_TN, parameters, needs) if has_graphs else None
         out: Tensor = _Decoder.apply(self, run, held, x_TN, *parameters)
         return out
 
@@ -92,7 +117,10 @@ class FusedDecoder:
         for layer, own in zip(self._layers, self._by_layer(parameters), strict=True):
             input_TN, normed_TN = run.kernels.add_norm(x_TN, delta_TN, own[0], layer.epsilon)
             x_TN, stored = _until_gate(layer, run, input_TN, normed_TN, own)
-            delta_TN = F.linear(run.kernels.silu_mul(stored.gate_up_TE), own[8])
+            inner_TF = run.kernels.silu_mul(stored.gate_up_TE)
+            delta_TN = F.linear(inner_TF, own[8])
+            add_all(layer.in_pass(run, own)[6:], [delta_TN], inner_TF)
+            del inner_TF
             if keeps:
                 tape.append((input_TN, None, None) if run.recomputes else (input_TN, x_TN, stored))
             del stored
@@ -123,7 +151,7 @@ class FusedDecoder:
         return grad_TN, [grad for grads in reversed(found) for grad in grads]
 
     def _by_layer(self, items: Sequence[Any]) -> list[Sequence[Any]]:
-        size = len(self._layers[0].stores)
+        size = len(self._layers[0].stores) + 2 * len(self._layers[0].projections)
         return [items[start : start + size] for start in range(0, len(items) - 1, size)]
 
 
@@ -136,6 +164,8 @@ class Pass:
     state: AttentionState
     kernels: Any
     recomputes: bool
+    scales: dict[int, list[float]] = field(default_factory=dict)
+    """Of the adapters of each layer."""
 
 
 @dataclass(slots=True)
@@ -151,13 +181,14 @@ class _Layer:
     rules: AttentionRules
     stores: list[tuple[dict[str, Any], str]]
     """The modules' dictionaries of parameters, read in each pass: a parameter may be replaced."""
+    projections: list[Any]
+    """Query, key, value, output, gate, up and down projection, if the model has adapters; else none."""
 
     @classmethod
-    def of(cls, layer: Any, number: int) -> "_Layer":
-        attention, mlp = layer.self_attn, layer.mlp
-        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-        weighted = [layer.input_layernorm, layer.post_attention_layernorm, *projections, attention.o_proj]
-        weighted += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    def of(cls, layer: Any, number: int, has_adapters: bool) -> "_Layer":
+        attention = layer.self_attn
+        linears = [base_linear(module) for module in _projections(layer)]
+        weighted = [layer.input_layernorm, layer.post_attention_layernorm, *linears]
         has_norms = type(layer).__name__ == "Qwen3DecoderLayer"
         norms = [attention.q_norm, attention.k_norm] if has_norms else []
         return cls(
@@ -170,19 +201,40 @@ class _Layer:
             rules=AttentionRules(attention.scaling, layer_window(layer)),
             stores=[
                 *((module._parameters, "weight") for module in weighted),
-                *((module._parameters, "bias") for module in projections),
+                *((module._parameters, "bias") for module in linears[:3]),
                 *((module._parameters, "weight") for module in norms),
             ],
+            projections=_projections(layer) if has_adapters else [],
         )
 
     def parameters(self) -> list[Tensor | None]:
         """Two norms; query, key, value, output, gate, up and down projection; three biases; with head norms, two more norms."""
         return [store[name] for store, name in self.stores]
 
+    def adapters(self, dtype: torch.dtype) -> tuple[list[Tensor | None], list[float]]:
+        """A and B of each projection, None where there is no adapter, and their scales; in a pass they follow the parameters."""
+        found = [adapter_of(module, dtype) for module in self.projections]
+        tensors = [t for a in found for t in ((None, None) if a is None else (a.a_RN, a.b_MR))]
+        return tensors, [0.0 if a is None else a.scale for a in found]
+
+    def in_pass(self, run: "Pass", parameters: Any) -> list[Adapter | None]:
+        """The adapter of each projection."""
+        if not self.projections:
+            return [None] * _NUM_PROJECTIONS
+        tensors, first = parameters, len(self.stores)
+        pairs = [(tensors[first + 2 * i], tensors[first + 2 * i + 1]) for i in range(_NUM_PROJECTIONS)]
+        scales = run.scales[self.number]
+        return [None if a is None else Adapter(a, b, scale) for (a, b), scale in zip(pairs, scales, strict=True)]
+
+    @property
+    def qkv_sizes(self) -> list[int]:
+        return [self.num_heads * self.head_dim, self.num_kv * self.head_dim, self.num_kv * self.head_dim]
+
     def qkv(self, run: Pass, normed_TN: Tensor, parameters: Any) -> tuple[Tensor, Tensor]:
         """Queries, keys and values [T, W] before head norms, and [T, ≥ H + K, D] rotated; the same memory if there are none."""
         bias = None if parameters[9] is None else torch.cat(parameters[9:12])
         qkv_TW = F.linear(normed_TN, torch.cat(parameters[2:5]), bias)
+        add_all(self.in_pass(run, parameters)[:3], qkv_TW.split(self.qkv_sizes, dim=1), normed_TN)
         return qkv_TW, self.rotated(run, qkv_TW, parameters)
 
     def rotated(self, run: Pass, qkv_TW: Tensor, parameters: Any) -> Tensor:
@@ -196,6 +248,12 @@ class _Layer:
         """Queries, keys, values."""
         first, last = self.num_heads, self.num_heads + self.num_kv
         return turned_TGD[:, :first], turned_TGD[:, first:last], qkv_TW.view(len(qkv_TW), -1, self.head_dim)[:, last:]
+
+
+def _projections(layer: Any) -> list[Any]:
+    attention, mlp = layer.self_attn, layer.mlp
+    of_attention = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    return [*of_attention, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -245,10 +303,13 @@ def _until_gate(
     attended_THD, gradients = _attend(run.state, layer, *layer.split(qkv_TW, turned_TGD))
     attended_TM = attended_THD.flatten(1)
     delta_TN = F.linear(attended_TM, parameters[5])
+    adapters = layer.in_pass(run, parameters)
+    add_all(adapters[3:4], [delta_TN], attended_TM)
     after_TN, normed_TN = run.kernels.add_norm(input_TN, delta_TN, parameters[1], layer.epsilon)
     gate_up_TE = normed_TN.new_empty(len(normed_TN), 2 * len(parameters[6]))
     for part, weight in zip(gate_up_TE.chunk(2, dim=1), parameters[6:8], strict=True):
         torch.mm(normed_TN, weight.t(), out=part)
+    add_all(adapters[4:6], gate_up_TE.chunk(2, dim=1), normed_TN)
     return after_TN, _Stored(qkv_TW, attended_TM, gradients, gate_up_TE)
 
 
@@ -267,23 +328,36 @@ def _backward(
     kernels = run.kernels
     found: list[Tensor | None] = [None] * len(parameters)
     sums_2PN = kernels.new_sums(input_TN, 2)
+    adapters = layer.in_pass(run, parameters)
 
-    # The MLP, from its output to the residual stream after attention.
+    def adapter_gradients(first: int, grads: Sequence[Tensor], inner: Sequence[Tensor | None], x: Tensor) -> None:
+        for i, (grad_TM, grad_TR) in enumerate(zip(grads, inner, strict=True), start=first):
+            adapter, place = adapters[i], len(layer.stores) + 2 * i
+            if adapter is not None and grad_TR is not None:
+                found[place : place + 2] = adapter.gradients(grad_TM, grad_TR, x)
+
+    # The MLP, from its output to the residual stream after attention. The kernels put a product's input where its gradient was.
     grad_TF = grad_out_TN @ parameters[8]
+    inner = backward_all(adapters[6:], [grad_out_TN], grad_TF)
     grad_gate_up_TE = stored.gate_up_TE
     kernels.silu_mul_backward(grad_gate_up_TE, grad_TF)
     if needs[8]:
         found[8] = grad_out_TN.t() @ grad_TF
+    adapter_gradients(6, [grad_out_TN], inner, grad_TF)
     del grad_TF
     grad_TN = grad_gate_up_TE @ torch.cat(parameters[6:8])
+    inner = backward_all(adapters[4:6], grad_gate_up_TE.chunk(2, dim=1), grad_TN)
     grad_after_TN = kernels.norm_backward(after_TN, parameters[1], grad_TN, grad_out_TN, layer.epsilon, sums_2PN[1])
     if needs[6] or needs[7]:
         found[6:8] = (grad_gate_up_TE.t() @ grad_TN).chunk(2)
+    adapter_gradients(4, grad_gate_up_TE.chunk(2, dim=1), inner, grad_TN)
     del grad_gate_up_TE, grad_TN, stored.gate_up_TE
 
     # Attention.
     attended_TM, qkv_TW = stored.attended_TM, stored.qkv_TW
     grad_TM = grad_after_TN @ parameters[5]
+    inner = backward_all(adapters[3:4], [grad_after_TN], grad_TM)
+    adapter_gradients(3, [grad_after_TN], inner, attended_TM)
     if needs[5]:
         found[5] = grad_after_TN.t() @ attended_TM
     norms = layer.head_norms(parameters)
@@ -294,10 +368,12 @@ def _backward(
     grad_TW, sums_2PD = kernels.rotate_backward(grads, qkv_TW, run.cosines_TD, run.sines_TD, norms)
     del stored, grad_TM, grads, turned_TGD, qkv_TW, attended_TM
     grad_TN = grad_TW @ torch.cat(parameters[2:5])
+    sizes = layer.qkv_sizes
+    inner = backward_all(adapters[:3], grad_TW.split(sizes, dim=1), grad_TN)
     grad_x_TN = kernels.norm_backward(input_TN, parameters[0], grad_TN, grad_after_TN, layer.epsilon, sums_2PN[0])
-    sizes = [layer.num_heads * layer.head_dim, layer.num_kv * layer.head_dim, layer.num_kv * layer.head_dim]
     if any(needs[2:5]):
         found[2:5] = (grad_TW.t() @ grad_TN).split(sizes)
+    adapter_gradients(0, grad_TW.split(sizes, dim=1), inner, grad_TN)
     if parameters[9] is not None and any(needs[9:12]):
         found[9:12] = grad_TW.sum(0).split(sizes)
     if needs[0] or needs[1]:
@@ -347,12 +423,13 @@ def _kernels(x: Tensor) -> Any:
 def fused_decoder(model: Any) -> FusedDecoder | None:
     """The fused pass for this model, whose attention goes through `ludic_attention`; None if it is of another family, wrapped,
     not on a GPU in half precision, or if its own modules give other values or gradients."""
+    model = plain_model(model)
     if not (is_of_family(model) and has_plain_layers(model)):
         return None
     weight = model.model.embed_tokens.weight
     if not weight.is_cuda or weight.dtype not in _HALF or model.config.attention_dropout > 0:
         return None
-    parameters = list(model.parameters())
+    parameters = [p for name, p in model.named_parameters() if ".lora_" not in name]
     if any(type(p) is not nn.Parameter or (p.dtype, p.device) != (weight.dtype, weight.device) for p in parameters):
         return None
     fused = FusedDecoder(model)

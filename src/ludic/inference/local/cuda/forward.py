@@ -3,7 +3,7 @@
 Queries, keys and values come from one matrix product, gate and up projection from another; both use joined copies of the
 weights, which `refresh` renews. Triton kernels do the rest of a layer. Nothing is compiled for a batch size, so a new size
 costs a capture of a CUDA graph and no more. Results equal transformers' own modules up to rounding; `fused_forward`
-compares the two before it returns one.
+compares the two before it returns one. LoRA adapters are two more products beside each of the four, with joined copies too.
 """
 
 import logging
@@ -18,6 +18,8 @@ from torch import Tensor
 from ludic.inference.local.cuda.layer_kernels import rms_norm, rotate_and_store, row_product
 from ludic.models.attention import SKIP_MASK, AttentionRules
 from ludic.models.forward import has_plain_layers, is_of_family, layer_window, linears
+from ludic.models.head import plain_model
+from ludic.models.llama.adapters import adapter_of, base_linear
 from ludic.models.llama.kernels import silu_mul
 from ludic.models.packed_attention import PackedSequences
 
@@ -46,6 +48,37 @@ class _Layer:
     rules: AttentionRules
     joined: list[tuple[Tensor, list[Tensor]]]
     """Copies, and the weights they join."""
+    adapters: "list[_JoinedAdapter | None]"
+    """Of the products qkv, out, gate_up and down."""
+
+
+class _JoinedAdapter:
+    """The adapters of projections with the same input as two matrices: x → A x for all of them, and what each adds to its part."""
+
+    def __init__(self, modules: list[Any]) -> None:
+        self._modules = modules
+        weight, sizes = base_linear(modules[0]).weight, [base_linear(module).out_features for module in modules]
+        found = [adapter_of(module, weight.dtype) for module in modules]
+        ranks = [0 if adapter is None else len(adapter.a_RN) for adapter in found]
+        self._a_RN, self._b_MR = weight.new_zeros(sum(ranks), weight.shape[1]), weight.new_zeros(sum(sizes), sum(ranks))
+        self._parts = list(
+            zip(
+                self._a_RN.split(ranks),
+                (m.split(ranks, 1)[i] for i, m in enumerate(self._b_MR.split(sizes))),
+                strict=True,
+            )
+        )
+        self.refresh()
+
+    def refresh(self) -> None:
+        for module, (a_RN, b_MR) in zip(self._modules, self._parts, strict=True):
+            adapter = adapter_of(module, torch.float32)
+            if adapter is not None:
+                a_RN.copy_(adapter.a_RN)
+                b_MR.copy_(adapter.b_MR * adapter.scale)
+
+    def add(self, out_TM: Tensor, x_TN: Tensor) -> Tensor:
+        return out_TM.addmm_(F.linear(x_TN, self._a_RN), self._b_MR.t())
 
 
 class FusedForward:
@@ -60,6 +93,7 @@ class FusedForward:
             self._cosines_LD, self._sines_LD = cosines[0].contiguous(), sines[0].contiguous()
             self._layers = [_read_layer(layer) for layer in inner.layers]
         self.has_windows = any(layer.rules.sliding_window is not None for layer in self._layers)
+        self._has_adapters = any(adapter is not None for layer in self._layers for adapter in layer.adapters)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -67,6 +101,9 @@ class FusedForward:
         for layer in self._layers:
             for copy, parts in layer.joined:
                 torch.cat(parts, out=copy)
+            for adapter in layer.adapters:
+                if adapter is not None:
+                    adapter.refresh()
 
     def hidden(
         self,
@@ -78,12 +115,13 @@ class FusedForward:
         """Last hidden states, before the final norm. `store`: for a layer, (keys [S, K, D], values, slots of the new tokens)."""
         x = F.embedding(ids_T, self.embedding)
         num_tokens, size = x.shape[0], self._cosines_LD.shape[1]
-        is_single = num_tokens == 1
+        is_single = num_tokens == 1 and not self._has_adapters
         for number, layer in enumerate(self._layers):
             if is_single:
                 qkv = row_product(x, layer.qkv, layer.qkv_bias, norm=(layer.norm, layer.epsilon))
             else:
-                qkv = F.linear(rms_norm(x, layer.norm, layer.epsilon), layer.qkv, layer.qkv_bias)
+                normed = rms_norm(x, layer.norm, layer.epsilon)
+                qkv = _adapted(layer.adapters[0], F.linear(normed, layer.qkv, layer.qkv_bias), normed)
             rotate_and_store(
                 qkv, positions_T, self._cosines_LD, self._sines_LD, layer.num_heads, layer.head_norms,
                 store(number) if store is not None else None,
@@ -97,23 +135,30 @@ class FusedForward:
                 gated = row_product(x, layer.gate_up, norm=(layer.mlp_norm, layer.epsilon), is_gated=True)
                 row_product(gated, layer.down, add_to=x)
             else:
-                x.addmm_(attended, layer.out.t())
-                gate_up = F.linear(rms_norm(x, layer.mlp_norm, layer.epsilon), layer.gate_up)
-                x.addmm_(silu_mul(gate_up), layer.down.t())
+                _adapted(layer.adapters[1], x.addmm_(attended, layer.out.t()), attended)
+                normed = rms_norm(x, layer.mlp_norm, layer.epsilon)
+                gated = silu_mul(_adapted(layer.adapters[2], F.linear(normed, layer.gate_up), normed))
+                _adapted(layer.adapters[3], x.addmm_(gated, layer.down.t()), gated)
         return x
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         return F.linear(rms_norm(hidden_ND, self._norm.weight, self._norm.variance_epsilon), self._head)
 
 
+def _adapted(adapter: _JoinedAdapter | None, out_TM: Tensor, x_TN: Tensor) -> Tensor:
+    return out_TM if adapter is None else adapter.add(out_TM, x_TN)
+
+
 def _read_layer(layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
-    projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+    outer = [attention.q_proj, attention.k_proj, attention.v_proj]
+    products = [outer, [attention.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
+    projections, (out,), gate_up, (down,) = ([base_linear(module) for module in modules] for modules in products)
     joined = [
         (torch.cat(parts), parts)
         for parts in (
             [linear.weight.detach() for linear in projections],
-            [mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()],
+            [linear.weight.detach() for linear in gate_up],
             [linear.bias.detach() for linear in projections if linear.bias is not None],
         )
         if parts
@@ -126,30 +171,37 @@ def _read_layer(layer: Any) -> _Layer:
         epsilon=layer.input_layernorm.variance_epsilon,
         qkv=joined[0][0],
         qkv_bias=joined[2][0] if len(joined) > 2 else None,
-        out=attention.o_proj.weight,
+        out=out.weight,
         gate_up=joined[1][0],
-        down=mlp.down_proj.weight,
-        num_heads=attention.q_proj.out_features // attention.head_dim,
+        down=down.weight,
+        num_heads=projections[0].out_features // attention.head_dim,
         head_norms=norms,
         rules=AttentionRules(attention.scaling, layer_window(layer)),
         joined=joined,
+        adapters=[
+            _JoinedAdapter(modules) if any(adapter_of(m, torch.float32) is not None for m in modules) else None
+            for modules in products
+        ],
     )
 
 
 def fused_bytes(model: Any) -> int:
     """An upper bound of the memory of the joined copies: that of all linear layers."""
-    return sum(m.weight.numel() * m.weight.element_size() for m in linears(model)) if can_fuse(model) else 0
+    found = linears(plain_model(model)) if can_fuse(model) else []
+    return sum(m.weight.numel() * m.weight.element_size() for m in found)
 
 
 def can_fuse(model: Any) -> bool:
-    """Whether the model belongs to the family and its layers are unwrapped."""
+    """Whether the model belongs to the family and its layers are plain, but for LoRA adapters."""
+    model = plain_model(model)
     return is_of_family(model) and has_plain_layers(model)
 
 
 @torch.inference_mode()
 def fused_forward(model: Any, max_length: int) -> FusedForward | None:
     """The fused pass for this model, whose attention goes through `ludic_attention`; None if the two give different logits."""
-    with torch.inference_mode(False):
+    model = plain_model(model)
+    with torch.inference_mode(False), torch.no_grad():
         fused = FusedForward(model, max_length)
     ids_T = torch.arange(16, device=fused.embedding.device) % model.config.vocab_size
     positions_T = torch.arange(16, device=ids_T.device)

@@ -1,0 +1,87 @@
+"""LoRA inside the hand-written passes: which layers with an adapter they can compute, and its products by hand.
+
+A projection with an adapter gives W x + scale · B (A x). Its base weight stays as it is: merging B A into a weight of half
+precision would round small adapters away. Adapters that peft keeps in fp32 are used in the precision of the pass, as under
+autocast.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+
+# Letters: T flat tokens, N inputs of a projection, M its outputs, R the rank.
+class Adapter(NamedTuple):
+    """The adapter of one projection in one pass."""
+
+    a_RN: Tensor
+    b_MR: Tensor
+    scale: float
+
+    def add(self, out_TM: Tensor, x_TN: Tensor) -> None:
+        """Add what the adapter gives to what the base weight gave."""
+        out_TM.addmm_(x_TN @ self.a_RN.t(), self.b_MR.t(), alpha=self.scale)
+
+    def backward(self, grad_TM: Tensor, grad_x_TN: Tensor) -> Tensor:
+        """Add to the gradient of the projection's input; returns that of A x, [T, R]."""
+        grad_TR = (grad_TM @ self.b_MR).mul_(self.scale)
+        grad_x_TN.addmm_(grad_TR, self.a_RN)
+        return grad_TR
+
+    def gradients(self, grad_TM: Tensor, grad_TR: Tensor, x_TN: Tensor) -> tuple[Tensor, Tensor]:
+        """Of A and B."""
+        return grad_TR.t() @ x_TN, (grad_TM.t() @ (x_TN @ self.a_RN.t())).mul_(self.scale)
+
+
+def base_linear(module: Any) -> Any:
+    """The linear layer under an adapter, or the module itself."""
+    return module.get_base_layer() if hasattr(module, "get_base_layer") else module
+
+
+def adapter_name(module: Any) -> str | None:
+    """The name of a layer's active adapter, also while adapters are disabled; None without one."""
+    names = [name for name in getattr(module, "active_adapters", ()) if name in module.lora_A]
+    return names[0] if names else None
+
+
+def is_plain_linear(module: Any) -> bool:
+    """Whether it is a linear layer, or one with at most one active LoRA adapter of the plain kind: not merged, without dropout."""
+    if type(module) is nn.Linear:
+        return True
+    if (type(module).__module__, type(module).__name__) != ("peft.tuners.lora.layer", "Linear"):
+        return False
+    names = [name for name in module.active_adapters if name in module.lora_A]
+    return (
+        type(module.get_base_layer()) is nn.Linear
+        and len(names) <= 1
+        and not module.merged_adapters
+        and not module.fan_in_fan_out
+        and not any(name in module.lora_variant for name in names)
+        and all(isinstance(module.lora_dropout[name], nn.Identity) for name in names)
+        and all(module.lora_A[name].bias is None and module.lora_B[name].bias is None for name in names)
+    )
+
+
+def adapter_of(module: Any, dtype: Any) -> Adapter | None:
+    """The layer's active adapter in this precision; None without one, or while adapters are disabled."""
+    name = adapter_name(module)
+    if name is None or module.disable_adapters:
+        return None
+    a_RN, b_MR = module.lora_A[name].weight, module.lora_B[name].weight
+    return Adapter(a_RN.to(dtype), b_MR.to(dtype), float(module.scaling[name]))
+
+
+def add_all(adapters: Sequence[Adapter | None], outs: Sequence[Tensor], x_TN: Tensor) -> None:
+    """`Adapter.add` of projections with the same input."""
+    for adapter, out_TM in zip(adapters, outs, strict=True):
+        if adapter is not None:
+            adapter.add(out_TM, x_TN)
+
+
+def backward_all(adapters: Sequence[Adapter | None], grads: Sequence[Tensor], grad_x_TN: Tensor) -> list[Tensor | None]:
+    """`Adapter.backward` of projections with the same input."""
+    return [
+        None if adapter is None else adapter.backward(grad_TM, grad_x_TN)
+        for adapter, grad_TM in zip(adapters, grads, strict=True)
+    ]

@@ -219,6 +219,7 @@ BUILTINS: Mapping[str, Mapping[str, Entry]] = {
         "humaneval": Entry("ludic.envs.code_exec:HumanEvalEnv", example={"sample": _HUMANEVAL_SAMPLE}, suggested=_CODE),
         "mbpp": Entry("ludic.envs.code_exec:MBPPEnv", example={"sample": _MBPP_SAMPLE}, suggested=_CODE),
         "key_door": Entry("ludic.envs.key_door:KeyDoorEnv", suggested=Suggested(max_steps=64, max_tokens=8)),
+        "picture_grid": Entry("ludic.envs.picture_grid:PictureGridEnv", suggested=Suggested(max_steps=8, max_tokens=8)),
         "twenty_forty_eight": Entry(
             "ludic.envs.twenty_forty_eight:TwentyFortyEightEnv", suggested=Suggested(max_steps=512, max_tokens=8)
         ),

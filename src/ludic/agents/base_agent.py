@@ -223,8 +223,9 @@ class Agent:
         self._check_prompt(prompt)
         # Positional arguments here and below: Python passes keywords to a class in a dict, which doubles the time.
         request = TokenCompletionRequest(
-            self.model, prompt.token_ids, prompt.text, sampling, inference.return_, sampling_seed, inference.extensions
-        )
+            self.model, prompt.token_ids, prompt.text, sampling, inference.return_, sampling_seed, inference.extensions,
+            prompt.images,
+        )  # fmt: skip
         answer = self.client.complete_tokens(request)
         response, client_info = await (answer if timeout_s is None else self._in_time(answer, timeout_s))
         self._check_response(request, response)
@@ -240,6 +241,7 @@ class Agent:
             sampling.temperature,
             response.candidates,
             untrainable_sampling,
+            prompt.images,
         )
         info = {key: value for key, value in client_info.items() if key not in _TOO_BIG_FOR_INFO} if client_info else {}
         if response.finish_reason is not None:

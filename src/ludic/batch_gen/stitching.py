@@ -132,6 +132,7 @@ def _continues(before: _Call, call: _Call) -> bool:
         and len(prompt) >= end
         and np.array_equal(prompt[: len(sent)], sent)
         and np.array_equal(prompt[len(sent) : end], sampled)
+        and call.trace.images[: len(before.trace.images)] == before.trace.images
     )
 
 
@@ -186,6 +187,7 @@ def _item(
                 (u for call in calls if (u := call.trace.untrainable_sampling) is not None), None
             ),
             version_runs=_version_runs(calls),
+            images=last.images,
         ),
         origin=_origin(origin, calls, number),
     )

@@ -30,7 +30,8 @@ from ludic.parsers import raw_parser
 from ludic.run.resolve import env_factory
 from ludic.run.settings import read_pair
 from ludic.tools import as_tool
-from ludic.types import ConfigError, InferenceSpec, Rollout, SamplingParams, StepOutcome, derive_seed
+from ludic.types import ConfigError, InferenceSpec, Observation, Rollout, SamplingParams, StepOutcome, derive_seed
+from ludic.types.messages import text_of
 
 _UNCUT = InferenceSpec(sampling=SamplingParams(max_tokens=1_000_000))
 """A script's reply is as long as it is."""
@@ -151,7 +152,7 @@ def _play_episode(env: AnyEnv, seed: int, max_steps: int, runner: asyncio.Runner
             if outcome.reward:
                 console.print(f"[cyan]{escape(_address(env, agent_id))}reward {outcome.reward:+g}[/cyan]")
     for agent_id, obs in shown.items():
-        console.print(escape(f"\n{_address(env, agent_id)}{obs}"))
+        console.print(escape(f"\n{_address(env, agent_id)}{text_of(obs)}"))
     console.print(Rule("over" if not env.active_agents else "step limit reached"))
     for agent_id, total in totals.items():
         facts = outcomes[agent_id].info if agent_id in outcomes else {}
@@ -159,8 +160,8 @@ def _play_episode(env: AnyEnv, seed: int, max_steps: int, runner: asyncio.Runner
         console.print(escape(f"{agent_id}: total reward {total:+g}   {json.dumps(known, default=str)}"))
 
 
-def _ask(env: AnyEnv, agent_id: str, obs: str, runner: asyncio.Runner) -> str:
-    console.print(escape(f"\n{_address(env, agent_id)}{obs}"))
+def _ask(env: AnyEnv, agent_id: str, obs: Observation, runner: asyncio.Runner) -> str:
+    console.print(escape(f"\n{_address(env, agent_id)}{text_of(obs)}"))
     legal = env.legal_actions(agent_id)
     toolbox = Toolbox(env.episode_tools(agent_id))
     if toolbox.usage:
@@ -277,13 +278,13 @@ def scripted_protocol(env: AnyEnv, choose: Callable[[AnyEnv, str], str]) -> Inte
 
 def _show_rollout(rollout: Rollout, delay: float) -> None:
     for step in rollout.env_steps:
-        console.print(escape(f"\n{step.prev_obs}"))
+        console.print(escape(f"\n{text_of(step.prev_obs)}"))
         console.print(
             f"[bold green]> {escape(step.action)}[/bold green]" + (f"   reward {step.reward:+g}" if step.reward else "")
         )
         time.sleep(delay)
     if rollout.env_steps:
-        console.print(escape(f"\n{rollout.env_steps[-1].info.get('final_obs', '')}"))
+        console.print(escape(f"\n{text_of(rollout.env_steps[-1].info.get('final_obs', ''))}"))
     tokens = sum(len(step.trace.completion_token_ids) for step in rollout.agent_steps)
     console.print(
         f"\n[bold]{rollout.stop}[/bold]: total reward {rollout.total_reward:+g} in {len(rollout.env_steps)} turn(s), "

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from ludic.cli.args import Switch, parse
 from ludic.types import ConfigError, MissingExtra
+from ludic.types.messages import text_of
 from ludic.view import api
 from ludic.view.index import RunIndex, Runs
 
@@ -295,12 +296,11 @@ def _show_call(console: Console, step: Mapping[str, Any]) -> None:
 def _show_transition(console: Console, step: Mapping[str, Any]) -> None:
     reward = f" (reward {_short(step['reward'])})" if step["reward"] else ""
     ended = " [ends]" if step["terminated"] else " [cut off]" if step["truncated"] else ""
-    console.print(Text(f"[env]{reward}{ended} ", style="bold yellow") + plain(step["obs"] or ""))
+    console.print(Text(f"[env]{reward}{ended} ", style="bold yellow") + plain(text_of(step["obs"])))
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    return content if isinstance(content, str) else str(content)
+    return text_of(message.get("content"))
 
 
 def _mean(values: Sequence[float | None] | None) -> float | None:

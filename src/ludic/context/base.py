@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from ludic.types import ChatResponse, Info, Message, Observation, ToolCall
+from ludic.types.messages import joined
 
 
 class ContextStrategy(ABC):
@@ -71,12 +72,12 @@ class ContextStrategy(ABC):
         content = result if isinstance(result, str) else str(result)
         self._append({"role": "tool", "tool_call_id": tool_call_id, "name": tool_name, "content": content})
 
-    def add_note(self, text: str) -> None:
-        """Add text to the next prompt. It is appended to a pending observation or tool result, because many chat templates
-        reject two user messages in a row, or a user message after a tool message."""
+    def add_note(self, text: Observation) -> None:
+        """Add text, or texts and pictures, to the next prompt. It is appended to a pending observation or tool result, because
+        many chat templates reject two user messages in a row, or a user message after a tool message."""
         if self._messages and self._messages[-1]["role"] in ("user", "tool"):
             last = self._messages.pop()
-            self._append({**last, "content": f"{last['content']}\n\n{text}"})
+            self._append({**last, "content": joined([last["content"], text])})
         else:
             self._append({"role": "user", "content": text})
 

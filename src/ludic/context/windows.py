@@ -4,6 +4,7 @@ import re
 
 from ludic.context.base import ContextStrategy, FullDialog
 from ludic.types import ConfigError, Info, Message, Observation
+from ludic.types.messages import joined
 
 
 class SlidingWindow(ContextStrategy):
@@ -130,7 +131,7 @@ class SummarisedDialog(FullDialog):
     def on_after_step(self, obs: Observation, info: Info) -> None:
         super().on_after_step(obs, info)
         # Parse feedback comes without the env's state, which is unchanged: keep the last observation too.
-        self._observed(f"{self._newest}\n\n{obs}" if info.get("parse_error") else obs)
+        self._observed(joined([self._newest, obs]) if info.get("parse_error") else obs)
 
     def _observed(self, obs: Observation) -> None:
         self._newest = obs
@@ -139,5 +140,5 @@ class SummarisedDialog(FullDialog):
     def fold(self, summary: str) -> None:
         """Keep the system prompt and the newest observation, with the summary before it."""
         self._messages = [message for message in self._messages[:1] if message["role"] == "system"]
-        self._append({"role": "user", "content": f"{summary}\n\n{self._newest}"})
+        self._append({"role": "user", "content": joined([summary, self._newest])})
         self._num_turns = 1

@@ -11,7 +11,7 @@ from ludic.types import ConfigError, EnvContractError, Info, Observation, StepOu
 
 
 class SingleAgentEnv(LudicEnv[str, Observation, str]):
-    """Gym-like: one agent, text in, text out."""
+    """Gym-like: one agent; text (and pictures) in, text out."""
 
     agent_id: str = "agent_0"  # on the class too, for subclasses that do not call super().__init__()
 
@@ -79,10 +79,10 @@ class SingleAgentEnv(LudicEnv[str, Observation, str]):
         return {self.agent_id: self.env_current_obs()}
 
     def _opened(self, first: tuple[Observation, Info]) -> dict[str, tuple[Observation, Info]]:
-        if not (isinstance(first, tuple) and len(first) == 2 and isinstance(first[0], str)):
+        if not (isinstance(first, tuple) and len(first) == 2 and isinstance(first[0], (str, list))):
             raise EnvContractError(
                 f"{type(self).__name__}.env_reset returned {type(first).__name__} {first!r:.80}; "
-                "it must return (observation text, info dict)."
+                "it must return (observation, info dict); the observation is text, or content_of(text, picture, …)."
             )
         self._over = False
         return {self.agent_id: first}

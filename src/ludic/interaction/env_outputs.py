@@ -9,8 +9,9 @@ import numpy as np
 
 from ludic.envs import LudicEnv
 from ludic.interaction.base import AnyEnv
-from ludic.types import ConfigError, EnvContractError, Info, StepOutcome
-from ludic.types.messages import encodable
+from ludic.types import ConfigError, EnvContractError, Info, Observation, StepOutcome
+from ludic.types.errors import encodable
+from ludic.types.messages import is_picture, plain_content
 from ludic.types.rollout import json_number
 from ludic.types.steps import MAX_INFO_CHARS, MAX_OBS_CHARS, MAX_REWARD
 
@@ -25,7 +26,9 @@ def check_run(env: AnyEnv, max_steps: int) -> None:
         raise ConfigError(f"max_steps={max_steps}; an episode needs at least one.")
 
 
-def opening_for(env: AnyEnv, agent_id: str, opening: Mapping[str, tuple[str, Info]]) -> tuple[str, Info] | None:
+def opening_for(
+    env: AnyEnv, agent_id: str, opening: Mapping[str, tuple[Observation, Info]]
+) -> tuple[Observation, Info] | None:
     """This agent's (observation, info) from `env.reset`, checked; None if the env has none for it yet."""
     if not isinstance(opening, Mapping) or (agent_id not in opening and agent_id in env.active_agents):
         got = sorted(map(str, opening)) if isinstance(opening, Mapping) else type(opening).__name__
@@ -37,7 +40,7 @@ def opening_for(env: AnyEnv, agent_id: str, opening: Mapping[str, tuple[str, Inf
     first = opening[agent_id]
     if not (isinstance(first, tuple) and len(first) == 2):
         raise EnvContractError(
-            f"{type(env).__name__}.reset gave {agent_id!r} {first!r:.80}; it must be (observation text, info dict)."
+            f"{type(env).__name__}.reset gave {agent_id!r} {first!r:.80}; it must be (observation, info dict)."
         )
     where = (env, "reset", agent_id)
     return _plain_obs(first[0], where), _plain_info(first[1], where)
@@ -83,15 +86,20 @@ def _gave(where: _Place) -> str:
     return f"{type(env).__name__}.{method} gave {agent_id!r}"
 
 
-def _plain_obs(obs: object, where: _Place) -> str:
-    if not isinstance(obs, str):
-        raise EnvContractError(f"{_gave(where)} obs={obs!r:.200} ({type(obs).__name__}); an observation is text.")
-    if len(obs) > MAX_OBS_CHARS:
+def _plain_obs(obs: object, where: _Place) -> Observation:
+    try:
+        plain = plain_content(obs)
+    except ValueError as error:
         raise EnvContractError(
-            f"{_gave(where)} an observation of {len(obs):,} characters, {obs[:40]!r}…; at most {MAX_OBS_CHARS:,} are read. "
+            f"{_gave(where)} obs={obs!r:.200} ({type(obs).__name__}); an observation is text, or texts and pictures: {error}."
+        ) from error
+    texts = [plain] if isinstance(plain, str) else [part["text"] for part in plain if not is_picture(part)]
+    if (size := sum(map(len, texts))) > MAX_OBS_CHARS:
+        raise EnvContractError(
+            f"{_gave(where)} an observation of {size:,} characters, {texts[0][:40]!r}…; at most {MAX_OBS_CHARS:,} are read. "
             "Shorten it."
         )
-    return obs if type(obs) is str and obs.isascii() else encodable(str.__str__(obs))
+    return plain
 
 
 def _plain_reward(reward: object, where: _Place) -> float:

@@ -41,6 +41,7 @@ from ludic.types import (
     ToolCall,
     derive_seed,
 )
+from ludic.types.messages import joined
 
 ExternalTools = Callable[[list[ToolCall], AgentStep], Awaitable[ToolAnswers]]
 """Runs external tool calls; the second argument is the step that made them."""
@@ -103,7 +104,7 @@ class AgentSession:
     _num_acts: int = 0
     _num_turns: int = 0
     _open: _Transition | None = None
-    _unseen: list[str] = field(default_factory=list)
+    _unseen: list[Observation] = field(default_factory=list)
     _unseen_info: Info = field(default_factory=dict)
     _has_seen_anything: bool = False
     _last_obs: Observation | None = None
@@ -366,9 +367,9 @@ class AgentSession:
             self._steps[-1] = replace(last, terminated=True)
 
 
-def _joined(observations: list[str]) -> str:
+def _joined(observations: list[Observation]) -> Observation:
     """One message; what an agent was told with nothing in it (its own move, answered by another's) leaves no blank lines."""
-    return observations[0] if len(observations) == 1 else "\n\n".join(filter(None, observations))
+    return observations[0] if len(observations) == 1 else joined(observations)
 
 
 def _same_answer(calls: list[ToolCall], content: str) -> ToolAnswers:

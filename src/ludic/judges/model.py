@@ -36,8 +36,8 @@ from ludic.types import (
     TokenCompletionRequest,
     derive_seed,
 )
+from ludic.types.errors import encodable
 from ludic.types.files import LineWriter, is_compressed, read_lines
-from ludic.types.messages import encodable
 
 DEFAULT_SAMPLING = SamplingParams(temperature=0.0, max_tokens=512)
 

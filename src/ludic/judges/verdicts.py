@@ -14,8 +14,9 @@ from typing import Any, TypeAlias
 
 from ludic.inference import ChatTemplate, HFChatTemplate
 from ludic.inference.templates.hf import END_OF_TURN
-from ludic.types import ConfigError, LudicError, Message, Rollout
-from ludic.types.messages import encodable
+from ludic.types import ConfigError, LudicError, Message, Observation, Rollout
+from ludic.types.errors import encodable
+from ludic.types.messages import text_of
 
 
 class JudgeError(LudicError, RuntimeError):
@@ -56,7 +57,7 @@ def case_of(rollout: Rollout, *, reference: str | None = None) -> Case:
     return Case(task=_shortest(task), reply=_shortest(later), reference=_reference(rollout, reference))
 
 
-def _messages_of(action: str, obs: str | None) -> list[Message]:
+def _messages_of(action: str, obs: Observation | None) -> list[Message]:
     return [{"role": "assistant", "content": action}, {"role": "user", "content": obs or ""}]
 
 
@@ -65,9 +66,9 @@ def _shortest(messages: Sequence[Message]) -> str | Sequence[Message]:
 
 
 def _content_of(message: Message) -> str:
-    content = message.get("content") or ""
+    content = text_of(message.get("content"))
     calls = [json.dumps(call["function"], sort_keys=True) for call in message.get("tool_calls") or ()]
-    return "\n".join([*([str(content)] if content else []), *(f"(calls a tool) {call}" for call in calls)])
+    return "\n".join([*([content] if content else []), *(f"(calls a tool) {call}" for call in calls)])
 
 
 def _reference(rollout: Rollout, key: str | None) -> str | None:

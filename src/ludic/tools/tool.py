@@ -32,8 +32,7 @@ from ludic.tools.schema import (
     summary_of,
     type_of,
 )
-from ludic.types.errors import ConfigError
-from ludic.types.messages import encodable
+from ludic.types.errors import ConfigError, encodable
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ludic.types.messages import encodable
+
+def encodable(text: str) -> str:
+    """The text with lone surrogates replaced: tokenizers and files refuse them, and they must not fail an episode."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 class LudicError(Exception):

@@ -2,7 +2,7 @@
 
 `Rollout.meta` is a dict because it is stored as one; code reads Ludic's own facts in it through the properties of `Rollout`.
 In JSON a model call that extends the one before it stores only the new messages and tokens, so a file's size is linear in the
-conversation.
+conversation, and each picture once per rollout, in the table `images`: messages and observations name it by its hash.
 """
 
 import json
@@ -16,7 +16,7 @@ import numpy as np
 
 from ludic.types.errors import EnvContractError, Failure, LudicError
 from ludic.types.files import Line, LineWriter, read_lines
-from ludic.types.messages import MessageView
+from ludic.types.messages import Message, MessageView, Pictures, images_in, name_pictures, restore_pictures
 from ludic.types.metrics import added
 from ludic.types.steps import (
     AgentStep,
@@ -259,7 +259,8 @@ class Rollout:
         return self.duration_ns / 1e9
 
     def to_dict(self) -> dict[str, Any]:
-        return {
+        pictures: Pictures = {}
+        data = {
             "format": FORMAT,
             "id": self.id,
             "meta": self.meta,
@@ -268,8 +269,9 @@ class Rollout:
             "total_reward": self.total_reward,
             "length": self.length,
             "duration_ns": self.duration_ns,
-            "steps": _encode_steps(self.steps),
+            "steps": _encode_steps(self.steps, pictures),
         }
+        return data | ({"images": pictures} if pictures else {})
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Rollout":
@@ -277,7 +279,7 @@ class Rollout:
             raise ValueError(f"This rollout has format {data.get('format')!r}; this Ludic reads format {FORMAT}.")
         return cls(
             id=data["id"],
-            steps=_decode_steps(data["steps"]),
+            steps=_decode_steps(data["steps"], data.get("images") or {}),
             meta=data["meta"],
             stop=None if data["stop"] is None else StopReason(data["stop"]),
             failure=None if data["failure"] is None else Failure(**data["failure"]),
@@ -362,18 +364,23 @@ def json_number(value: Any) -> Any:
     )
 
 
-def _encode_steps(steps: Sequence[Step]) -> list[dict[str, Any]]:
+_OBSERVATIONS = ("prev_obs", "next_obs")
+"""Fields of an env step that may hold pictures; the last observation is in its info."""
+
+
+def _encode_steps(steps: Sequence[Step], pictures: Pictures) -> list[dict[str, Any]]:
     encoded = []
     before: AgentStep | None = None
     by_id: dict[str, AgentStep] = {}
     for step in steps:
         row = plain_fields(step)
         if isinstance(step, AgentStep):
-            row["prompt_messages"] = _encode_messages(step, before)
+            row["prompt_messages"] = _encode_messages(step, before, pictures)
             row["trace"] = _encode_trace(step.trace, before)
             before = step
             by_id[step.id] = step
         else:
+            _change_observations(row, name_pictures, pictures)
             source = by_id.get(step.source_agent_step_id or "")
             same = source is not None and (step.trace is source.trace or step.trace == source.trace)
             row["trace"] = "source" if same else (step.trace.to_dict() if step.trace is not None else None)
@@ -381,13 +388,29 @@ def _encode_steps(steps: Sequence[Step]) -> list[dict[str, Any]]:
     return encoded
 
 
-def _encode_messages(step: AgentStep, before: AgentStep | None) -> Any:
+def _change_observations(row: dict[str, Any], change: Callable[[Any, Pictures], Any], pictures: Pictures) -> None:
+    for name in _OBSERVATIONS:
+        row[name] = change(row[name], pictures)
+    if "final_obs" in row["info"]:
+        row["info"] = {**row["info"], "final_obs": change(row["info"]["final_obs"], pictures)}
+
+
+def _changed(messages: Sequence[Message], change: Callable[[Any, Pictures], Any], pictures: Pictures) -> list[Message]:
+    return [
+        {**message, "content": change(message["content"], pictures)}
+        if type(message.get("content")) is list
+        else message
+        for message in messages
+    ]
+
+
+def _encode_messages(step: AgentStep, before: AgentStep | None, pictures: Pictures) -> Any:
     messages = list(step.prompt_messages)
     if before is not None:
         known = list(before.prompt_messages)
         if messages[: len(known)] == known:
-            return {"after": before.index, "new": messages[len(known) :]}
-    return messages
+            return {"after": before.index, "new": _changed(messages[len(known) :], name_pictures, pictures)}
+    return _changed(messages, name_pictures, pictures)
 
 
 def _encode_trace(trace: TokenTrace, before: AgentStep | None) -> dict[str, Any]:
@@ -404,9 +427,9 @@ def _encode_trace(trace: TokenTrace, before: AgentStep | None) -> dict[str, Any]
     return row
 
 
-def _decode_steps(rows: Sequence[dict[str, Any]]) -> list[Step]:
+def _decode_steps(rows: Sequence[dict[str, Any]], pictures: Pictures) -> list[Step]:
     steps: list[Step] = []
-    shared = _SharedPrompts()
+    shared = _SharedPrompts(pictures)
     by_id: dict[str, AgentStep] = {}
     for row in rows:
         if "kind" not in row or "trace" not in row:
@@ -421,40 +444,45 @@ def _decode_steps(rows: Sequence[dict[str, Any]]) -> list[Step]:
                 trace = by_id[row["source_agent_step_id"]].trace
             elif trace is not None:
                 trace = TokenTrace.from_dict(trace)
-            steps.append(EnvironmentStep(**{**row, "trace": trace}))
+            row = {**row, "trace": trace}
+            if pictures:
+                _change_observations(row, restore_pictures, pictures)
+            steps.append(EnvironmentStep(**row))
     return steps
 
 
 class _SharedPrompts:
     """Rebuilds prompts from the part that each call added, sharing memory as the live rollout does."""
 
-    def __init__(self) -> None:
+    def __init__(self, pictures: Pictures) -> None:
+        self._pictures = pictures
         self._tokens = TokenLog()
         self._messages: list[Any] = []
         self._last_index = -1
 
     def decode(self, row: dict[str, Any]) -> AgentStep:
         messages = self._next_messages(row["prompt_messages"])
-        trace = self._next_trace(row["trace"])
+        trace = self._next_trace(row["trace"], messages)
         self._last_index = row["index"]
         return AgentStep(**{**row, "prompt_messages": messages, "trace": trace})
 
     def _next_messages(self, stored: Any) -> MessageView:
         if isinstance(stored, dict):
             self._check(stored)
-            self._messages.extend(stored["new"])
+            self._messages.extend(_changed(stored["new"], restore_pictures, self._pictures))
         else:
-            self._messages = list(stored)
+            self._messages = _changed(stored, restore_pictures, self._pictures)
         return MessageView(self._messages)
 
-    def _next_trace(self, stored: dict[str, Any]) -> TokenTrace:
+    def _next_trace(self, stored: dict[str, Any], messages: MessageView) -> TokenTrace:
         prompt = stored["prompt_token_ids"]
         if isinstance(prompt, dict):
             self._check(prompt)
             self._tokens.append(prompt["new"])
         else:
             self._tokens = TokenLog(prompt)
-        trace = TokenTrace.from_dict({**stored, "prompt_token_ids": self._tokens.view()})
+        images = images_in(messages) if stored.get("images") else ()
+        trace = TokenTrace.from_dict({**stored, "prompt_token_ids": self._tokens.view()}, images)
         self._tokens.append(trace.completion_token_ids)
         return trace
 

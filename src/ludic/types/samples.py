@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeGuard, runtime_checkab
 import numpy as np
 import numpy.typing as npt
 
+from ludic.types.messages import ImageSpan
 from ludic.types.rollout import THREAD, GroupKey, Rollout, with_threads
 from ludic.types.steps import StopReason
 from ludic.types.tokens import (
@@ -73,6 +74,8 @@ class SampleAttachments:
     """Which policy version sampled which action tokens, in order; empty if not known."""
     proximal_logps: LogprobArray | None = None
     """Log-probability of each action token under the weights from before the batch's first update; the trainer computes it."""
+    images: tuple[ImageSpan, ...] = ()
+    """The pictures among its state tokens, in order."""
 
     def __post_init__(self) -> None:
         for name in PER_TOKEN:
@@ -91,7 +94,9 @@ class SampleAttachments:
             if left > 0:
                 runs.append(VersionRun(version, min(length, left)))
             left -= length
-        per_token = {name: None if (a := getattr(self, name)) is None else a[:count] for name in PER_TOKEN}
+        per_token: dict[str, Any] = {
+            name: None if (a := getattr(self, name)) is None else a[:count] for name in PER_TOKEN
+        }
         logps = None if self.actor_logps is None else ActorTokenLogps(self.actor_logps.token_logps[:count])
         candidates = None if self.candidates is None else self.candidates.first(count)
         return replace(self, actor_logps=logps, version_runs=tuple(runs), candidates=candidates, **per_token)

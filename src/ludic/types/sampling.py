@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ludic.types.errors import ConfigError
-from ludic.types.messages import JSON
+from ludic.types.messages import JSON, ImageSpan
 from ludic.types.tokens import CandidateSets, TokenArray, TokenTrace, VersionRun, token_array
 
 logger = logging.getLogger(__name__)
@@ -196,6 +196,8 @@ class TokenCompletionRequest:
     return_: ReturnSpec = ReturnSpec()
     seed: int | None = None
     extensions: BackendExtensions | None = None
+    images: tuple[ImageSpan, ...] = ()
+    """The pictures of the prompt, in order, and the tokens that stand for them."""
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = token_array(self.prompt_token_ids, "prompt_token_ids")
@@ -234,7 +236,7 @@ class ChatResponse:
     def merge_into_info(self, info: Mapping[str, Any]) -> dict[str, Any]:
         return {**info, **self.to_info()}
 
-    def to_trace(self, *, temperature: float | None = None) -> TokenTrace:
+    def to_trace(self, *, temperature: float | None = None, images: tuple[ImageSpan, ...] = ()) -> TokenTrace:
         return TokenTrace(
             prompt_token_ids=self.prompt_token_ids,
             completion_token_ids=self.completion_token_ids,
@@ -243,6 +245,7 @@ class ChatResponse:
             version_runs=self.version_runs,
             temperature=temperature,
             candidates=self.candidates,
+            images=images,
         )
 
 

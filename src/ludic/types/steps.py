@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Literal, TypeAlias
 
-from ludic.types.messages import JSON, Message, ToolCall
+from ludic.types.messages import JSON, Content, Message, ToolCall
 from ludic.types.tokens import TokenTrace
 
-Observation: TypeAlias = str
+Observation: TypeAlias = Content
+"""Text; or texts and pictures, made by `content_of("Which cell is marked?", Image.of(pixels))`."""
 Info: TypeAlias = dict[str, Any]
 """Plain JSON values; never token arrays (they live in the trace)."""
 

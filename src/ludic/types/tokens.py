@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ludic.types.messages import Image, ImageSpan
+
 TokenArray: TypeAlias = npt.NDArray[np.int32]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 """One number per token: weights, rewards, values, returns."""
@@ -231,6 +233,8 @@ class TokenTrace:
     """What each completion token was drawn from, if the sampler ruled tokens out and reports which."""
     untrainable_sampling: str | None = None
     """Settings that shaped the distribution and that a trainer cannot reproduce from this trace, such as "top_p=0.9"."""
+    images: tuple[ImageSpan, ...] = ()
+    """The pictures of the prompt, in order, and the tokens that stand for them."""
 
     def __init__(
         self,
@@ -242,6 +246,7 @@ class TokenTrace:
         temperature: float | None = None,
         candidates: CandidateSets | None = None,
         untrainable_sampling: str | None = None,
+        images: Sequence[ImageSpan] = (),
     ) -> None:
         prompt = token_array(prompt_token_ids, "prompt_token_ids")
         completion = token_array(completion_token_ids, "completion_token_ids")
@@ -263,6 +268,7 @@ class TokenTrace:
         _put_temperature(self, temperature)
         _put_candidates(self, candidates)
         _put_untrainable_sampling(self, untrainable_sampling)
+        _put_images(self, tuple(images) if images else ())
 
     @property
     def policy_version(self) -> int | None:
@@ -270,7 +276,8 @@ class TokenTrace:
         return min((run.version for run in self.version_runs), default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON; `candidates` and `untrainable_sampling` only if they are set."""
+        """As JSON; `candidates`, `untrainable_sampling` and `images` only if they are set. A picture is named by its hash: its
+        bytes are in the prompt's messages."""
         data = {
             "prompt_token_ids": self.prompt_token_ids.tolist(),
             "completion_token_ids": self.completion_token_ids.tolist(),
@@ -283,10 +290,13 @@ class TokenTrace:
             data["candidates"] = self.candidates.to_dict()
         if self.untrainable_sampling is not None:
             data["untrainable_sampling"] = self.untrainable_sampling
+        if self.images:
+            data["images"] = [[span.image.sha256, span.start, span.length] for span in self.images]
         return data
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "TokenTrace":
+    def from_dict(cls, data: dict[str, Any], images: Iterable[Image] = ()) -> "TokenTrace":
+        """`images`: the pictures of the prompt's messages."""
         missing = [key for key in ("prompt_token_ids", "completion_token_ids") if key not in data]
         if missing:
             raise ValueError(f"A token trace needs {' and '.join(missing)}; it has only {sorted(data)}.")
@@ -299,12 +309,13 @@ class TokenTrace:
             temperature=data.get("temperature"),
             candidates=None if data.get("candidates") is None else CandidateSets.from_dict(data["candidates"]),
             untrainable_sampling=data.get("untrainable_sampling"),
+            images=_placed(data["images"], images) if data.get("images") else (),
         )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TokenTrace):
             return NotImplemented
-        plain = ("finish_reason", "version_runs", "temperature", "candidates", "untrainable_sampling")
+        plain = ("finish_reason", "version_runs", "temperature", "candidates", "untrainable_sampling", "images")
         return (
             np.array_equal(self.prompt_token_ids, other.prompt_token_ids)
             and np.array_equal(self.completion_token_ids, other.completion_token_ids)
@@ -320,9 +331,18 @@ _put_prompt, _put_completion, _put_logprobs, _put_finish_reason = (
     getattr(TokenTrace, name).__set__
     for name in ("prompt_token_ids", "completion_token_ids", "completion_logprobs", "finish_reason")
 )
-_put_version_runs, _put_temperature, _put_candidates, _put_untrainable_sampling = (
-    getattr(TokenTrace, name).__set__ for name in ("version_runs", "temperature", "candidates", "untrainable_sampling")
+_put_version_runs, _put_temperature, _put_candidates, _put_untrainable_sampling, _put_images = (
+    getattr(TokenTrace, name).__set__
+    for name in ("version_runs", "temperature", "candidates", "untrainable_sampling", "images")
 )
+
+
+def _placed(stored: Sequence[Sequence[Any]], images: Iterable[Image]) -> list[ImageSpan]:
+    by_hash = {image.sha256: image for image in images}
+    missing = [name for name, *_ in stored if name not in by_hash]
+    if missing:
+        raise ValueError(f"A token trace names the picture {missing[0]!r:.80}, which its messages do not hold.")
+    return [ImageSpan(by_hash[name], int(start), int(length)) for name, start, length in stored]
 
 
 def _checked_runs(runs: Sequence[tuple[int, int]], num_tokens: int) -> tuple[VersionRun, ...]:

@@ -161,7 +161,7 @@ class GameBoyEnv(SingleAgentEnv):
 
     # --- observations ---
 
-    def _view(self, facts: Mapping[str, int | str]) -> Observation:
+    def _view(self, facts: Mapping[str, int | str]) -> str:
         emulator, known = self._running(), self.memory_map
         screen = screen_text(
             emulator.tiles(), known.letters, sprites=emulator.sprites(), walkable=self._walkable(emulator)

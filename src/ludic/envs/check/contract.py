@@ -30,6 +30,7 @@ from ludic.types import (
     StepOutcome,
     derive_seed,
 )
+from ludic.types.messages import plain_content
 from ludic.types.rollout import json_number
 
 Env: TypeAlias = LudicEnv[Any, Any, Any]
@@ -214,8 +215,16 @@ async def _advance(env: Env, choose: Chooser, rng: random.Random, clock: StepClo
 
 
 def _check_obs(env: Env, agent_id: str, obs: Any) -> None:
-    if not isinstance(obs, str):
+    if not isinstance(obs, (str, list)):
         raise _fail(env, f"the observation of {agent_id!r} is {type(obs).__name__}, not text.")
+    try:
+        plain = plain_content(obs)
+    except ValueError as error:
+        raise _fail(env, f"the observation of {agent_id!r} cannot be shown: {error}.") from error
+    if isinstance(obs, list) and plain != obs:
+        raise _fail(
+            env, f"the observation of {agent_id!r} has parts that are changed on the way to the model: {obs!r:.120}."
+        )
 
 
 def _check_active(env: Env) -> None:

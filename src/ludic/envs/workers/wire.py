@@ -24,7 +24,7 @@ from ludic.types import (
     SnapshotUnsupported,
     UnknownName,
 )
-from ludic.types.messages import encodable
+from ludic.types.errors import encodable
 from ludic.types.rollout import json_number, plain_fields
 
 PROTOCOL = 1

@@ -25,7 +25,7 @@ from ludic.inference.serving.request import (
 )
 from ludic.inference.serving.request import TAKES as SERVER_TAKES
 from ludic.types import ConfigError, ToolCall
-from ludic.types.messages import encodable
+from ludic.types.errors import encodable
 
 JSONObject = dict[str, Any]
 FinishReason = Literal["stop", "length", "tool_calls"]

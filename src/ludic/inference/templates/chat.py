@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from ludic.inference.templates.tool_calls import READABLE_CALLS, ToolParser, ToolParseResult
-from ludic.types import ConfigError, Message, TemplateError, TokenArray, TokenIds, token_array
+from ludic.types import ConfigError, ImageSpan, Message, TemplateError, TokenArray, TokenIds, token_array
+from ludic.types.messages import text_of
 
 ToolSchemas = Sequence[dict[str, Any]]
 
@@ -24,6 +25,8 @@ class TemplateResult:
 
     prompt_token_ids: TokenArray
     prompt_text: str
+    images: tuple[ImageSpan, ...] = ()
+    """Pictures of the messages, and the tokens that stand for them."""
 
 
 class ChatTemplate(Protocol):
@@ -52,6 +55,11 @@ class ChatTemplate(Protocol):
         None means that the template has no delta; the caller then renders everything and starts a new segment.
         """
         return None
+
+    def place_images(self, messages: Sequence[Message], token_ids: TokenArray) -> tuple[ImageSpan, ...]:
+        """The pictures of these messages within the tokens that `apply` or `delta` made of them. A template for text has none:
+        it refuses messages with pictures, or writes them as text."""
+        return ()
 
     def parse_tool_calls(self, text: str) -> ToolParseResult:
         return ToolParseResult(content=text)
@@ -150,7 +158,7 @@ class ByteTemplate(ChatTemplate):
         role = self.ROLES.get(message["role"])
         if role is None:
             raise TemplateError(f"ByteTemplate has no role {message['role']!r}; it has {', '.join(self.ROLES)}.")
-        text = message["content"]
+        text = text_of(message["content"])  # it has no pictures, only their hashes
         if message.get("tool_calls"):
             text += "".join(f"<tool_call>{json.dumps(call['function'])}</tool_call>" for call in message["tool_calls"])
         data = text.encode("utf-8", "surrogatepass")

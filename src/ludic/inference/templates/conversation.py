@@ -13,6 +13,7 @@ from typing import Any
 from ludic.inference.templates.chat import ChatTemplate, ToolSchemas, require_tools
 from ludic.types import (
     ChatClient,
+    ImageSpan,
     Message,
     MessageView,
     ReturnSpec,
@@ -39,6 +40,8 @@ class Prompt:
     """The messages do not extend those of the previous call, so a new segment starts."""
     is_new_segment: bool = False
     """A full rendering in the middle of a conversation, for any reason."""
+    images: tuple[ImageSpan, ...] = ()
+    """Pictures of all its messages, and the tokens that stand for them."""
 
 
 class Conversation:
@@ -54,13 +57,14 @@ class Conversation:
         self._tools: ToolSchemas | None = None
         self._reply: str | None = None
         self._completion: TokenIds = ()
+        self._images: tuple[ImageSpan, ...] = ()
 
     def copy(self) -> "Conversation":
         """The conversation as it is now, to go back to."""
         made = Conversation(self._template)
         made._tokens = None if self._tokens is None else TokenLog(self._tokens.view())
         made._messages, made._tools = list(self._messages), self._tools
-        made._reply, made._completion = self._reply, self._completion
+        made._reply, made._completion, made._images = self._reply, self._completion, self._images
         return made
 
     def next_prompt(self, messages: list[Message], *, tools: ToolSchemas | None = None) -> Prompt:
@@ -70,10 +74,13 @@ class Conversation:
         if delta is None:
             return self._start(messages, tools, rewrote=self._reply is not None and not continues)
         assert self._tokens is not None, "a recorded reply follows a prompt"
+        found = self._template.place_images(messages[len(self._messages) + 1 :], delta)
+        if found:
+            self._images = (*self._images, *(span.moved(len(self._tokens)) for span in found))
         self._tokens.append(delta)
         self._messages.extend(map(dict.copy, messages[len(self._messages) :]))
         self._reply = None
-        return Prompt(self._tokens.view(), MessageView(self._messages))
+        return Prompt(self._tokens.view(), MessageView(self._messages), images=self._images)
 
     def num_tokens(self, messages: list[Message], *, tools: ToolSchemas | None = None) -> int:
         """Number of tokens of the prompt for these messages; changes no state."""
@@ -115,12 +122,14 @@ class Conversation:
         self._messages = list(map(dict.copy, messages))
         self._tools = tools
         self._reply = None
+        self._images = rendered.images
         return Prompt(
             token_ids=self._tokens.view(),
             messages=MessageView(self._messages),
             text=rendered.prompt_text,
             rewrote_history=rewrote,
             is_new_segment=not is_first,
+            images=rendered.images,
         )
 
 
@@ -225,7 +234,8 @@ class ClientPolicy:
             sampling=self.sampling,
             return_=ReturnSpec.for_rl(),
             seed=seed,
+            images=prompt.images,
         )
         response, _ = await self.client.complete_tokens(request)
         require_trainable_reply(request, response)
-        return response.to_trace(temperature=self.sampling.temperature)
+        return response.to_trace(temperature=self.sampling.temperature, images=prompt.images)

@@ -13,7 +13,17 @@ import numpy as np
 from ludic.inference.templates.chat import ChatTemplate, TemplateResult, ToolSchemas
 from ludic.inference.templates.conversation import encode_text
 from ludic.inference.templates.tool_calls import TOOL_PARSERS, ToolParser, ToolParseResult, make_tool_call
-from ludic.types import Message, MissingExtra, SamplingParams, TemplateError, TokenArray, TokenIds, token_array
+from ludic.types import (
+    Message,
+    MissingExtra,
+    SamplingParams,
+    TemplateError,
+    TokenArray,
+    TokenIds,
+    images_in,
+    token_array,
+)
+from ludic.types.messages import text_of
 
 # Placeholder for a reply while its surroundings are rendered. Letters and digits only, so that no template's
 # trimming, escaping or thinking rules change it.
@@ -86,7 +96,8 @@ class HFChatTemplate(ChatTemplate):
                 raise
             # A model may call two tools at once where its template allows one; the history must still show what it wrote.
             text = self._render([_as_prose(message) for message in messages], tools, add_generation_prompt)
-        return TemplateResult(prompt_token_ids=self._encode(text), prompt_text=text)
+        ids = self._encode(text)
+        return TemplateResult(prompt_token_ids=ids, prompt_text=text, images=self.place_images(messages, ids))
 
     def parse_tool_calls(self, text: str) -> ToolParseResult:
         return ToolParseResult(content=text) if self.tool_parser is None else self.tool_parser.parse(text)
@@ -266,6 +277,7 @@ class HFChatTemplate(ChatTemplate):
         self, messages: Sequence[Message], tools: ToolSchemas | None, add_generation_prompt: bool
     ) -> str:
         kwargs: dict[str, Any] = {"tools": list(tools)} if tools else self._no_tools
+        messages = self._shaped(messages)
         try:
             text: str = self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
@@ -275,6 +287,17 @@ class HFChatTemplate(ChatTemplate):
             why = f"{type(error).__name__}: {error}"
             raise TemplateError(f"The chat template failed on messages with roles {roles}: {why}") from error
         return text
+
+    def _shaped(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages as the template takes them: text only. `VisionTemplate` takes pictures."""
+        if images_in(messages):
+            raise TemplateError(
+                f"The conversation holds a picture, but {type(self.tokenizer).__name__} {self.tokenizer.name_or_path!r} belongs to "
+                "a model of text. Use a vision-language model (docs/vision.md)."
+            )
+        if any(type(message.get("content")) is list for message in messages):
+            return [{**message, "content": text_of(message.get("content"))} for message in messages]
+        return messages
 
     def _call_form(self, has_prose: bool) -> "_CallForm":
         """The form in which the template shows a message with tool calls, with or without prose."""

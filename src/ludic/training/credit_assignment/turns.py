@@ -19,6 +19,7 @@ from ludic.training.credit_assignment.grouping import (
     turn_rewards,
 )
 from ludic.types import AgentStep, ConfigError, EnvironmentStep, Rollout, Turn
+from ludic.types.messages import text_of
 
 StateFn: TypeAlias = Callable[[Turn], Hashable | None]
 """The state that a turn was taken in; None when it is not known, and then the turn is compared with no other."""
@@ -98,10 +99,10 @@ def observation_before(turn: Turn) -> str | None:
     """What the env said before the turn; for a reply that never reached the env, the last message that was shown."""
     for step in turn.steps:
         if isinstance(step, EnvironmentStep):
-            return step.prev_obs
+            return None if step.prev_obs is None else text_of(step.prev_obs)
     first = turn.steps[0]
     assert isinstance(first, AgentStep), "a turn without a transition is made of model calls"
-    return str(first.prompt_messages[-1]["content"]) if first.prompt_messages else None
+    return text_of(first.prompt_messages[-1]["content"]) if first.prompt_messages else None
 
 
 @dataclass(frozen=True, slots=True)

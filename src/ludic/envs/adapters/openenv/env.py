@@ -67,7 +67,7 @@ class OpenEnvEnv(SingleAgentEnv):
         self._found_tools: list[dict[str, Any]] = []
         self._pending, self._is_done = 0.0, False
         """Rewards of tool calls since the last action, and whether one of them ended the episode."""
-        self._obs = ""
+        self._obs: Observation = ""
         self._legal: list[str] | None = None
 
     @property

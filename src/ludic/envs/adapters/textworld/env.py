@@ -103,7 +103,7 @@ class TextWorldEnv(ReplayedEnv):
             return dict(zip(_LABELS, self._live.commands, strict=False)).get(wanted)
         return next((each for each in self._live.commands if each.casefold() == wanted.casefold()), None)
 
-    def _shown(self) -> Observation:
+    def _shown(self) -> str:
         live, names = self._live, self._live.game.names
         listed = (
             [f"{label} {each}" for label, each in zip(_LABELS, live.commands, strict=False)]

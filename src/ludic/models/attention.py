@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ludic.models.recurrent.layers import Mix, recurrent_layers, route_recurrence
 from ludic.types import ConfigError
 
 NAME = "ludic"
@@ -109,6 +110,11 @@ class _Probe:
     def __init__(self) -> None:
         self.heads: dict[int, tuple[int, int]] = {}
         self.windows: dict[int, int | None] = {}
+        self.recurrent: set[int] = set()
+
+    def recur(self, layer: int, mix: Mix, hidden_TD: Tensor) -> Tensor:
+        self.recurrent.add(layer)
+        return mix(hidden_TD[None], None)[0]
 
     def attend(
         self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
@@ -123,7 +129,8 @@ class _Probe:
 def route_attention(model: Any) -> tuple[tuple[int, int], ...]:
     """Route the model's attention through `ludic_attention` and check with a probe that every layer uses it.
 
-    Returns (number of key/value heads, head size) of each layer.
+    Returns (number of key/value heads, head size) of each layer; zeros for one without attention. Recurrent layers ask the
+    state, too (`RecurrentState`).
     """
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         raise ConfigError(f"{type(model).__name__} is not a transformers model: it has no config.")
@@ -131,6 +138,7 @@ def route_attention(model: Any) -> tuple[tuple[int, int], ...]:
     probe = _Probe()
     before = model.config._attn_implementation
     try:
+        route_recurrence(model)
         model.set_attn_implementation(NAME)
         device = model.get_input_embeddings().weight.device
         ids = torch.zeros(1, 2, dtype=torch.long, device=device)
@@ -142,25 +150,29 @@ def route_attention(model: Any) -> tuple[tuple[int, int], ...]:
                 use_cache=False,
                 ludic_state=probe,
             )
-        _check_probe(probe, config)
+        _check_probe(probe, model)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         model.config._attn_implementation = before
         raise ConfigError(
             f"{type(model).__name__} cannot be served by the embedded inference engine: its attention does not go through "
             f"transformers' AttentionInterface, or not in the usual way ({error}). Serve it with vLLM."
         ) from error
-    return tuple(probe.heads[layer] for layer in range(config.num_hidden_layers))
+    return tuple(probe.heads.get(layer, (0, 0)) for layer in range(config.num_hidden_layers))
 
 
-def _check_probe(probe: _Probe, config: Any) -> None:
+def _check_probe(probe: _Probe, model: Any) -> None:
     """Raise unless the arguments that the layers passed fully determine their attention."""
+    config = model.config.get_text_config()
     num_layers = config.num_hidden_layers
-    if set(probe.heads) != set(range(num_layers)):
+    if probe.recurrent != set(recurrent_layers(model)):
+        raise ValueError(f"{len(probe.recurrent)} of its recurrent layers are given the state of the pass")
+    if set(probe.heads) | probe.recurrent != set(range(num_layers)):
         raise ValueError(
-            f"{len(probe.heads)} of its {num_layers} layers use the registered function; state-space layers?"
+            f"{len(probe.heads)} of its {num_layers} layers use the registered function, {len(probe.recurrent)} are recurrent"
         )
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * num_layers
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    kinds = list(getattr(config, "layer_types", None) or ["full_attention"] * num_layers)
+    unknown = {kinds[layer] for layer in range(num_layers) if layer not in probe.recurrent}
+    unknown -= {"full_attention", "sliding_attention", "attention"}
     if unknown:
         raise ValueError(f"it has layers of the kind {', '.join(sorted(unknown))}")
     # Some models encode a sliding window only in their mask, which Ludic does not build.

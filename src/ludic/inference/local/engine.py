@@ -33,6 +33,7 @@ from ludic.models.attention import route_attention
 from ludic.models.bitwise.decoder import BitwiseDecoder
 from ludic.models.forward import make_forward, packed_bytes
 from ludic.models.loading import load_model
+from ludic.models.recurrent.layers import recurrent_layers
 from ludic.models.weights import FiniteCheck, WeightsWatch, not_finite, shared_view
 from ludic.types import (
     ChatResponse,
@@ -102,6 +103,10 @@ class LocalEngine:
         if names := FiniteCheck(self.model.named_parameters()).names():
             raise not_finite(f"{self.name} cannot be served", names, "Load other weights.")
         heads = route_attention(shared_view(self.model))
+        if recurrent_layers(self.model):
+            raise ConfigError(
+                f"The embedded engine keeps no state for the recurrent layers of {self.name}. Serve it with vLLM."
+            )
         self._watch = WeightsWatch(self.model)
         config = self.model.config.get_text_config()
         self.max_model_len = max_model_len or config.max_position_embeddings

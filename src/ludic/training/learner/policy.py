@@ -31,6 +31,8 @@ from ludic.models.head import (
 from ludic.models.llama.graphs import MAX_LAYER_WEIGHTS
 from ludic.models.llama.training import fused_decoder
 from ludic.models.packed_attention import PackedSequences
+from ludic.models.recurrent.layers import recurrent_layers
+from ludic.models.recurrent.packed import HybridSequences
 from ludic.models.teacher_kl import VocabularyKL, vocabulary_kl
 from ludic.models.tree_attention import TreeSequences
 from ludic.training.learner.packing import (
@@ -74,6 +76,7 @@ class TrainedPolicy:
         `bitwise`: packed batches run through `ludic.models.bitwise`, as the sampler's do."""
         self.model = model
         self.packed = packed and is_decoder(model) and _can_pack(model)
+        self._is_hybrid = self.packed and bool(recurrent_layers(model))
         self._head = _head_of(model, is_needed=self.packed)
         first = next(model.parameters())
         self.device: torch.device = compute_device(model)
@@ -196,7 +199,9 @@ class TrainedPolicy:
         """Flat hidden states of all tokens, padding included."""
         if not batch.is_padded:
             tree, lengths = batch.tree, batch.lengths
-            state = PackedSequences(lengths, self.device) if tree is None else TreeSequences(tree, self.device)
+            state: Any = PackedSequences(lengths, self.device) if tree is None else TreeSequences(tree, self.device)
+            if self._is_hybrid:
+                state = HybridSequences(state, batch.paths, self.device)
             if self._bitwise is not None:
                 attention = TrainedAttention(_spans(batch), len(batch.ids_T), state, self.device)
                 return self._bitwise.hidden(batch.ids_T, batch.positions_T, attention)

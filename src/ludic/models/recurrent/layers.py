@@ -1,0 +1,93 @@
+"""Route a model's recurrent layers: gated delta nets, Mamba, short convolutions.
+
+Such a layer carries a state from token to token, so over a flat row of several sequences it would carry it from one sequence
+into the next. With a `ludic_state` (see attention.py) that state decides what the layer's own forward runs on: a batch with one
+sequence per row. Without one the layer is the library's. Kernels for packed sequences (`cu_seqlens`, `seq_idx`) are not used:
+transformers calls them for some families only, and only where other packages are installed.
+"""
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+Mix = Callable[[Tensor, Any], Tensor]
+"""A layer's own forward: (inputs [B, L, D], a transformers cache with the rows' states or None) → [B, L, D]."""
+
+
+# Letters: T flat tokens, B rows, L tokens of a row, D width.
+class RecurrentState(Protocol):
+    """Computes the recurrent layers of one forward pass."""
+
+    def recur(self, layer: int, mix: Mix, hidden_TD: Tensor) -> Tensor:
+        """Run the layer over every sequence of the flat tokens: [T, D]."""
+        ...
+
+
+_here = threading.local()
+"""`.state`: the state of the layer that this thread computes, for layers that do not pass it on."""
+_SILENT_LAYERS = ("JambaMambaDecoderLayer",)
+"""They call their mixer without the keyword arguments of the forward pass."""
+
+
+def is_recurrent(module: nn.Module) -> bool:
+    """Whether the module is the mixer of a recurrent layer: all of them begin with a causal convolution."""
+    children = [getattr(child, "base_layer", child) for child in module.children()]  # a LoRA layer holds another
+    return hasattr(module, "layer_idx") and any(isinstance(child, nn.Conv1d) for child in children)
+
+
+def recurrent_layers(model: nn.Module) -> dict[int, nn.Module]:
+    """The mixers by layer."""
+    return {module.layer_idx: module for module in model.modules() if is_recurrent(module)}  # type: ignore[misc]
+
+
+def route_recurrence(model: nn.Module) -> None:
+    """Let the model's recurrent layers ask a `ludic_state`. Changes the classes of these layers, once."""
+    for module in model.modules():
+        kind = type(module)
+        wrap = (
+            _routed_mixer if is_recurrent(module) else _remembering_layer if kind.__name__ in _SILENT_LAYERS else None
+        )
+        if wrap is not None and not hasattr(kind.forward, "is_routed"):
+            kind.forward = wrap(kind.forward)
+            kind.forward.is_routed = True
+
+
+def _routed_mixer(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    cache_name = "cache_params" if "cache_params" in inspect.signature(forward).parameters else "past_key_values"
+
+    @functools.wraps(forward)
+    def routed(
+        self: Any, hidden_states: Tensor, *args: Any, ludic_state: RecurrentState | None = None, **kwargs: Any
+    ) -> Tensor:
+        state = ludic_state if ludic_state is not None else getattr(_here, "state", None)
+        if state is None:
+            return forward(self, hidden_states, *args, **kwargs)
+        # Keyword arguments of the pass (masks, flags) speak of the flat row, not of the rows that the state makes.
+        return _recur(state, self.layer_idx, lambda x, cache: forward(self, x, **{cache_name: cache}), hidden_states)
+
+    return routed
+
+
+@torch.compiler.disable  # how the tokens are divided differs from batch to batch
+def _recur(state: RecurrentState, layer: int, mix: Mix, hidden: Tensor) -> Tensor:
+    if not hasattr(state, "recur"):
+        raise NotImplementedError(f"{type(state).__name__} has no states for recurrent layers")
+    return state.recur(layer, mix, hidden[0]).unsqueeze(0)
+
+
+def _remembering_layer(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def remembering(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = getattr(_here, "state", None)
+        _here.state = kwargs.get("ludic_state")
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            _here.state = before
+
+    return remembering

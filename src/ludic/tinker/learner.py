@@ -183,6 +183,7 @@ def _check_settings(cfg: TrainerConfig, algo: RLAlgorithm) -> None:
     asked = {
         "compile": cfg.compile,
         "gradient_checkpointing": cfg.gradient_checkpointing,
+        "offload_activations": cfg.offload_activations,
         "model_device": cfg.model_device,
         "eval_in_background": cfg.eval_in_background,
     }

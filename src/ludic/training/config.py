@@ -106,6 +106,9 @@ class TrainerConfig:
     stays the same. On a CPU so far; on a GPU every sample is computed in full."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, slower."""
+    offload_activations: bool = False
+    """What the decoder saves for the backward pass waits in host memory; the gradient stays the same. With
+    gradient_checkpointing it is each layer's input alone. For long samples on a GPU; on a CPU it saves nothing."""
     compile: bool = False
     """Compile the decoder's layers: about a minute at the start, then faster steps on a GPU."""
     bitwise: bool = False

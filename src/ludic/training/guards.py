@@ -51,6 +51,7 @@ def explained_memory(cfg: TrainerConfig) -> Iterator[None]:
             sizes = [f"{size / 2**30:.1f} GiB" for size in (total, own, max(total - free - own, 0), free)]
             use = "Of {}, this process holds {}, others and CUDA {}; {} is free. ".format(*sizes)
         recompute = "" if cfg.gradient_checkpointing else ", set gradient_checkpointing, which recomputes activations"
+        recompute += "" if cfg.offload_activations else ", set offload_activations, which keeps them in host memory"
         raise OutOfGPUMemory(
             f"The GPU ran out of memory while training. {use}Lower micro_token_budget (now {cfg.micro_token_budget:,} tokens in "
             f"one forward pass; the gradient stays the same){recompute}, or train an adapter (lora_rank). `ludic plan` says what "

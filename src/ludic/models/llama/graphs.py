@@ -47,7 +47,8 @@ class PassGraphs:
         self, decoder: Any, run: Any, x_TN: Tensor, parameters: Sequence[Any], needs: tuple[bool, ...]
     ) -> "HeldGraphs | None":
         """The graphs for this pass, until its backward is through; None: launch it kernel by kernel."""
-        if self._is_off or run.recomputes or not isinstance(run.state, PackedSequences) or self._holder() is not None:
+        is_kept = not run.recomputes and run.host is None
+        if self._is_off or not is_kept or not isinstance(run.state, PackedSequences) or self._holder() is not None:
             return None
         lengths = run.state.lengths
         shape = rounded_shape(lengths)

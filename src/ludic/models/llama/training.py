@@ -30,6 +30,7 @@ from ludic.models.llama.adapters import (
     is_plain_linear,
 )
 from ludic.models.llama.graphs import HeldGraphs, PassGraphs
+from ludic.models.memory.offload import HostTape
 from ludic.models.packed_attention import Gradients, PackedSequences
 from ludic.models.tree_attention import TreeSequences
 
@@ -41,9 +42,9 @@ _MAX_DIFFERENCE = 0.05
 
 _NUM_PROJECTIONS = 7
 
-Tape = list[tuple[Tensor, Tensor | None, Any]]
+Tape = list[tuple[Any, Any, Any]]
 """Of each layer: its input, the residual stream after attention, and a `_Stored`; the last two are None if they are recomputed.
-Then the input of the last norm."""
+Then the input of the last norm. With offload, tensors are what `HostTape.pack` returned for them."""
 
 
 # Letters: T flat tokens, N hidden size, H query heads, K key/value heads, D head size, W = (H + 2K) · D.
@@ -83,15 +84,17 @@ class FusedDecoder:
             and all(adapter_name(m) == name and is_plain_linear(m) for m, name in self._adapted)
         )
 
-    def hidden(self, ids_T: Tensor, positions_T: Tensor, state: AttentionState) -> Tensor:
-        """Last hidden states [T, N], after the final norm."""
-        return self.hidden_of(self._embed(ids_T), positions_T, state)
+    def hidden(self, ids_T: Tensor, positions_T: Tensor, state: AttentionState, host: HostTape | None = None) -> Tensor:
+        """Last hidden states [T, N], after the final norm. `host`: where layers keep what backward needs."""
+        return self.hidden_of(self._embed(ids_T), positions_T, state, host)
 
-    def hidden_of(self, x_TN: Tensor, positions_T: Tensor, state: AttentionState) -> Tensor:
+    def hidden_of(
+        self, x_TN: Tensor, positions_T: Tensor, state: AttentionState, host: HostTape | None = None
+    ) -> Tensor:
         """The same from embeddings."""
         cosines, sines = self._rotary(x_TN, positions_T[None])
         recomputes = self._first.gradient_checkpointing and self._first.training
-        run = Pass(cosines[0], sines[0], state, _kernels(x_TN), recomputes)
+        run = Pass(cosines[0], sines[0], state, _kernels(x_TN), recomputes, host)
         parameters: list[Any] = []
         for layer in self._layers:
             adapters, run.scales[layer.number] = layer.adapters(x_TN.dtype)
@@ -122,7 +125,7 @@ class FusedDecoder:
             add_all(layer.in_pass(run, own)[6:], [delta_TN], inner_TF)
             del inner_TF
             if keeps:
-                tape.append((input_TN, None, None) if run.recomputes else (input_TN, x_TN, stored))
+                tape.append(run.kept(input_TN, x_TN, stored))
             del stored
         total_TN, out_TN = run.kernels.add_norm(x_TN, delta_TN, parameters[-1], self._norm.variance_epsilon)
         tape.append((total_TN, None, None))
@@ -141,7 +144,7 @@ class FusedDecoder:
         del total_TN
         layers = zip(self._layers, self._by_layer(parameters), self._by_layer(needs), strict=True)
         for layer, own, needs_own in reversed(list(layers)):
-            input_TN, after_TN, stored = tape.pop()
+            input_TN, after_TN, stored = run.read(tape.pop())
             if after_TN is None or stored is None:
                 normed_TN = run.kernels.add_norm(input_TN, None, own[0], layer.epsilon)[1]
                 after_TN, stored = _until_gate(layer, run, input_TN, normed_TN, own)
@@ -164,8 +167,28 @@ class Pass:
     state: AttentionState
     kernels: Any
     recomputes: bool
+    host: HostTape | None = None
     scales: dict[int, list[float]] = field(default_factory=dict)
     """Of the adapters of each layer."""
+
+    def kept(self, input_TN: Tensor, after_TN: Tensor, stored: "_Stored") -> tuple[Any, Any, Any]:
+        """What the tape holds of a layer. The output of attention stays on the device: the kernel's closure reads it."""
+        pack = self.host.pack if self.host is not None else lambda tensor: tensor
+        if self.recomputes:
+            return pack(input_TN), None, None
+        stored.qkv_TW, stored.gate_up_TE = pack(stored.qkv_TW), pack(stored.gate_up_TE)
+        return pack(input_TN), pack(after_TN), stored
+
+    def read(self, kept: tuple[Any, Any, Any]) -> tuple[Tensor, Tensor | None, "_Stored | None"]:
+        """The reverse, in the reverse order."""
+        input_TN, after_TN, stored = kept
+        if self.host is None:
+            return input_TN, after_TN, stored
+        if stored is not None:
+            after_TN, input_TN = self.host.unpack(after_TN), self.host.unpack(input_TN)
+            stored.gate_up_TE, stored.qkv_TW = self.host.unpack(stored.gate_up_TE), self.host.unpack(stored.qkv_TW)
+            return input_TN, after_TN, stored
+        return self.host.unpack(input_TN), None, None
 
 
 @dataclass(slots=True)

@@ -28,7 +28,10 @@ def make_critic(
     if algo.critic is not CriticKind.SEPARATE:
         return HeadCritic(policy, is_detached=algo.critic is CriticKind.DETACHED)
     trunk = TrainedPolicy(
-        given.to(policy.device).train(), packed=cfg.packed, mixed_precision_dtype=cfg.mixed_precision_dtype
+        given.to(policy.device).train(),
+        packed=cfg.packed,
+        mixed_precision_dtype=cfg.mixed_precision_dtype,
+        offload=cfg.offload_activations,
     )
     if recomputes:
         recompute_activations(given)

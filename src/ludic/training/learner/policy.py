@@ -30,6 +30,7 @@ from ludic.models.head import (
 )
 from ludic.models.llama.graphs import MAX_LAYER_WEIGHTS
 from ludic.models.llama.training import fused_decoder
+from ludic.models.memory.offload import ActivationOffload, HostTape
 from ludic.models.packed_attention import PackedSequences
 from ludic.models.recurrent.layers import recurrent_layers
 from ludic.models.recurrent.packed import HybridSequences
@@ -71,9 +72,11 @@ class TrainedPolicy:
         mixed_precision_dtype: str | None = "bf16",
         fused: bool = True,
         bitwise: bool = False,
+        offload: bool = False,
     ) -> None:
         """`fused`: the Llama family in half precision on a GPU runs through `ludic.models.llama`, not its own modules.
-        `bitwise`: packed batches run through `ludic.models.bitwise`, as the sampler's do."""
+        `bitwise`: packed batches run through `ludic.models.bitwise`, as the sampler's do. `offload`: what the decoder saves for
+        backward waits in host memory."""
         self.model = model
         self.packed = packed and is_decoder(model) and _can_pack(model)
         self._is_hybrid = self.packed and bool(recurrent_layers(model))
@@ -88,6 +91,7 @@ class TrainedPolicy:
         self._bitwise = BitwiseDecoder(model) if bitwise else None
         is_fused = fused and self.packed and not is_converted and not bitwise
         self._fused = fused_decoder(model) if is_fused else None
+        self._offload = ActivationOffload(self.device) if offload else None
 
     @property
     def is_fused(self) -> bool:
@@ -197,6 +201,21 @@ class TrainedPolicy:
 
     def _hidden(self, batch: PackedBatch) -> Tensor:
         """Flat hidden states of all tokens, padding included."""
+        host: HostTape | None = None
+        if self._offload is not None and torch.is_grad_enabled():
+            row = batch.ids_T.numel() // len(batch.lengths) if batch.is_padded else len(batch.ids_T)
+            host = self._offload.tape(len(batch.ids_T), row)
+        if host is None:
+            return self._decode(batch)
+        if self._runs_fused(batch):
+            return self._decode(batch, host)
+        with host.saving():
+            return self._decode(batch)
+
+    def _runs_fused(self, batch: PackedBatch) -> bool:
+        return not batch.is_padded and self._fused is not None and self._fused.is_current
+
+    def _decode(self, batch: PackedBatch, host: HostTape | None = None) -> Tensor:
         if not batch.is_padded:
             tree, lengths = batch.tree, batch.lengths
             state: Any = PackedSequences(lengths, self.device) if tree is None else TreeSequences(tree, self.device)
@@ -206,7 +225,7 @@ class TrainedPolicy:
                 attention = TrainedAttention(_spans(batch), len(batch.ids_T), state, self.device)
                 return self._bitwise.hidden(batch.ids_T, batch.positions_T, attention)
             if self._fused is not None and self._fused.is_current:
-                return self._fused.hidden(batch.ids_T, batch.positions_T, state)
+                return self._fused.hidden(batch.ids_T, batch.positions_T, state, host)
             return hidden_states(self.model, batch.ids_T, batch.positions_T, state)
         ids_BL, mask_BL = self._rows(batch)
         decoder = plain_model(self.model).get_decoder()

@@ -107,6 +107,7 @@ class TorchLearner(Learner):
             share_prefixes=cfg.share_prefixes,
             mixed_precision_dtype=cfg.mixed_precision_dtype,
             bitwise=cfg.bitwise,
+            offload=cfg.offload_activations,
         )
         self._is_sharing_checked = not self.policy.share_prefixes
         is_compiled = cfg.compile or (is_sharded(model) and settings_of(model).compile)

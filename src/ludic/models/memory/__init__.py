@@ -1,0 +1,1 @@
+"""What makes a training step take less GPU memory: activations in host memory, base weights in four bits."""

@@ -173,7 +173,7 @@ class Pass:
 
     def kept(self, input_TN: Tensor, after_TN: Tensor, stored: "_Stored") -> tuple[Any, Any, Any]:
         """What the tape holds of a layer. The output of attention stays on the device: the kernel's closure reads it."""
-        pack = self.host.pack if self.host is not None else lambda tensor: tensor
+        pack: Any = self.host.pack if self.host is not None else lambda tensor: tensor
         if self.recomputes:
             return pack(input_TN), None, None
         stored.qkv_TW, stored.gate_up_TE = pack(stored.qkv_TW), pack(stored.gate_up_TE)

@@ -128,12 +128,12 @@ class HostTape:
         seen = self._by_storage.get(storage._cdata)
         moved = seen[1]() if seen is not None and not seen[0].expired() else None
         if moved is None or moved.version != tensor._version:
-            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
+            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             moved = _Moved(len(self._moved), tensor._version, flat, self._offload)
             self._moved.append(weakref.ref(moved))
             self._by_storage[storage._cdata] = StorageWeakRef(storage), weakref.ref(moved)
             self._to_host(moved)
-        return _Saved(moved, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return _Saved(moved, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def unpack(self, saved: "Tensor | _Saved") -> Tensor:
         """The tensor again, and start copies of what was saved before it."""
@@ -147,7 +147,7 @@ class HostTape:
         self._fetch_ahead(moved.number)
         assert moved.on_device is not None, "it was copied back above"
         view = torch.empty(0, dtype=saved.dtype, device=moved.on_device.device)
-        return view.set_(moved.on_device.untyped_storage(), saved.offset, saved.shape, saved.stride)  # type: ignore[call-overload,no-any-return]
+        return view.set_(moved.on_device.untyped_storage(), saved.offset, saved.shape, saved.stride)
 
     def _is_moved(self, tensor: Tensor) -> bool:
         is_plain = type(tensor) is Tensor and not isinstance(tensor._base, nn.Parameter)

@@ -6,6 +6,7 @@ computes attention: the embedded inference engine passes a paged KV cache, the t
 argument of the forward pass, so one module can serve several callers at the same time.
 """
 
+import logging
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,11 +19,31 @@ from transformers.masking_utils import sdpa_mask
 from ludic.models.recurrent.layers import Mix, recurrent_layers, route_recurrence
 from ludic.types import ConfigError
 
+logger = logging.getLogger(__name__)
+
 NAME = "ludic"
 SKIP_MASK = torch.empty(0, 0, 0, 0)
 """Passed as attention_mask: transformers forwards a 4D mask unchanged, so it builds none."""
 _NOT_SUPPORTED = ("s_aux", "position_bias", "indices", "block_indices")
 """Arguments of some models' attention that Ludic does not implement: sinks, biases, key selection."""
+
+
+class NotRoutable(ConfigError):
+    """A model's attention cannot be routed through `ludic_attention`; `reason` says why, for a sentence about the model."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+_said: set[str] = set()
+
+
+def say_once(message: str) -> None:
+    """Log a warning, once in a process: several engines and trainers of a run have the same model."""
+    if message not in _said:
+        _said.add(message)
+        logger.warning(message)
 
 
 class AttentionRules(NamedTuple):
@@ -134,6 +155,8 @@ def route_attention(model: Any) -> tuple[tuple[int, int], ...]:
     """
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         raise ConfigError(f"{type(model).__name__} is not a transformers model: it has no config.")
+    if not getattr(model, "_can_set_attn_implementation", lambda: True)():  # else transformers logs a warning
+        raise NotRoutable("its attention does not go through transformers' AttentionInterface")
     config = model.config.get_text_config()
     probe = _Probe()
     before = model.config._attn_implementation
@@ -153,9 +176,8 @@ def route_attention(model: Any) -> tuple[tuple[int, int], ...]:
         _check_probe(probe, model)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         model.config._attn_implementation = before
-        raise ConfigError(
-            f"{type(model).__name__} cannot be served by the embedded inference engine: its attention does not go through "
-            f"transformers' AttentionInterface, or not in the usual way ({error}). Serve it with vLLM."
+        raise NotRoutable(
+            f"its layers do not all compute attention by transformers' AttentionInterface in the usual way ({error})"
         ) from error
     return tuple(probe.heads.get(layer, (0, 0)) for layer in range(config.num_hidden_layers))
 

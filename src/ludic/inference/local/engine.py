@@ -21,19 +21,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from ludic.inference.local.bitwise import BitwiseRunner, check_sampling
+from ludic.inference.local.bitwise import check_sampling
 from ludic.inference.local.blocks import BlockPool
-from ludic.inference.local.kv import KVShape, check_rope, eos_ids, free_memory, num_blocks
-from ludic.inference.local.runner import CPURunner, Read, Runner, Scoring, take_batch
+from ludic.inference.local.kv import eos_ids, num_blocks
+from ludic.inference.local.runner import Read, Runner, RunnerSettings, Scoring, choose_backend, take_batch
 from ludic.inference.local.scheduler import Limits, Scheduler
 from ludic.inference.local.sequence import Sampled, Sequence, StopRule
 from ludic.inference.templates.conversation import decode_reply
-from ludic.models.attention import NAME as ATTENTION_NAME
-from ludic.models.attention import route_attention
 from ludic.models.bitwise.decoder import BitwiseDecoder
-from ludic.models.forward import make_forward, packed_bytes
 from ludic.models.loading import load_model
-from ludic.models.recurrent.layers import recurrent_layers
 from ludic.models.weights import FiniteCheck, WeightsWatch, not_finite, shared_view
 from ludic.types import (
     ChatResponse,
@@ -102,20 +98,16 @@ class LocalEngine:
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         if names := FiniteCheck(self.model.named_parameters()).names():
             raise not_finite(f"{self.name} cannot be served", names, "Load other weights.")
-        heads = route_attention(shared_view(self.model))
-        if recurrent_layers(self.model):
-            raise ConfigError(
-                f"The embedded engine keeps no state for the recurrent layers of {self.name}. Serve it with vLLM."
-            )
+        if bitwise:
+            BitwiseDecoder(self.model)  # refuses here what could not hold, not at the first request
+        self._backend = choose_backend(self.model, max_model_len, is_bitwise=bitwise)
         self._watch = WeightsWatch(self.model)
-        config = self.model.config.get_text_config()
-        self.max_model_len = max_model_len or config.max_position_embeddings
-        check_rope(config)
+        self.max_model_len = self._backend.max_length
         embedding = self.model.get_input_embeddings().weight
         self.vocab_size: int = embedding.shape[0]
         self._eos_ids = frozenset(i for i in eos_ids(self.model, self.tokenizer) if 0 <= i < self.vocab_size)
-        self._shape = KVShape(heads=heads, dtype=embedding.dtype, device=embedding.device)
-        on_gpu = self._shape.device.type == "cuda"
+        self._device: torch.device = embedding.device
+        on_gpu = self._device.type == "cuda"
         # Every member of a group computes what follows the last full block itself. On a GPU a kernel reads whole blocks.
         block_size = block_size if block_size is not None else (16 if on_gpu else 4)
         self.max_sequences = max_sequences = max_sequences or (512 if on_gpu else 64)
@@ -123,11 +115,19 @@ class LocalEngine:
         max_prefill_tokens = max_prefill_tokens or (16_384 if on_gpu else 2048)
         # On a CPU the dense rows of the decoding sequences take about as much again as the pool.
         fraction = kv_memory_fraction or (0.6 if on_gpu else 0.15)
-        pool_blocks = num_blocks(self._shape, block_size, fraction, kv_tokens, max_sequences, self.max_model_len)
+        room = max_sequences * self.max_model_len
+        pool_blocks = num_blocks(
+            self._backend.bytes_per_token, self._device, block_size, fraction=fraction, kv_tokens=kv_tokens, most=room
+        )
         # A pool that holds every sequence at full length needs no estimates.
-        keeps_room = keep_room and pool_blocks * block_size < max_sequences * self.max_model_len
-        rounds = 8 if on_gpu and not bitwise else 1
-        limits = Limits(max_sequences, max_prefill_tokens, max_rounds=rounds, keeps_room=keeps_room)
+        keeps_room = keep_room and pool_blocks * block_size < room
+        limits = Limits(
+            max_sequences,
+            max_prefill_tokens,
+            max_rounds=self._backend.max_rounds,
+            keeps_room=keeps_room,
+            shares_prefixes=self._backend.shares_prefixes,
+        )
         self._scheduler = Scheduler(BlockPool(pool_blocks, block_size), limits)
         self._scheduler.version = version
         self._runner: Runner | None = None
@@ -142,8 +142,6 @@ class LocalEngine:
         self._compile_layers = compile_layers
         self._pack_weights = pack_weights
         self.is_bitwise = bitwise
-        if bitwise:
-            BitwiseDecoder(self.model)  # refuses here what could not hold, not at the first request
         self._seed = seed
         self._numbers = itertools.count()
         # Everything below is shared with the worker; the condition guards it.
@@ -459,7 +457,7 @@ class LocalEngine:
             self._is_closed = True
             self._changed.notify_all()
         self._worker.join(timeout=60)
-        if self._shape.device.type == "cuda":
+        if self._device.type == "cuda":
             gc.unfreeze()
         atexit.unregister(self._at_exit)
 
@@ -642,29 +640,19 @@ class LocalEngine:
 
     def _make_runner(self) -> Runner:
         pool, limits = self._scheduler.pool, self._scheduler.limits
-        view = shared_view(self.model)  # separate modules over the same parameters
-        view.set_attn_implementation(ATTENTION_NAME)
-        if self.is_bitwise:
-            return BitwiseRunner(view, self._shape, pool.num_blocks, pool.block_size)
-        if self._shape.device.type == "cpu":
-            pack = self._pack_weights
-            if pack is None:  # a packed copy of the matrices is faster, if memory is plentiful
-                pack = packed_bytes(view) < free_memory(self._shape.device) // 4
-            return CPURunner(make_forward(view, pack=pack), self._shape, pool.num_blocks, pool.block_size)
-        from ludic.inference.local.cuda.forward import fused_bytes  # imports triton, which needs a GPU machine
-        from ludic.inference.local.cuda.runner import CUDARunner
-
-        fuse = self._pack_weights
-        if fuse is None:
-            fuse = fused_bytes(view) < free_memory(self._shape.device) // 4
-        runner = CUDARunner(
-            view, self._shape, pool.num_blocks, pool.block_size, max_sequences=limits.max_sequences,
-            max_length=self.max_model_len, max_rounds=limits.max_rounds, compile_layers=self._compile_layers,
-            fuse=fuse and self._compile_layers,
-        )  # fmt: skip
-        # A pass of the garbage collector over torch, transformers and a model stops this thread for 0.2 s. `close` undoes it.
-        gc.collect()
-        gc.freeze()
+        settings = RunnerSettings(
+            num_blocks=pool.num_blocks,
+            block_size=pool.block_size,
+            max_sequences=limits.max_sequences,
+            max_length=self.max_model_len,
+            compile_layers=self._compile_layers,
+            pack_weights=self._pack_weights,
+        )
+        runner = self._backend.runner(shared_view(self.model), settings)  # separate modules over the same parameters
+        if self._device.type == "cuda":
+            # A pass of the garbage collector over torch, transformers and a model stops this thread for 0.2 s. `close` undoes it.
+            gc.collect()
+            gc.freeze()
         return runner
 
     def _decode(self, ids: list[int]) -> str:

@@ -199,26 +199,31 @@ def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def num_blocks(
-    shape: KVShape, block_size: int, fraction: float, kv_tokens: int | None, max_sequences: int, max_length: int
+    bytes_per_token: int, device: torch.device, block_size: int, *, fraction: float, kv_tokens: int | None, most: int
 ) -> int:
-    """Blocks for `kv_tokens`, else for a fraction of free memory, at most all that could ever be used."""
+    """Blocks for `kv_tokens`, else for a fraction of free memory, and for at most `most` tokens."""
     if block_size < 1:
         raise ConfigError(f"block_size={block_size}; it must be at least 1.")
     if kv_tokens is None:
-        affordable = int(free_memory(shape.device) * fraction) // shape.bytes_per_token
-        kv_tokens = min(affordable, max_sequences * max_length)
+        kv_tokens = min(int(free_memory(device) * fraction) // max(bytes_per_token, 1), most)
     if kv_tokens < block_size:
         raise ConfigError(f"The KV cache would hold {kv_tokens} tokens; raise kv_tokens or kv_memory_fraction.")
     return -(-kv_tokens // block_size)
 
 
-def check_rope(config: Any) -> None:
-    """Raise for rotary embeddings that depend on the longest sequence in the batch: nothing could be cached or shared."""
-    rope = config.rope_parameters if hasattr(config, "rope_parameters") else None
+def rope_limit(config: Any) -> int | None:
+    """Tokens up to which the rotary embedding is the same for every sequence; None without such a limit.
+
+    "dynamic" and "longrope" change the frequencies of all positions once the longest sequence of a batch is longer than this:
+    keys in a cache would then belong to other frequencies.
+    """
+    rope = getattr(config, "rope_parameters", None)
     kinds = [] if rope is None else [rope] if "rope_type" in rope else [r for r in rope.values() if isinstance(r, dict)]
-    found = [kind["rope_type"] for kind in kinds if kind.get("rope_type") in _ROPE_BY_LENGTH]
-    if found:
-        raise ConfigError(
-            f"The model's rotary embedding has rope_type {found[0]!r}, which changes with the longest sequence in the batch, so "
-            "the embedded engine cannot cache keys. Serve it with vLLM, or set another rope_type."
-        )
+    found = [kind for kind in kinds if kind.get("rope_type") in _ROPE_BY_LENGTH]
+    original = getattr(config, "original_max_position_embeddings", None)
+    limits = [
+        (kind["rope_type"] == "longrope" and (kind.get("original_max_position_embeddings") or original))
+        or config.max_position_embeddings
+        for kind in found
+    ]
+    return min(limits) if limits else None

@@ -1,4 +1,5 @@
-"""Runs the model for the scheduler on a CPU: flat batches in, logits of the requested tokens out.
+"""Runs the model for the scheduler on a CPU: flat batches in, logits of the requested tokens out. `choose_backend` decides what
+runs a model: this runner, that of a GPU, or transformers' own cache (`cached`).
 
 Batches are padded to a minimum number of tokens, and keys to a multiple (`kv.padded_length`), because products with very few
 rows and sums with a remainder take another path through the math library and round differently. With this padding a request
@@ -16,12 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ludic.inference.local.kv import KVPool, KVShape, PrefillState, Span, padded_length
+from ludic.inference.local.kv import KVPool, KVShape, PrefillState, Span, free_memory, padded_length, rope_limit
 from ludic.inference.local.rows import DecodeState, DenseRows, Prefix, SharedPrefixes, num_shared
 from ludic.inference.local.sampling import sample
 from ludic.inference.local.sequence import Chunk, Sampled, Sequence, tokens_as_bytes
-from ludic.models.attention import AttentionState
-from ludic.models.forward import Forward
+from ludic.models.attention import NAME as ATTENTION_NAME
+from ludic.models.attention import AttentionState, NotRoutable, route_attention, say_once
+from ludic.models.forward import Forward, make_forward, packed_bytes
+from ludic.models.recurrent.layers import recurrent_layers
+from ludic.models.weights import shared_view
+from ludic.types import ConfigError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +86,120 @@ class Runner(Protocol):
     def weights_changed(self) -> None: ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunnerSettings:
+    """What the engine asks of a runner."""
+
+    num_blocks: int
+    block_size: int
+    max_sequences: int
+    max_length: int
+    compile_layers: bool = True
+    pack_weights: bool | None = None
+
+
+class Backend(Protocol):
+    """A way to run one model, known before the first request."""
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of one sequence."""
+        ...
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Memory of one token's state."""
+        ...
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether a sequence can continue from the blocks of another."""
+        ...
+
+    @property
+    def max_rounds(self) -> int:
+        """Decoding rounds per step."""
+        ...
+
+    def runner(self, view: Any, settings: RunnerSettings) -> Runner:
+        """A runner over `view`, a module tree for it alone."""
+        ...
+
+
+def choose_backend(model: Any, max_length: int | None, *, is_bitwise: bool = False) -> Backend:
+    """The block cache where every layer's attention can be routed through it; else transformers' own cache, said by a warning."""
+    config = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        raise ConfigError(f"{type(model).__name__} is not a transformers model: it has no config.")
+    text_config = model.config.get_text_config()
+    limit = rope_limit(text_config)
+    length = max_length or limit or getattr(text_config, "max_position_embeddings", None) or _USUAL_LENGTH
+    try:
+        if limit is not None and length > limit:
+            raise NotRoutable(
+                f"its rotary embedding changes when a sequence is longer than {limit} tokens, and max_model_len={length}"
+            )
+        return PagedBackend(model, length, is_bitwise=is_bitwise)
+    except NotRoutable as error:
+        from ludic.inference.local.cached import CachedBackend
+
+        found = CachedBackend(shared_view(model), length, recompute=limit is not None and length > limit)
+        say_once(
+            f"{type(model).__name__} runs {found.how}, which is slower than the engine's block cache: {error.reason}. "
+            "vLLM is the fast server for it."
+        )
+        return found
+
+
+_USUAL_LENGTH = 32_768
+"""Tokens of a sequence for a model that names no maximum: its state does not grow."""
+
+
+class PagedBackend:
+    """The block cache, on a CPU or a GPU. Raises `NotRoutable` for a model with a layer that cannot use it."""
+
+    shares_prefixes = True
+
+    def __init__(self, model: Any, max_length: int, *, is_bitwise: bool = False) -> None:
+        heads = route_attention(shared_view(model))
+        if recurrent_layers(model):
+            raise NotRoutable("its recurrent layers have a state beside keys and values")
+        embedding = model.get_input_embeddings().weight
+        self.max_length = max_length
+        self._shape = KVShape(heads=heads, dtype=embedding.dtype, device=embedding.device)
+        self._is_bitwise = is_bitwise
+        self.max_rounds = 8 if self._shape.device.type == "cuda" and not is_bitwise else 1
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self._shape.bytes_per_token
+
+    def runner(self, view: Any, settings: RunnerSettings) -> Runner:
+        view.set_attn_implementation(ATTENTION_NAME)
+        shape, blocks = self._shape, (settings.num_blocks, settings.block_size)
+        if self._is_bitwise:
+            from ludic.inference.local.bitwise import BitwiseRunner  # that module imports this one
+
+            return BitwiseRunner(view, shape, *blocks)
+        pack = settings.pack_weights
+        if shape.device.type == "cpu":
+            if pack is None:  # a packed copy of the matrices is faster, if memory is plentiful
+                pack = packed_bytes(view) < free_memory(shape.device) // 4
+            return CPURunner(make_forward(view, pack=pack), shape, *blocks)
+        from ludic.inference.local.cuda.forward import fused_bytes  # imports triton, which needs a GPU machine
+        from ludic.inference.local.cuda.runner import CUDARunner
+
+        if pack is None:
+            pack = fused_bytes(view) < free_memory(shape.device) // 4
+        # The fused pass reads a table of rotary angles beyond the longest sequence, which some embeddings do not survive.
+        is_plain_rope = rope_limit(view.config.get_text_config()) is None
+        return CUDARunner(
+            view, shape, *blocks, max_sequences=settings.max_sequences, max_length=settings.max_length,
+            max_rounds=self.max_rounds, compile_layers=settings.compile_layers,
+            fuse=pack and settings.compile_layers and is_plain_rope,
+        )  # fmt: skip
+
+
 class CPURunner:
     """Prefill by spans, decoding by rows."""
 
@@ -133,7 +252,7 @@ class CPURunner:
         if len(ended) > len(last):
             self._copy_last_blocks([(chunk.source, chunk.sequence) for chunk in ended if chunk.source is not None])
             logits_NV = logits_NV[[logits_of[(chunk.source or chunk.sequence).number] for chunk in ended]]
-        return _sampled(logits_NV, [chunk.sequence for chunk in ended])
+        return sampled_from(logits_NV, [chunk.sequence for chunk in ended])
 
     def _copy_last_blocks(self, pairs: list[tuple[Sequence, Sequence]]) -> None:
         """Copy what follows the last full block, which sequences with equal tokens share."""
@@ -183,7 +302,7 @@ class CPURunner:
         state = DecodeState(self._rows, in_row_R, length, self._shared)
         tokens, positions = [owner.tokens[-1] for owner in owners], [owner.num_computed for owner in owners]
         logits_NV = self._forward(tokens + padding, positions + padding, state, list(range(len(owners))))
-        return _sampled(logits_NV, owners)
+        return sampled_from(logits_NV, owners)
 
     def keep(self, sequence: Sequence) -> None:
         """Copy its decoded tokens to the pool, for requests that continue from it."""
@@ -233,7 +352,8 @@ class CPURunner:
         return self._model.logits(ids_T, positions_T, state, where_N)[: len(where)]
 
 
-def _sampled(logits_NV: Tensor, sequences: list[Sequence]) -> Read:
+def sampled_from(logits_NV: Tensor, sequences: list[Sequence]) -> Read:
+    """One token for each of these sequences, sampled on the host."""
     tokens, logprobs = sample(logits_NV, sequences) if sequences else ([], [])
     sampled = [(s, [token], [logprob]) for s, token, logprob in zip(sequences, tokens, logprobs, strict=True)]
     return lambda: sampled

@@ -32,6 +32,8 @@ class Limits:
     """Whether the runner computes equal prompts of one step once and samples from the same logits."""
     keeps_room: bool = False
     """Whether admission leaves blocks for the expected growth of running sequences."""
+    shares_prefixes: bool = True
+    """Whether a sequence can continue from the blocks of another; not if its state is kept elsewhere than in blocks."""
 
 
 @dataclass(slots=True)
@@ -143,8 +145,9 @@ class Scheduler:
                     room -= growth
                     continue
             # The last token must always be computed: its output predicts the next one.
-            shared, chain = self.pool.match(self.version, tokens[:-TOKEN_BYTES], TOKEN_BYTES)
-            following = self._next_block(sequence, chain, len(shared))
+            known = tokens[:-TOKEN_BYTES] if self.limits.shares_prefixes else b""
+            shared, chain = self.pool.match(self.version, known, TOKEN_BYTES)
+            following = self._next_block(sequence, chain, len(shared)) if self.limits.shares_prefixes else None
             if following is not None and following in in_progress:
                 held_back.append(sequence)
                 continue

@@ -306,15 +306,6 @@ def test_a_model_object_is_not_converted(asked):
         make_engine(new_model(), **asked)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_positions_that_depend_on_the_batch_are_refused(kind):
-    extra = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else {}
-    rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 10000.0, **extra}
-    model = new_model(rope_parameters=rope, original_max_position_embeddings=64)
-    with pytest.raises(ConfigError, match="changes with the longest sequence"):
-        make_engine(model)
-
-
 # --- weights and logits that are not finite ------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ludic.models import SMOLLM2, TINY
+from ludic.models.vision.inputs import is_vision_config, load_image_processor
 from ludic.types import ConfigError, MissingExtra
 
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -57,7 +58,7 @@ def load_model(
     if Path(source).suffix == ".json":
         return _from_config(Path(source), tokenizer, dtype, device, seed)
     folder, gguf = _locate(str(source))
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     is_here = Path(folder).exists()  # show progress for downloads only
     settings: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}  # other weight files are pickles
@@ -70,13 +71,21 @@ def load_model(
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=False, **tokenizer_settings
             )
-            model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **settings)
+            config = None if gguf is not None else AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            model: Any = _auto_class(config).from_pretrained(folder, trust_remote_code=False, **settings)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"Cannot load the model {str(source)!r}: {str(error).strip().splitlines()[0]} Give a folder with config.json and "
             f"weights, a .gguf file, a hub id that this machine can reach, {SMOLLM2!r} or {TINY!r}."
         ) from error
-    return LoadedModel(model.to(device).eval(), tokenizer, str(source))
+    return LoadedModel(model.to(device).eval(), load_image_processor(tokenizer, folder, config), str(source))
+
+
+def _auto_class(config: Any) -> Any:
+    """transformers' class that chooses the model's: of text, or of text and pictures."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if is_vision_config(config) else AutoModelForCausalLM
 
 
 def load_gguf_tokenizer(source: str) -> Any:
@@ -89,7 +98,7 @@ def load_gguf_tokenizer(source: str) -> Any:
 
 
 def _from_config(path: Path, tokenizer: Any, dtype: torch.dtype, device: torch.device, seed: int) -> LoadedModel:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     try:
         config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
@@ -100,7 +109,8 @@ def _from_config(path: Path, tokenizer: Any, dtype: torch.dtype, device: torch.d
         ) from error
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = AutoModelForCausalLM.from_config(config)
+        model: Any = _auto_class(config).from_config(config)
+    tokenizer = load_image_processor(tokenizer, str(path.parent), config)
     return LoadedModel(model.to(device, dtype).eval(), tokenizer, str(path))
 
 

@@ -108,6 +108,8 @@ class ModelSettings:
     """LoRA's alpha, in units of the rank."""
     lora_dropout: float = 0.0
     """Dropout before the adapter, while training."""
+    freeze_vision: bool = False
+    """Do not train the vision tower of a vision-language model. An adapter is never put on it."""
     fork_from: Path | None = None
     """Checkpoint of another run, or its run folder, to take the weights of (and nothing else)."""
     dtype: Dtype = "auto"

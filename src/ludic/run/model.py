@@ -13,13 +13,22 @@ from typing import Any
 import torch
 
 from ludic.distributed import SharedWeightsPublisher
-from ludic.inference import HFChatTemplate, tool_parser_for
+from ludic.inference import HFChatTemplate
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot
+from ludic.inference.templates.vision import VisionTemplate
 from ludic.models import SMOLLM2, TINY
 from ludic.models.head import plain_model
 from ludic.models.loading import LoadedModel, best_dtype, load_gguf_tokenizer, load_model
 from ludic.models.tiny import character_tokenizer
+from ludic.models.vision.inputs import (
+    Pictures,
+    freeze_vision,
+    image_processor_of,
+    image_token,
+    load_image_processor,
+    vision_modules,
+)
 from ludic.run.config import CHECKPOINTS, ModelSettings, RunConfig
 from ludic.run.folder import CONFIG
 from ludic.run.resolve import default_name
@@ -44,6 +53,8 @@ def load_policy(settings: ModelSettings, *, seed: int = 0, given: LoadedModel | 
     fork = None if settings.fork_from is None else forked_checkpoint(settings.fork_from)
     if fork is not None and not is_adapter(fork):
         read_weights(loaded.model, fork)
+    if settings.freeze_vision:
+        freeze_vision(loaded.model)
     if settings.lora_rank:
         loaded = replace(loaded, model=_with_lora(loaded.model, settings, seed))
     if fork is not None and is_adapter(fork):
@@ -70,6 +81,7 @@ def _with_lora(model: Any, settings: ModelSettings, seed: int) -> Any:
         lora_alpha=int(alpha) if alpha.is_integer() else alpha,  # type: ignore[arg-type]
         lora_dropout=settings.lora_dropout,
         target_modules="all-linear",
+        exclude_modules=vision_modules(model),
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng():
@@ -120,11 +132,12 @@ def load_tokenizer(settings: ModelSettings) -> Any:
         return load_gguf_tokenizer(base.model)
     if Path(base.model).suffix == ".json":
         return load_policy(base).tokenizer
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     place = str(checkpoint_in(Path(base.model)) or base.model)
     try:
-        return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        return load_image_processor(tokenizer, place, AutoConfig.from_pretrained(place, trust_remote_code=False))
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"Cannot find the tokenizer of {base.model!r}: {reason}") from error
@@ -249,8 +262,13 @@ def use_threads(settings: ModelSettings) -> None:
 
 def make_template(tokenizer: Any, *, with_tools: bool = False) -> HFChatTemplate:
     """The model's own chat template, and its own way of calling tools; a model without a template cannot play."""
-    parser = tool_parser_for(tokenizer) if with_tools else None
-    return HFChatTemplate(tokenizer, tool_parser=parser)
+    processor = image_processor_of(tokenizer)
+    if processor is not None:
+        made: HFChatTemplate = VisionTemplate(tokenizer, image_token(tokenizer), Pictures(processor).num_tokens)
+    else:
+        made = HFChatTemplate(tokenizer)
+    made.tool_parser = made.find_tool_parser() if with_tools else None
+    return made
 
 
 _MAX_SEQUENCES = 4096

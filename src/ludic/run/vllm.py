@@ -19,6 +19,7 @@ from ludic.inference.vllm_server import start_vllm_server
 from ludic.models.head import plain_model
 from ludic.models.loading import LoadedModel, no_progress_bar
 from ludic.models.lora import dense_parameters
+from ludic.models.vision.inputs import save_tokenizer
 from ludic.run.config import RolloutSettings, required_servers
 from ludic.run.folder import SERVER
 from ludic.run.model import ServedPolicy
@@ -94,7 +95,7 @@ def save_for_server(loaded: LoadedModel, folder: Path, *, is_alone: bool = False
     model: Any = plain_model(loaded.model)
     with no_progress_bar(), loaded.model.disable_adapter() if is_alone else contextlib.nullcontext():
         model.save_pretrained(folder, state_dict=dict(dense_parameters(loaded.model)))
-    loaded.tokenizer.save_pretrained(folder)
+    save_tokenizer(loaded.tokenizer, folder)
     flags = ["--served-model-name", "policy"]
     if is_alone:
         rank = fitting_rank(read_adapter(loaded.model).rank)

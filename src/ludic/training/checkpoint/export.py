@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from ludic.models.loading import no_progress_bar
+from ludic.models.vision.inputs import save_tokenizer
 from ludic.training.checkpoint.manifest import CheckpointError, finish_folder, problem_with, read_manifest, read_object
 from ludic.training.checkpoint.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL, architecture, stored_weights
 from ludic.training.checkpoint.rank_files import RANKS, StoredTensors, rank_files, write_rank_files
@@ -75,7 +76,7 @@ def write_pretrained(model: Any, tokenizer: Any, folder: Path, *, max_shard_size
     with no_progress_bar():
         model.save_pretrained(folder, max_shard_size=max_shard_size)
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
 
 
 def check_target(target: Path) -> None:

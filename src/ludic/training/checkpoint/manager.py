@@ -25,6 +25,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
+from ludic.models.vision.inputs import save_tokenizer
 from ludic.training.checkpoint.manifest import CheckpointError, problem_with, read_manifest, synced, write_manifest
 from ludic.training.checkpoint.model_files import (
     base_fingerprint,
@@ -123,7 +124,7 @@ class CheckpointManager:
         def write_small_files() -> None:
             write_plain_state(unfinished, step, shared, metrics or {})
             if tokenizer is not None:
-                tokenizer.save_pretrained(unfinished)
+                save_tokenizer(tokenizer, unfinished)
 
         self._together(check_and_encode)
         with self._explained(target, unfinished):

@@ -9,6 +9,7 @@ from torch import Tensor
 from ludic.distributed.fsdp import is_sharded
 from ludic.models.head import plain_model
 from ludic.models.loading import LoadedModel
+from ludic.models.vision.inputs import image_processor_of
 from ludic.training.algorithms import RLAlgorithm
 from ludic.training.config import TrainerConfig
 from ludic.training.learner.packing import PackedBatch
@@ -28,12 +29,14 @@ class Reference:
             return self._policy.logps(batch)[0]
 
 
-def make_reference(given: Any, algo: RLAlgorithm, policy: TrainedPolicy, cfg: TrainerConfig) -> Reference | None:
+def make_reference(
+    given: Any, algo: RLAlgorithm, policy: TrainedPolicy, cfg: TrainerConfig, *, tokenizer: Any = None
+) -> Reference | None:
     """The reference that the algorithm asks for, if it does: the `given` model, or the one under the policy's adapter."""
     if not algo.loss.needs.reference:
         return None
     if given is not None:
-        return Reference(_frozen(given, policy, cfg))
+        return Reference(_frozen(given, policy, cfg, tokenizer))
     if plain_model(policy.model) is not policy.model:
         return Reference(policy, adapter_off=True)
     raise ConfigError(
@@ -75,7 +78,7 @@ def make_teacher(
             "copy: copy.deepcopy(model)."
         )
     _require_same_vocabulary(teacher, tokenizer)
-    made = _frozen(teacher.model, policy, cfg)
+    made = _frozen(teacher.model, policy, cfg, tokenizer)
     if made.head.shape[0] != policy.head.shape[0]:
         raise ConfigError(
             f"The teacher {teacher.name} has {made.head.shape[0]} tokens and the student {policy.head.shape[0]}; take a teacher of "
@@ -84,13 +87,14 @@ def make_teacher(
     return made
 
 
-def _frozen(model: Any, policy: TrainedPolicy, cfg: TrainerConfig) -> TrainedPolicy:
+def _frozen(model: Any, policy: TrainedPolicy, cfg: TrainerConfig, tokenizer: Any) -> TrainedPolicy:
     placed = model if is_sharded(model) else model.to(policy.device)
     return TrainedPolicy(
         placed.eval().requires_grad_(False),
         packed=cfg.packed,
         mixed_precision_dtype=cfg.mixed_precision_dtype,
         bitwise=cfg.bitwise,
+        images=image_processor_of(tokenizer),
     )
 
 

@@ -60,11 +60,21 @@ def without_padding(item: SAWItem) -> SAWItem:
         return item
     if (item.action_mask & ~counts).any():
         raise ConfigError(f"A sample masks out action tokens by its attention mask (rollout {item.origin.rollout_id}).")
-    return replace(item, input_ids=item.input_ids[counts], attention_mask=None, action_mask=item.action_mask[counts])
+    places = np.cumsum(counts, dtype=np.int64) - counts
+    images = tuple(replace(span, start=int(places[span.start])) for span in item.attachments.images)
+    return replace(
+        item,
+        input_ids=item.input_ids[counts],
+        attention_mask=None,
+        action_mask=item.action_mask[counts],
+        attachments=replace(item.attachments, images=images),
+    )
 
 
 def truncated(item: SAWItem, length: int) -> SAWItem:
-    """The first `length` tokens of a sample, with their attachments."""
+    """The first `length` tokens of a sample, with their attachments; fewer where a picture would be cut."""
+    images = item.attachments.images
+    length = next((span.start for span in images if span.start < length < span.end), length)
     mask = item.action_mask[:length]
     assert item.attention_mask is not None, "SAWItem fills it in"
     return replace(
@@ -72,7 +82,9 @@ def truncated(item: SAWItem, length: int) -> SAWItem:
         input_ids=item.input_ids[:length],
         attention_mask=item.attention_mask[:length],
         action_mask=mask,
-        attachments=item.attachments.first(int(mask.sum())),
+        attachments=replace(
+            item.attachments.first(int(mask.sum())), images=tuple(span for span in images if span.end <= length)
+        ),
         origin=replace(item.origin, seq_len_truncated=True),
     )
 

@@ -36,6 +36,7 @@ from ludic.models.recurrent.layers import recurrent_layers
 from ludic.models.recurrent.packed import HybridSequences
 from ludic.models.teacher_kl import VocabularyKL, vocabulary_kl
 from ludic.models.tree_attention import TreeSequences
+from ludic.models.vision.inputs import Pictures, VisionDecoder, is_vision_model
 from ludic.training.learner.packing import (
     PADDING_ITEM,
     ObservationFields,
@@ -73,12 +74,14 @@ class TrainedPolicy:
         fused: bool = True,
         bitwise: bool = False,
         offload: bool = False,
+        images: Any = None,
     ) -> None:
         """`fused`: the Llama family in half precision on a GPU runs through `ludic.models.llama`, not its own modules.
         `bitwise`: packed batches run through `ludic.models.bitwise`, as the sampler's do. `offload`: what the decoder saves for
-        backward waits in host memory."""
+        backward waits in host memory. `images`: the image processor of a vision-language model, whose samples are padded."""
         self.model = model
-        self.packed = packed and is_decoder(model) and _can_pack(model)
+        self._vision = _vision_of(model, images)
+        self.packed = packed and self._vision is None and is_decoder(model) and _can_pack(model)
         self._is_hybrid = self.packed and bool(recurrent_layers(model))
         self._head = _head_of(model, is_needed=self.packed)
         first = next(model.parameters())
@@ -109,6 +112,8 @@ class TrainedPolicy:
 
     def batch(self, items: Sequence[SAWItem], pad_token_id: int = 0, *, padded: bool = False) -> PackedBatch:
         """One micro-batch in the form this policy computes, or padded."""
+        if self._vision is None and any(item.attachments.images for item in items):
+            raise ConfigError(f"A sample holds pictures, but {type(self.model).__name__} takes text only.")
         if padded or not self.packed:
             return _padded(items, pad_token_id, self.device)
         return pack(items, self.device, share_prefixes=self.share_prefixes)
@@ -179,7 +184,9 @@ class TrainedPolicy:
 
     def _whole_logits(self, batch: PackedBatch) -> Tensor:
         with self._precision():
-            return whole_logits(self.model, *self._rows(batch))
+            if self._vision is None:
+                return whole_logits(self.model, *self._rows(batch))
+            return self.head.logits(self._hidden(batch)).view(len(batch.lengths), -1, self.head.shape[0])
 
     def action_hidden(self, batch: PackedBatch) -> Tensor:
         """[A, D] the hidden states alone."""
@@ -228,6 +235,9 @@ class TrainedPolicy:
                 return self._fused.hidden(batch.ids_T, batch.positions_T, state, host)
             return hidden_states(self.model, batch.ids_T, batch.positions_T, state)
         ids_BL, mask_BL = self._rows(batch)
+        if self._vision is not None:
+            images_B = [item.attachments.images for item in batch.items]
+            return self._vision.hidden(ids_BL, mask_BL, images_B).flatten(0, 1)
         decoder = plain_model(self.model).get_decoder()
         out: Tensor = decoder(input_ids=ids_BL, attention_mask=mask_BL, use_cache=False).last_hidden_state
         return out.flatten(0, 1)
@@ -306,6 +316,11 @@ def _can_pack(model: Any) -> bool:
         logger.warning("Samples are padded instead of packed, which is slower: %s", error)
         return False
     return True
+
+
+def _vision_of(model: Any, images: Any) -> VisionDecoder | None:
+    inner = plain_model(model)
+    return VisionDecoder(inner, None if images is None else Pictures(images)) if is_vision_model(inner) else None
 
 
 def _head_of(model: Any, *, is_needed: bool) -> Head | None:

@@ -18,6 +18,7 @@ from ludic.distributed.tensor_parallel import is_tensor_parallel
 from ludic.models.execution import compile_layers, recompute_activations
 from ludic.models.head import is_decoder, plain_model
 from ludic.models.loading import LoadedModel
+from ludic.models.vision.inputs import image_processor_of
 from ludic.models.weights import FiniteCheck
 from ludic.training.algorithms import RLAlgorithm
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager, ShardedCheckpointManager
@@ -108,12 +109,13 @@ class TorchLearner(Learner):
             mixed_precision_dtype=cfg.mixed_precision_dtype,
             bitwise=cfg.bitwise,
             offload=cfg.offload_activations,
+            images=image_processor_of(tokenizer),
         )
         self._is_sharing_checked = not self.policy.share_prefixes
         is_compiled = cfg.compile or (is_sharded(model) and settings_of(model).compile)
         if is_compiled and not self.policy.is_fused:
             compile_layers(model)  # after the policy has looked at the layers
-        self.reference = make_reference(reference, algo, self.policy, cfg)
+        self.reference = make_reference(reference, algo, self.policy, cfg, tokenizer=tokenizer)
         self.teacher = make_teacher(teacher, algo, self.policy, cfg, tokenizer=tokenizer, is_spread=self.is_spread)
         self.critic = make_critic(critic, algo, self.policy, cfg, is_spread=self.is_spread, recomputes=recompute)
         # Ranks that compute the same samples (tensor parallel) would write the same record.

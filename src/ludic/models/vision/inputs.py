@@ -1,0 +1,173 @@
+"""From token ids and pictures to the inputs of a vision-language model's decoder: embeddings and positions.
+
+Sampling and training use the same functions, so both see the same prompt. Which tokens stand for a picture is given
+(`ImageSpan`), not looked up by their id: a model may sample the placeholder itself, and that token is no picture.
+
+One family: Qwen2-VL and Qwen2.5-VL. A picture becomes patches and, after the vision tower, one embedding per `merge_size`²
+patches; positions have three axes (time, height, width).
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ludic.types import ConfigError, Image, ImageSpan
+
+VISION_TYPES = ("qwen2_vl", "qwen2_5_vl")
+"""`model_type` of the configs that this module knows."""
+_PROCESSOR = "ludic_image_processor"
+"""Attribute of a tokenizer: the image processor of its model."""
+
+
+def is_vision_config(config: Any) -> bool:
+    """Whether a model of this config takes pictures, as far as Ludic knows."""
+    return getattr(config, "model_type", None) in VISION_TYPES
+
+
+def is_vision_model(model: Any) -> bool:
+    """The same of a transformers model."""
+    return is_vision_config(getattr(model, "config", None))
+
+
+# --- the image processor: it belongs to the tokenizer, and goes where that goes ---
+
+
+def give_image_processor(tokenizer: Any, processor: Any) -> Any:
+    """The tokenizer, which from now on has the image processor of its model."""
+    setattr(tokenizer, _PROCESSOR, processor)
+    return tokenizer
+
+
+def image_processor_of(tokenizer: Any) -> Any | None:
+    return getattr(tokenizer, _PROCESSOR, None)
+
+
+def load_image_processor(tokenizer: Any, place: str, config: Any) -> Any:
+    """The tokenizer with the image processor of the model in the folder or hub repository, if that takes pictures."""
+    if not is_vision_config(config):
+        return tokenizer
+    from transformers import AutoImageProcessor
+
+    try:
+        processor = AutoImageProcessor.from_pretrained(place, trust_remote_code=False)
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(
+            f"The image processor of {place!r} cannot be loaded: {str(error).strip().splitlines()[0]} Its folder needs a "
+            "preprocessor_config.json, and reading pictures needs Pillow (the 'vision' extra)."
+        ) from error
+    return give_image_processor(tokenizer, processor)
+
+
+def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
+    """Write the tokenizer, and the image processor if it has one."""
+    tokenizer.save_pretrained(folder)
+    if (processor := image_processor_of(tokenizer)) is not None:
+        processor.save_pretrained(folder)
+
+
+class Pictures:
+    """Pictures as pixels and as numbers of tokens, by a model's image processor. The last ones are kept."""
+
+    def __init__(self, processor: Any) -> None:
+        self.processor = processor
+        self.pixels = lru_cache(maxsize=512)(self._pixels)
+        """Image → its patches [number, values], and its grid [3]: time, height and width in patches."""
+
+    def num_tokens(self, image: Image) -> int:
+        """Embeddings of the picture, so tokens that stand for it."""
+        grid_3 = self.pixels(image)[1]
+        return int(grid_3.prod()) // self.processor.merge_size**2
+
+    def _pixels(self, image: Image) -> tuple[Tensor, Tensor]:
+        found = self.processor(images=[image.pil()], return_tensors="pt")
+        return found["pixel_values"], found["image_grid_thw"][0]
+
+
+def image_token(tokenizer: Any) -> str:
+    """The placeholder of a picture in the chat template."""
+    return str(getattr(tokenizer, "image_token", None) or "<|image_pad|>")
+
+
+# Letters: B rows, L tokens of the longest, D hidden size, N pictures.
+class VisionDecoder:
+    """The decoder of one vision-language model, with pictures among its tokens."""
+
+    def __init__(self, model: Any, pictures: Pictures | None) -> None:
+        """`model` is the transformers model, not a peft wrapper of it. `pictures=None`: it gets text only."""
+        self._model, self._pictures = model, pictures
+
+    @property
+    def decoder(self) -> Any:
+        """The language model, from embeddings to hidden states."""
+        return self._model.model.language_model
+
+    def inputs(
+        self, ids_BL: Tensor, images_B: Sequence[Sequence[ImageSpan]], mask_BL: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Embeddings [B, L, D] and positions [3, B, L] of rows with these pictures."""
+        embeds_BLD: Tensor = self._model.get_input_embeddings()(ids_BL)
+        spans = [(row, span) for row, images in enumerate(images_B) for span in images]
+        kinds_BL = torch.zeros_like(ids_BL)
+        grids_N3 = None
+        if spans:
+            features, grids_N3 = self._features([span.image for _, span in spans], ids_BL.device)
+            _check_lengths(spans, features, ids_BL.shape[1])
+            rows = torch.cat([torch.full((span.length,), row) for row, span in spans]).to(ids_BL.device)
+            columns = torch.cat([torch.arange(span.start, span.end) for _, span in spans]).to(ids_BL.device)
+            embeds_BLD = embeds_BLD.index_put((rows, columns), torch.cat(features).to(embeds_BLD.dtype))
+            kinds_BL[rows, columns] = 1
+        return embeds_BLD, self._positions(ids_BL, kinds_BL, grids_N3, mask_BL)
+
+    def hidden(self, ids_BL: Tensor, mask_BL: Tensor, images_B: Sequence[Sequence[ImageSpan]]) -> Tensor:
+        """The last hidden states [B, L, D] of rows that are padded on the right."""
+        embeds_BLD, positions_3BL = self.inputs(ids_BL, images_B, mask_BL)
+        out: Tensor = self.decoder(
+            inputs_embeds=embeds_BLD, position_ids=positions_3BL, attention_mask=mask_BL, use_cache=False
+        ).last_hidden_state
+        return out
+
+    def _features(self, images: Sequence[Image], device: torch.device) -> tuple[list[Tensor], Tensor]:
+        """Embeddings of each picture, and the grids [N, 3]."""
+        if self._pictures is None:
+            raise ConfigError(
+                "A prompt holds a picture, but the tokenizer has no image processor. Load the model from a folder with a "
+                "preprocessor_config.json, or give it one: give_image_processor(tokenizer, processor)."
+            )
+        pixels, grids = zip(*map(self._pictures.pixels, images), strict=True)
+        grids_N3 = torch.stack(grids).to(device)
+        found = self._model.model.get_image_features(torch.cat(pixels).to(device), grids_N3)
+        return list(found.pooler_output), grids_N3
+
+    def _positions(self, ids_BL: Tensor, kinds_BL: Tensor, grids_N3: Tensor | None, mask_BL: Tensor | None) -> Tensor:
+        if grids_N3 is None:
+            positions = torch.arange(ids_BL.shape[1], device=ids_BL.device)
+            return positions.expand(3, *ids_BL.shape)
+        found: Tensor = self._model.model.get_rope_index(
+            ids_BL, mm_token_type_ids=kinds_BL, image_grid_thw=grids_N3, attention_mask=mask_BL
+        )[0]
+        return found
+
+
+def _check_lengths(spans: Sequence[tuple[int, ImageSpan]], features: Sequence[Tensor], length: int) -> None:
+    for (_, span), own in zip(spans, features, strict=True):
+        if len(own) != span.length or span.end > length:
+            raise ConfigError(
+                f"{span.image} has {len(own)} embeddings, but {span.length} of the prompt's {length} tokens stand for it. The "
+                "prompt was made with another image processor than this model's."
+            )
+
+
+def vision_modules(model: Any) -> str | None:
+    """For LoRA: a regular expression of the modules that get none, the vision tower's; None for a model of text."""
+    return r".*\bvisual\b.*" if is_vision_model(model) else None
+
+
+def freeze_vision(model: Any) -> None:
+    """The vision tower, with what maps its output to the decoder's embeddings, is not trained."""
+    if not is_vision_model(model):
+        raise ConfigError(f"freeze_vision: {type(model).__name__} has no vision tower that Ludic knows.")
+    model.model.visual.requires_grad_(False)

@@ -77,6 +77,8 @@ class PackedLinear(nn.Module):
         super().__init__()
         self._linears = linears  # a tuple: unregistered, so that parameters are not counted twice
         self.weight = linears[0].weight
+        self.bias = linears[0].bias if len(linears) == 1 else None
+        """Some modules read weight and bias of their layers without calling them."""
         self.in_features = linears[0].in_features
         self.out_features = sum(linear.out_features for linear in linears)
         is_large = self.in_features * self.out_features >= _LARGE

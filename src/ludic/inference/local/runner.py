@@ -1,5 +1,5 @@
 """Runs the model for the scheduler on a CPU: flat batches in, logits of the requested tokens out. `choose_backend` decides what
-runs a model: this runner, that of a GPU, or transformers' own cache (`cached`).
+runs a model: this runner, that of a GPU, that of hybrids (`recurrent`), or transformers' own cache (`cached`).
 
 Batches are padded to a minimum number of tokens, and keys to a multiple (`kv.padded_length`), because products with very few
 rows and sums with a remainder take another path through the math library and round differently. With this padding a request
@@ -139,6 +139,10 @@ def choose_backend(model: Any, max_length: int | None, *, is_bitwise: bool = Fal
             raise NotRoutable(
                 f"its rotary embedding changes when a sequence is longer than {limit} tokens, and max_model_len={length}"
             )
+        if recurrent_layers(model):
+            from ludic.inference.local.recurrent import HybridBackend  # that module imports this one
+
+            return HybridBackend(model, length)
         return PagedBackend(model, length, is_bitwise=is_bitwise)
     except NotRoutable as error:
         from ludic.inference.local.cached import CachedBackend
@@ -162,8 +166,6 @@ class PagedBackend:
 
     def __init__(self, model: Any, max_length: int, *, is_bitwise: bool = False) -> None:
         heads = route_attention(shared_view(model))
-        if recurrent_layers(model):
-            raise NotRoutable("its recurrent layers have a state beside keys and values")
         embedding = model.get_input_embeddings().weight
         self.max_length = max_length
         self._shape = KVShape(heads=heads, dtype=embedding.dtype, device=embedding.device)
@@ -181,14 +183,12 @@ class PagedBackend:
             from ludic.inference.local.bitwise import BitwiseRunner  # that module imports this one
 
             return BitwiseRunner(view, shape, *blocks)
-        pack = settings.pack_weights
         if shape.device.type == "cpu":
-            if pack is None:  # a packed copy of the matrices is faster, if memory is plentiful
-                pack = packed_bytes(view) < free_memory(shape.device) // 4
-            return CPURunner(make_forward(view, pack=pack), shape, *blocks)
+            return CPURunner(cpu_forward(view, settings), shape, *blocks)
         from ludic.inference.local.cuda.forward import fused_bytes  # imports triton, which needs a GPU machine
         from ludic.inference.local.cuda.runner import CUDARunner
 
+        pack = settings.pack_weights
         if pack is None:
             pack = fused_bytes(view) < free_memory(shape.device) // 4
         # The fused pass reads a table of rotary angles beyond the longest sequence, which some embeddings do not survive.
@@ -198,6 +198,14 @@ class PagedBackend:
             max_rounds=self.max_rounds, compile_layers=settings.compile_layers,
             fuse=pack and settings.compile_layers and is_plain_rope,
         )  # fmt: skip
+
+
+def cpu_forward(view: Any, settings: RunnerSettings) -> Forward:
+    """The fastest forward pass on a CPU: with a packed copy of the matrices, if memory is plentiful."""
+    pack = settings.pack_weights
+    if pack is None:
+        pack = packed_bytes(view) < free_memory(torch.device("cpu")) // 4
+    return make_forward(view, pack=pack)
 
 
 class CPURunner:

@@ -147,7 +147,7 @@ class Scheduler:
             # The last token must always be computed: its output predicts the next one.
             known = tokens[:-TOKEN_BYTES] if self.limits.shares_prefixes else b""
             shared, chain = self.pool.match(self.version, known, TOKEN_BYTES)
-            following = self._next_block(sequence, chain, len(shared)) if self.limits.shares_prefixes else None
+            following = self._next_block(sequence, chain, len(shared))
             if following is not None and following in in_progress:
                 held_back.append(sequence)
                 continue
@@ -177,7 +177,9 @@ class Scheduler:
         return max(self.pool.blocks_for(self._lengths.expected(sequence)) - num_held, 0)
 
     def _next_block(self, sequence: Sequence, chain: int, num_blocks: int) -> tuple[int, bytes] | None:
-        """The key under which the first block after a known prefix will be published."""
+        """The key under which the first block after a known prefix will be published; all tokens where only equal prompts share."""
+        if not self.limits.shares_prefixes:
+            return 0, tokens_as_bytes(sequence.tokens)
         start, end = num_blocks * self.pool.block_size, (num_blocks + 1) * self.pool.block_size
         return (chain, tokens_as_bytes(sequence.tokens[start:end])) if end < len(sequence.tokens) else None
 

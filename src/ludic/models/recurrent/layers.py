@@ -57,8 +57,18 @@ def route_recurrence(model: nn.Module) -> None:
             setattr(kind.forward, "is_routed", True)  # noqa: B010 - functions have no such field
 
 
+def mix_of(mixer: nn.Module) -> Mix:
+    """The layer's own forward."""
+    cache_name = _cache_name(mixer.forward)
+    return lambda hidden_BLD, cache: mixer(hidden_BLD, **{cache_name: cache})
+
+
+def _cache_name(forward: Callable[..., Tensor]) -> str:
+    return "cache_params" if "cache_params" in inspect.signature(forward).parameters else "past_key_values"
+
+
 def _routed_mixer(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    cache_name = "cache_params" if "cache_params" in inspect.signature(forward).parameters else "past_key_values"
+    cache_name = _cache_name(forward)
 
     @functools.wraps(forward)
     def routed(

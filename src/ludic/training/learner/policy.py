@@ -33,7 +33,7 @@ from ludic.models.llama.training import fused_decoder
 from ludic.models.memory.offload import ActivationOffload, HostTape
 from ludic.models.packed_attention import PackedSequences
 from ludic.models.recurrent.layers import recurrent_layers
-from ludic.models.recurrent.packed import HybridSequences
+from ludic.models.recurrent.packed import HybridSequences, packs_exactly
 from ludic.models.teacher_kl import VocabularyKL, vocabulary_kl
 from ludic.models.tree_attention import TreeSequences
 from ludic.models.vision.inputs import Pictures, VisionDecoder, is_vision_model
@@ -311,7 +311,7 @@ def _gains_by_sharing(model: Any, device: torch.device) -> bool:
 def _can_pack(model: Any) -> bool:
     try:
         with torch.no_grad():
-            compute(model, lambda: route_attention(plain_model(model)))
+            compute(model, lambda: _route(plain_model(model)))
     except ConfigError as error:
         logger.warning("Samples are padded instead of packed, which is slower: %s", error)
         return False
@@ -321,6 +321,12 @@ def _can_pack(model: Any) -> bool:
 def _vision_of(model: Any, images: Any) -> VisionDecoder | None:
     inner = plain_model(model)
     return VisionDecoder(inner, None if images is None else Pictures(images)) if is_vision_model(inner) else None
+
+
+def _route(model: Any) -> None:
+    route_attention(model)
+    if recurrent_layers(model) and not packs_exactly(model):
+        raise ConfigError(f"{type(model).__name__}'s recurrent layers give other results over packed samples.")
 
 
 def _head_of(model: Any, *, is_needed: bool) -> Head | None:

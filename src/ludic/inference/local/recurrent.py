@@ -1,0 +1,273 @@
+"""Runs hybrids on a CPU: attention layers over the block cache, and beside it one state per sequence for every recurrent layer.
+
+A state holds no history, so a sequence can continue from another's only at the same token: equal prompts of one step are computed
+once and their state is copied; other prefixes are not shared. Prompts are computed in parts where the layer's own forward
+continues a state exactly (`probe_mixers` tries it); else the tokens after the first part run one by one.
+"""
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from itertools import count, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, LinearAttentionLayer
+
+from ludic.inference.local.kv import KVShape
+from ludic.inference.local.runner import CPURunner, PagedBackend, Read, RunnerSettings, Scoring, cpu_forward
+from ludic.inference.local.sequence import Chunk, Sequence
+from ludic.models.attention import NAME as ATTENTION_NAME
+from ludic.models.attention import AttentionState, NotRoutable
+from ludic.models.forward import Forward
+from ludic.models.recurrent.layers import Mix, RecurrentState, mix_of, recurrent_layers
+from ludic.models.recurrent.packed import SequenceRows, packs_exactly
+from ludic.models.weights import shared_view
+
+_PROBED_PARTS = ((12,), (5, 1, 1, 1, 1, 1, 1, 1), (5, 4, 1, 2))
+"""Lengths of the parts in which a probe computes twelve tokens: at once, token by token after a prompt, a prompt in parts."""
+_TOLERANCE, _TOLERANCE_HALF = 1e-4, 5e-2
+"""Difference relative to the largest output, in fp32 and in half precision."""
+
+
+class HybridBackend(PagedBackend):
+    """The block cache with states beside it, on a CPU. Raises `NotRoutable` for a model whose layers cannot use it."""
+
+    shares_prefixes = False
+
+    def __init__(self, model: Any, max_length: int) -> None:
+        super().__init__(model, max_length)
+        if self._shape.device.type != "cpu":
+            raise NotRoutable("the states of recurrent layers are kept beside the block cache on a CPU only")
+        view = shared_view(model)
+        view.set_attn_implementation(ATTENTION_NAME)
+        steps, self._continues = probe_mixers(view)
+        if not (steps and packs_exactly(view)):
+            raise NotRoutable("its recurrent layers do not repeat its plain forward pass from a state")
+
+    def runner(self, view: Any, settings: RunnerSettings) -> "RecurrentRunner":
+        view.set_attn_implementation(ATTENTION_NAME)
+        blocks = settings.num_blocks, settings.block_size
+        return RecurrentRunner(cpu_forward(view, settings), self._shape, *blocks, continues=self._continues)
+
+
+# Letters: T flat tokens, B rows, L tokens of a row, D width.
+class StateRows:
+    """The states of all sequences: in each recurrent layer one row for every sequence."""
+
+    def __init__(self) -> None:
+        self._row_of: dict[int, int] = {}
+        """By the sequence's number."""
+        self._num_rows = 0
+        self._states: dict[int, tuple[Tensor, Tensor | None]] = {}
+        """By layer: the last inputs of its convolution, and its recurrent state if it has one. Made when a layer first runs."""
+
+    def row(self, sequence: Sequence) -> int:
+        """The sequence's row, a free one at first."""
+        if sequence.number not in self._row_of:
+            taken = set(self._row_of.values())
+            self._row_of[sequence.number] = next(row for row in count() if row not in taken)
+            self._reserve(self._row_of[sequence.number] + 1)
+        return self._row_of[sequence.number]
+
+    def leave(self, sequence: Sequence) -> None:
+        self._row_of.pop(sequence.number, None)
+
+    def arrange(self, first: Seq[Sequence], num_rows: int) -> None:
+        """Move these sequences to the first rows, in order. The first `num_rows` rows then hold no other sequence."""
+        wanted = {sequence.number: row for row, sequence in enumerate(first)}
+        others = {number: row for number, row in self._row_of.items() if number not in wanted}
+        wanted |= {number: row for number, row in others.items() if row >= num_rows}
+        taken = set(wanted.values())
+        free = (row for row in count(num_rows) if row not in taken)
+        wanted |= {number: next(free) for number, row in others.items() if row < num_rows}
+        self._reserve(max(num_rows, *wanted.values()) + 1)
+        moved = [number for number, row in wanted.items() if self._row_of[number] != row]
+        if moved:
+            self._copy([self._row_of[number] for number in moved], [wanted[number] for number in moved])
+            self._row_of = wanted
+
+    def copy(self, pairs: Iterable[tuple[Sequence, Sequence]]) -> None:
+        """Copy states from one sequence to another."""
+        rows = [(self.row(source), self.row(target)) for source, target in pairs]
+        self._copy([source for source, _ in rows], [target for _, target in rows])
+
+    def read(self, layer: int, rows: Tensor | slice) -> Cache:
+        """A cache with the states of these rows; of a slice it changes them in place."""
+        conv, recurrent = self._states[layer]
+        return _cache(layer, conv[rows], None if recurrent is None else recurrent[rows])
+
+    def write(self, layer: int, rows_B: Tensor, cache: Cache) -> None:
+        """Keep the states that the layer left in a cache."""
+        found = cache.layers[layer]
+        if layer not in self._states:
+            made = [
+                None if x is None else x.new_zeros(self._num_rows, *x.shape[1:])
+                for x in (found.conv_states[0], found.recurrent_states[0])
+            ]
+            assert made[0] is not None, "every recurrent layer has a convolution"
+            self._states[layer] = made[0], made[1]
+        conv, recurrent = self._states[layer]
+        conv[rows_B] = found.conv_states[0]
+        if recurrent is not None:
+            recurrent[rows_B] = found.recurrent_states[0]
+
+    def _reserve(self, num_rows: int) -> None:
+        if num_rows > self._num_rows:
+            more = max(num_rows, self._num_rows * 5 // 4) - self._num_rows
+            self._num_rows += more
+            for layer, (conv, recurrent) in self._states.items():
+                self._states[layer] = _longer(conv, more), None if recurrent is None else _longer(recurrent, more)
+
+    def _copy(self, sources: list[int], targets: list[int]) -> None:
+        for states in self._states.values():
+            for state in states:
+                if state is not None:
+                    state[targets] = state[sources]
+
+
+def _longer(state: Tensor, more: int) -> Tensor:
+    return torch.cat([state, state.new_zeros(more, *state.shape[1:])])
+
+
+def _cache(layer: int, conv: Tensor | None = None, recurrent: Tensor | None = None) -> Cache:
+    """transformers' cache of one recurrent layer, which finds it by its number; empty, or with the states of some rows."""
+    held = LinearAttentionLayer()
+    if conv is not None:
+        held.conv_states[0], held.conv_kernel_size[0] = conv, conv.shape[-1]
+        held.is_conv_states_initialized[0] = held.has_previous_state[0] = True
+    if recurrent is not None:
+        held.recurrent_states[0], held.is_recurrent_states_initialized[0] = recurrent, True
+    return Cache(layers=[held] * (layer + 1))
+
+
+class _PromptParts:
+    """Recurrent layers of several prompts, or parts of them. Parts of one length, from the beginning or not, run together: padding
+    would change the state that a prompt leaves."""
+
+    def __init__(self, states: StateRows, chunks: Seq[Chunk], *, continues: bool) -> None:
+        self._states = states
+        self._continues = continues
+        flat, alike = 0, dict[tuple[bool, int], list[tuple[int, int]]]()
+        for chunk in chunks:
+            alike.setdefault((chunk.start > 0, chunk.length), []).append((flat, states.row(chunk.sequence)))
+            flat += chunk.length
+        self._groups = [
+            (
+                is_later,
+                torch.tensor([row for _, row in members]),
+                torch.tensor([first for first, _ in members])[:, None] + torch.arange(length),
+            )
+            for (is_later, length), members in alike.items()
+        ]
+
+    def recur(self, layer: int, mix: Mix, hidden_TD: Tensor) -> Tensor:
+        out_TD = torch.zeros_like(hidden_TD)
+        for is_later, rows_B, tokens_BL in self._groups:
+            cache = self._states.read(layer, rows_B) if is_later else _cache(layer)
+            is_cut = is_later and not self._continues
+            for part_BL in tokens_BL.split(1, dim=1) if is_cut else (tokens_BL,):
+                out_TD[part_BL] = mix(hidden_TD[part_BL], cache)
+            self._states.write(layer, rows_B, cache)
+        return out_TD
+
+
+class _DecodingRows:
+    """Recurrent layers of one new token for each of the first rows."""
+
+    def __init__(self, states: StateRows, sequences: Seq[Sequence], num_rows: int) -> None:
+        states.arrange(sequences, num_rows)
+        self._states = states
+
+    def recur(self, layer: int, mix: Mix, hidden_TD: Tensor) -> Tensor:
+        return mix(hidden_TD[:, None], self._states.read(layer, slice(len(hidden_TD))))[:, 0]
+
+
+class _WholeTexts:
+    """Recurrent layers of texts that are scored; nothing is kept."""
+
+    def __init__(self, lengths: Seq[int]) -> None:
+        bounds = np.cumsum([0, *lengths])
+        rows = [np.arange(start, end) for start, end in pairwise(bounds.tolist())]
+        self._rows = SequenceRows([row for row in rows if len(row)], torch.device("cpu"))
+
+    def recur(self, layer: int, mix: Mix, hidden_TD: Tensor) -> Tensor:
+        return self._rows.mix(mix, hidden_TD)
+
+
+class _Hybrid:
+    """The state of one forward pass."""
+
+    def __init__(self, attention: AttentionState, recurrence: RecurrentState) -> None:
+        self.attend, self.recur = attention.attend, recurrence.recur
+
+
+class RecurrentRunner(CPURunner):
+    """A `CPURunner` with states."""
+
+    def __init__(
+        self, forward: Forward, shape: KVShape, num_blocks: int, block_size: int, *, continues: bool = True
+    ) -> None:
+        """`continues`: whether several tokens can run from a state at once (`probe_mixers`)."""
+        super().__init__(forward, shape, num_blocks, block_size)
+        self._states = StateRows()
+        self._continues = continues
+        self._recurrence: Callable[[int], RecurrentState]
+        """(flat tokens of the pass, padding included) → its recurrent layers."""
+
+    @torch.inference_mode()
+    def prefill(self, chunks: Seq[Chunk]) -> Read:
+        computed = [chunk for chunk in chunks if chunk.source is None]
+        self._recurrence = lambda _: _PromptParts(self._states, computed, continues=self._continues)
+        read = super().prefill(chunks)
+        self._states.copy((chunk.source, chunk.sequence) for chunk in chunks if chunk.source is not None)
+        return read
+
+    @torch.inference_mode()
+    def decode(self, sequences: Seq[Sequence], num_rounds: int = 1) -> Read:
+        # Rows of states are in the order of the rows of keys, which is known when the model runs.
+        self._recurrence = lambda num_rows: _DecodingRows(self._states, self._rows.owners(), num_rows)
+        return super().decode(sequences, num_rounds)
+
+    @torch.inference_mode()
+    def score(self, texts: Seq[Scoring]) -> list[np.ndarray[Any, Any]]:
+        lengths = [len(text.tokens) for text in texts]
+        self._recurrence = lambda num_tokens: _WholeTexts([*lengths, num_tokens - sum(lengths)])
+        return super().score(texts)
+
+    def keep(self, sequence: Sequence) -> None:
+        """Keys without a state serve no other sequence."""
+
+    def leave(self, sequence: Sequence) -> None:
+        self._states.leave(sequence)
+        super().leave(sequence)
+
+    def _forward(self, tokens: list[int], positions: list[int], state: AttentionState, where: list[int]) -> Tensor:
+        return super()._forward(tokens, positions, _Hybrid(state, self._recurrence(len(tokens))), where)
+
+
+@torch.inference_mode()
+def probe_mixers(model: nn.Module) -> tuple[bool, bool]:
+    """Whether the model's recurrent layers continue a state exactly by one token, and by several at once."""
+    kinds = {type(mixer): (layer, mixer) for layer, mixer in recurrent_layers(model).items()}
+    by_one = by_several = True
+    width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
+    for layer, mixer in kinds.values():
+        first = next(mixer.parameters())
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(2, sum(_PROBED_PARTS[0]), width, generator=generator).to(first.device, first.dtype)
+        try:
+            whole, stepped, cut = (_in_parts(layer, mix_of(mixer), hidden, lengths) for lengths in _PROBED_PARTS)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            return False, False
+        tolerance = _TOLERANCE if whole.dtype is torch.float32 else _TOLERANCE_HALF
+        largest = float(whole.abs().nan_to_num().max()) + 1e-6
+        by_one &= bool((stepped - whole).abs().max() <= tolerance * largest)
+        by_several &= bool((cut - whole).abs().max() <= tolerance * largest)
+    return by_one, by_one and by_several
+
+
+def _in_parts(layer: int, mix: Mix, hidden_BLD: Tensor, lengths: Seq[int]) -> Tensor:
+    cache = _cache(layer)
+    return torch.cat([mix(part, cache) for part in hidden_BLD.split(list(lengths), dim=1)], dim=1)

@@ -1,0 +1,155 @@
+"""Hybrids in the engine: recurrent states beside the block cache give what transformers gives, whatever happens on the way."""
+
+import asyncio
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from ludic.inference.local import recurrent
+from ludic.inference.local.recurrent import RecurrentRunner, StateRows, probe_mixers
+from tests.tiny_families import family_model
+from tests.unit.inference.local.tiny_models import (
+    Gate,
+    ask,
+    ask_all,
+    eventually,
+    greedy,
+    make_engine,
+    plain_logprobs,
+    request,
+    some_prompt,
+    tokens,
+)
+from tests.unit.models.test_recurrent import HYBRIDS
+
+PROMPTS = [some_prompt(9), some_prompt(9), some_prompt(9), some_prompt(21, 1), some_prompt(1), some_prompt(14)]
+NUM_NEW = [10, 10, 4, 7, 10, 6]
+
+
+def requests():
+    return [request(p, max_tokens=n) for p, n in zip(PROMPTS, NUM_NEW, strict=True)]
+
+
+def assert_equal_to_generate(model, answers):
+    for prompt, length, answer in zip(PROMPTS, NUM_NEW, answers, strict=True):
+        assert tokens(answer) == greedy(model, prompt, length)
+        expected = plain_logprobs(model, prompt, tokens(answer))
+        np.testing.assert_allclose(answer.completion_logprobs, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+async def test_prompts_in_parts_copies_and_preempted_sequences_equal_generate(family):
+    model = family_model(family)
+    async with make_engine(model, max_prefill_tokens=8, kv_tokens=64) as engine:
+        assert_equal_to_generate(model, await ask_all(engine, requests()))
+        assert isinstance(engine._runner, RecurrentRunner)
+        assert engine.stats["preemptions"] > 0
+        assert engine.stats["running"] == engine.stats["kv_blocks_used"] == 0
+
+
+async def test_a_group_computes_its_prompt_once_even_if_that_takes_several_steps():
+    model = family_model("qwen3_next")
+    prompt = some_prompt(40)
+    async with make_engine(model, max_prefill_tokens=16) as engine:
+        members = [request(prompt, temperature=1.0, seed=seed, max_tokens=6) for seed in range(4)]
+        together = await ask_all(engine, members)
+        assert engine.stats["prefix_tokens_reused"] == 3 * len(prompt)
+        alone = [(await ask_all(engine, [member]))[0] for member in members]
+        # Keys and values of the first requests are no help without their states.
+        assert engine.stats["prefix_tokens_reused"] == 3 * len(prompt)
+    assert [tokens(answer) for answer in together] == [tokens(answer) for answer in alone]
+    assert len({tuple(tokens(answer)) for answer in together}) == 4
+    for answer in together:
+        np.testing.assert_allclose(answer.completion_logprobs, plain_logprobs(model, prompt, tokens(answer)), atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "jamba"])
+async def test_scores_are_those_of_a_plain_forward_pass_beside_running_requests(family):
+    model = family_model(family)
+    async with make_engine(model) as engine:
+        running = asyncio.gather(*(ask(engine, p, max_tokens=12) for p in PROMPTS[2:]))
+        texts = [(some_prompt(3, 2), some_prompt(8, 3)), (some_prompt(11, 4), some_prompt(2, 5))]
+        scores = await asyncio.gather(*(engine.score_tokens(a, b, temperature=0.8) for a, b in texts))
+        for (prompt, completion), score in zip(texts, scores, strict=True):
+            expected = plain_logprobs(model, prompt, completion, temperature=0.8)
+            np.testing.assert_allclose(score, expected, atol=1e-4)
+        answers = await running
+    assert [tokens(answer) for answer in answers] == [greedy(model, p, 12) for p in PROMPTS[2:]]
+
+
+async def test_states_of_old_weights_are_dropped():
+    model = family_model("qwen3_5")
+    async with make_engine(model) as engine:
+        gate = Gate(model, at_call=4)
+        asked = [asyncio.create_task(ask(engine, p, max_tokens=10)) for p in PROMPTS[2:5]]
+        await gate.reached()
+        change = asyncio.create_task(asyncio.to_thread(_halve_the_embedding, engine, model))
+        gate.open()
+        await change
+        for prompt, task in zip(PROMPTS[2:5], asked, strict=True):
+            answer = await task
+            old, new = answer.version_runs
+            assert (old.version, new.version) == (0, 1) and old.length + new.length == 10
+            before = [*prompt, *tokens(answer)[: old.length]]
+            expected = plain_logprobs(model, before, tokens(answer)[old.length :])
+            np.testing.assert_allclose(answer.completion_logprobs[old.length :], expected, atol=1e-4)
+
+
+def _halve_the_embedding(engine, model):
+    with engine.updating(), torch.no_grad():
+        model.get_input_embeddings().weight.mul_(0.5)
+
+
+async def test_a_cancelled_request_gives_its_row_back_and_the_others_are_unchanged():
+    model = family_model("bamba")
+    async with make_engine(model) as engine:
+        gate = Gate(model, at_call=4)
+        asked = [asyncio.create_task(ask(engine, p, max_tokens=8)) for p in PROMPTS[2:5]]
+        await gate.reached()
+        asked[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked[0]
+        gate.open()
+        assert [tokens(await task) for task in asked[1:]] == [greedy(model, p, 8) for p in PROMPTS[3:5]]
+        await eventually(lambda: engine.stats["kv_blocks_used"] == 0 and not engine._runner._states._row_of, "rows")
+
+
+def test_only_jamba_does_not_continue_a_state_by_several_tokens():
+    assert {family: probe_mixers(family_model(family)) for family in HYBRIDS} == {
+        family: (True, family != "jamba") for family in HYBRIDS
+    }
+
+
+def test_a_layer_that_forgets_its_state_is_found_out(monkeypatch):
+    monkeypatch.setattr(recurrent, "_cache", lambda layer, *states: None)
+    assert probe_mixers(family_model("lfm2")) == (False, False)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_keep_every_sequence_s_state_wherever_they_move(seed):
+    rng = random.Random(seed)
+    states, expected, numbers = StateRows(), {}, iter(range(1000))
+    for step in range(60):
+        if len(expected) < 2 or rng.random() < 0.4:
+            sequence = SimpleNamespace(number=next(numbers))
+            cache = recurrent._cache(3, torch.full((1, 2, 4), float(step)), torch.full((1, 5), -float(step)))
+            states.write(3, torch.tensor([states.row(sequence)]), cache)
+            expected[sequence.number] = (sequence, float(step))
+        elif rng.random() < 0.4:
+            sequence, _ = expected.pop(rng.choice(list(expected)))
+            states.leave(sequence)
+        elif rng.random() < 0.3:
+            source, copy = rng.sample(list(expected), 2)
+            states.copy([(expected[source][0], expected[copy][0])])
+            expected[copy] = expected[copy][0], expected[source][1]
+        decoding = rng.sample([sequence for sequence, _ in expected.values()], rng.randint(1, len(expected)))
+        num_rows = max(len(decoding), 4)
+        states.arrange(decoding, num_rows)
+        held = states.read(3, slice(num_rows)).layers[3]
+        held.conv_states[0][len(decoding) :] = float("nan")  # what padding computes is of no matter
+        for row, sequence in enumerate(decoding):
+            value = expected[sequence.number][1]
+            assert (held.conv_states[0][row] == value).all() and (held.recurrent_states[0][row] == -value).all()

@@ -100,7 +100,7 @@ class StateRows:
 
     def write(self, layer: int, rows_B: Tensor, cache: Cache) -> None:
         """Keep the states that the layer left in a cache."""
-        found = cache.layers[layer]
+        found: Any = cache.layers[layer]
         if layer not in self._states:
             made = [
                 None if x is None else x.new_zeros(self._num_rows, *x.shape[1:])

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ludic.inference.local.runner import Read, RunnerSettings, Scoring, sampled_from
 from ludic.inference.local.sequence import Chunk, Sequence
+from ludic.models.head import plain_model
+from ludic.models.vision.inputs import Pictures, VisionDecoder, is_vision_model
 
 _PROBED, _PROBED_PROMPT = 12, 4
 """Tokens of the probe that compares the cache with a plain forward pass, and how many of them are its prompt."""
@@ -29,9 +31,10 @@ class CachedBackend:
     shares_prefixes = False
     max_rounds = 1
 
-    def __init__(self, view: Any, max_length: int, *, recompute: bool = False) -> None:
-        """`view` has the model's own attention function."""
+    def __init__(self, view: Any, max_length: int, *, recompute: bool = False, images: Any = None) -> None:
+        """`view` has the model's own attention function; `images` is the image processor of a vision-language model."""
         self.max_length = max_length
+        self._images = images
         self.recompute = recompute or not _cache_is_exact(view)
         self.bytes_per_token = 0 if self.recompute else _bytes_per_token(view)
 
@@ -41,6 +44,8 @@ class CachedBackend:
         return "without a cache, every token in full" if self.recompute else "through transformers' own cache"
 
     def runner(self, view: Any, settings: RunnerSettings) -> "CachedRunner":
+        if is_vision_model(plain_model(view)):
+            return VisionRunner(view, recompute=self.recompute, images=self._images)
         return CachedRunner(view, recompute=self.recompute)
 
 
@@ -94,7 +99,7 @@ class CachedRunner:
         members: list[Sequence] = []
         logits: list[Tensor] = []
         for alike in by_length.values():
-            own_BV, cache = self._forward([sequence.tokens for sequence in alike], None)
+            own_BV, cache = self._forward(alike, None)
             rows = [row for row, sequence in enumerate(alike) for _ in range(1 + len(copies.get(sequence.number, ())))]
             cohort = _Cohort(list(alike), cache)
             if len(rows) > len(alike):
@@ -115,8 +120,7 @@ class CachedRunner:
         logits: list[Tensor] = []
         for cohort in self._cohorts:
             alive = [member for member in cohort.members if member is not None]
-            inputs = [m.tokens if self._recompute else m.tokens[-1:] for m in alive]
-            own_BV, cohort.cache = self._forward(inputs, cohort.cache, len(alive[0].tokens) - 1)
+            own_BV, cohort.cache = self._forward(alive, cohort.cache)
             members += alive
             logits.append(own_BV)
         assert {s.number for s in members} == {s.number for s in sequences}, "every row belongs to a decoding sequence"
@@ -155,12 +159,43 @@ class CachedRunner:
             for alike in by_length.values()
         ]
 
-    def _forward(self, tokens: list[list[int]], cache: Any, num_before: int = 0) -> tuple[Tensor, Any]:
-        """Logits [B, V] after these tokens of sequences of one length, and the cache with them."""
-        ids_BL = torch.tensor(tokens, device=self._device)
+    def _forward(self, sequences: Seq[Sequence], cache: Any) -> tuple[Tensor, Any]:
+        """Logits [B, V] after the last token of sequences of one length, and the cache with all of their tokens. `cache` holds all
+        but the last; None: nothing is computed yet."""
+        ids_BL = self._ids(sequences, cache)
         if self._recompute:
             return self._model(input_ids=ids_BL, use_cache=False).logits[:, -1], None
-        return _continued(self._model, ids_BL, cache, num_before)
+        return _continued(self._model, ids_BL, cache, len(sequences[0].tokens) - ids_BL.shape[1])
+
+    def _ids(self, sequences: Seq[Sequence], cache: Any) -> Tensor:
+        """The tokens [B, L] that are not in the cache."""
+        return torch.tensor([s.tokens if cache is None else s.tokens[-1:] for s in sequences], device=self._device)
+
+
+class VisionRunner(CachedRunner):
+    """The same for a vision-language model: prompts are computed with their pictures, and positions continue behind them."""
+
+    def __init__(self, view: Any, *, recompute: bool, images: Any) -> None:
+        super().__init__(view, recompute=recompute)
+        self._vision = VisionDecoder(plain_model(view), None if images is None else Pictures(images))
+
+    def _forward(self, sequences: Seq[Sequence], cache: Any) -> tuple[Tensor, Any]:
+        ids_BL = self._ids(sequences, cache)
+        images_B = [sequence.request.images for sequence in sequences]
+        if cache is None:
+            embeds_BLD, positions_3BL = self._vision.inputs(ids_BL, images_B)
+        else:
+            embeds_BLD = self._model.get_input_embeddings()(ids_BL)
+            next_B = [len(s.tokens) - 1 + self._vision.offset(s.request.images) for s in sequences]
+            positions_3BL = torch.tensor(next_B, device=self._device)[None, :, None].expand(3, -1, 1)
+        out = self._vision.decoder(
+            inputs_embeds=embeds_BLD,
+            position_ids=positions_3BL,
+            past_key_values=cache,
+            use_cache=not self._recompute,
+        )
+        logits_BV = self._model.get_output_embeddings()(out.last_hidden_state[:, -1])
+        return logits_BV, None if self._recompute else out.past_key_values
 
 
 def _continued(model: Any, ids_BL: Tensor, cache: Any, num_before: int = 0) -> tuple[Tensor, Any]:

@@ -29,7 +29,9 @@ from ludic.inference.local.scheduler import Limits, Scheduler
 from ludic.inference.local.sequence import Sampled, Sequence, StopRule
 from ludic.inference.templates.conversation import decode_reply
 from ludic.models.bitwise.decoder import BitwiseDecoder
+from ludic.models.head import plain_model
 from ludic.models.loading import load_model
+from ludic.models.vision.inputs import image_processor_of, is_vision_model
 from ludic.models.weights import FiniteCheck, WeightsWatch, not_finite, shared_view
 from ludic.types import (
     ChatResponse,
@@ -100,7 +102,9 @@ class LocalEngine:
             raise not_finite(f"{self.name} cannot be served", names, "Load other weights.")
         if bitwise:
             BitwiseDecoder(self.model)  # refuses here what could not hold, not at the first request
-        self._backend = choose_backend(self.model, max_model_len, is_bitwise=bitwise)
+        self._backend = choose_backend(
+            self.model, max_model_len, is_bitwise=bitwise, images=image_processor_of(self.tokenizer)
+        )
         self._watch = WeightsWatch(self.model)
         self.max_model_len = self._backend.max_length
         embedding = self.model.get_input_embeddings().weight
@@ -325,6 +329,8 @@ class LocalEngine:
         if not len(ids):
             raise ConfigError("The prompt is empty; a model needs at least one token to continue.")
         self._check_ids(ids)
+        if request.images and not is_vision_model(plain_model(self.model)):
+            raise ConfigError(f"The prompt holds {len(request.images)} pictures, but {self.name} takes text only.")
         if self.is_bitwise:
             check_sampling(params)
         if unknown := [i for i in params.stop_token_ids if not 0 <= i < self.vocab_size]:

@@ -24,7 +24,9 @@ from ludic.inference.local.sequence import Chunk, Sampled, Sequence, tokens_as_b
 from ludic.models.attention import NAME as ATTENTION_NAME
 from ludic.models.attention import AttentionState, NotRoutable, route_attention, say_once
 from ludic.models.forward import Forward, make_forward, packed_bytes
+from ludic.models.head import plain_model
 from ludic.models.recurrent.layers import recurrent_layers
+from ludic.models.vision.inputs import is_vision_model
 from ludic.models.weights import shared_view
 from ludic.types import ConfigError
 
@@ -126,8 +128,10 @@ class Backend(Protocol):
         ...
 
 
-def choose_backend(model: Any, max_length: int | None, *, is_bitwise: bool = False) -> Backend:
-    """The block cache where every layer's attention can be routed through it; else transformers' own cache, said by a warning."""
+def choose_backend(model: Any, max_length: int | None, *, is_bitwise: bool = False, images: Any = None) -> Backend:
+    """The block cache where every layer's attention can be routed through it; else transformers' own cache, said by a warning.
+
+    `images`: the image processor of a vision-language model."""
     config = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         raise ConfigError(f"{type(model).__name__} is not a transformers model: it has no config.")
@@ -139,6 +143,8 @@ def choose_backend(model: Any, max_length: int | None, *, is_bitwise: bool = Fal
             raise NotRoutable(
                 f"its rotary embedding changes when a sequence is longer than {limit} tokens, and max_model_len={length}"
             )
+        if is_vision_model(plain_model(model)):
+            raise NotRoutable("its prompts hold embeddings of pictures")
         if recurrent_layers(model):
             from ludic.inference.local.recurrent import HybridBackend  # that module imports this one
 
@@ -147,7 +153,7 @@ def choose_backend(model: Any, max_length: int | None, *, is_bitwise: bool = Fal
     except NotRoutable as error:
         from ludic.inference.local.cached import CachedBackend
 
-        found = CachedBackend(shared_view(model), length, recompute=limit is not None and length > limit)
+        found = CachedBackend(shared_view(model), length, recompute=limit is not None and length > limit, images=images)
         say_once(
             f"{type(model).__name__} runs {found.how}, which is slower than the engine's block cache: {error.reason}. "
             "vLLM is the fast server for it."

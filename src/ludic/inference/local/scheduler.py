@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from ludic.inference.local.blocks import BlockPool
 from ludic.inference.local.sequence import TOKEN_BYTES, Chunk, Sequence, tokens_as_bytes
+from ludic.types import ImageSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +134,15 @@ class Scheduler:
         """Admit in order of arrival. A sequence that continues with a block that another prompt is computing waits for it in place:
         the members of a group compute their common prompt once."""
         in_progress = {self._next_block(s, s.chain, s.num_published) for s in in_prompt}
-        first = {tokens_as_bytes(c.sequence.tokens): c.sequence for c in plan.prefill if c.reaches_the_end}
+        first = {_prompt_key(c.sequence): c.sequence for c in plan.prefill if c.reaches_the_end}
         held_back: list[Sequence] = []
         room = self._room()
         while budget > 0 and self.waiting and len(self.running) + len(held_back) < self.limits.max_sequences:
             sequence = self.waiting.popleft()
-            tokens = tokens_as_bytes(sequence.tokens)
-            if self.limits.copies_prompts and tokens in first:
+            tokens, key = tokens_as_bytes(sequence.tokens), _prompt_key(sequence)
+            if self.limits.copies_prompts and key in first:
                 growth = self._growth(sequence, len(sequence.tokens) // self.pool.block_size)
-                if growth <= room and self._admit_copy(sequence, first[tokens], plan):
+                if growth <= room and self._admit_copy(sequence, first[key], plan):
                     room -= growth
                     continue
             # The last token must always be computed: its output predicts the next one.
@@ -160,7 +161,7 @@ class Scheduler:
             in_progress.add(following)
             budget -= self._plan_chunk(sequence, budget, plan)
             if plan.prefill[-1].reaches_the_end:
-                first.setdefault(tokens, sequence)
+                first.setdefault(key, sequence)
         self.waiting.extendleft(reversed(held_back))
 
     def _room(self) -> float:
@@ -328,3 +329,8 @@ class Scheduler:
         self.running = {}
         self.pool.forget_all()
         return restarted
+
+
+def _prompt_key(sequence: Sequence) -> tuple[bytes, tuple[ImageSpan, ...]]:
+    """Equal for sequences that the model sees alike: the same tokens, and the same pictures in their places."""
+    return tokens_as_bytes(sequence.tokens), sequence.request.images

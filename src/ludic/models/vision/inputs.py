@@ -99,6 +99,8 @@ class VisionDecoder:
     def __init__(self, model: Any, pictures: Pictures | None) -> None:
         """`model` is the transformers model, not a peft wrapper of it. `pictures=None`: it gets text only."""
         self._model, self._pictures = model, pictures
+        self.offset = lru_cache(maxsize=4096)(self._offset)
+        """The pictures of a prompt → position of a token behind them, less its number among the tokens."""
 
     @property
     def decoder(self) -> Any:
@@ -129,6 +131,17 @@ class VisionDecoder:
             inputs_embeds=embeds_BLD, position_ids=positions_3BL, attention_mask=mask_BL, use_cache=False
         ).last_hidden_state
         return out
+
+    def _offset(self, images: tuple[ImageSpan, ...]) -> int:
+        if not images:
+            return 0
+        assert self._pictures is not None, "a prompt with pictures has been computed"
+        kinds_BL = torch.zeros(1, images[-1].end + 1, dtype=torch.long)
+        for span in images:
+            kinds_BL[0, span.start : span.end] = 1
+        grids_N3 = torch.stack([self._pictures.pixels(span.image)[1] for span in images])
+        positions_3BL = self._positions(torch.zeros_like(kinds_BL), kinds_BL, grids_N3, None)
+        return int(positions_3BL[0, 0, -1]) - images[-1].end
 
     def _features(self, images: Sequence[Image], device: torch.device) -> tuple[list[Tensor], Tensor]:
         """Embeddings of each picture, and the grids [N, 3]."""

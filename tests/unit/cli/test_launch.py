@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ludic.cli.pipeline.launch import LUDIC, make_roles, prepare, ray_resources, reachable_socket
+from ludic.cli.pipeline.launch import ludic_command, make_roles, prepare, ray_resources, reachable_socket
 from ludic.cli.pipeline.supervisor import WhenDone
 from ludic.run.config import PipelineSettings, RunConfig, given_redis, redis_url, required_servers
 from ludic.run.folder import ResumePoint, prepare_folder
@@ -203,6 +203,6 @@ def test_a_role_finds_the_module_beside_the_env_not_one_of_the_current_folder(tm
     (tmp_path / "own" / "wages.py").write_text("BONUS = 0.5")
     (tmp_path / "wages.py").write_text("")
     done = subprocess.run(
-        [*LUDIC, "play", "own/env.py:Paid"], cwd=tmp_path, input="A\n", capture_output=True, text=True
+        ludic_command("play", "own/env.py:Paid"), cwd=tmp_path, input="A\n", capture_output=True, text=True
     )
     assert done.returncode == 0 and "reward" in done.stdout, done.stderr

@@ -33,8 +33,12 @@ _MISTAKE = frozenset({2})
 """Exit code of `ludic` commands for a user's mistake."""
 _LONGEST_SOCKET = 100
 """Maximum characters of a socket's path; systems allow a little more."""
-LUDIC = (sys.executable, "-P", "-m", "ludic.cli.main")
-"""-P, as for the command itself: modules of the current folder must not shadow those beside a user's file."""
+
+
+def ludic_command(*arguments: str) -> tuple[str, ...]:
+    """`ludic …` as a process. -P, as for the command itself: modules of the current folder must not shadow those beside a user's
+    file."""
+    return (sys.executable, "-P", "-m", "ludic.cli.main", *arguments)
 
 
 def run_launch(args: LaunchArgs, config: RunConfig, env: EnvFactory) -> int:
@@ -149,7 +153,7 @@ def make_roles(
     actors = [
         Role(
             name=f"actor-{index}",
-            command=(*LUDIC, "actor", folder, "--actor-index", str(index)),
+            command=ludic_command("actor", folder, "--actor-index", str(index)),
             when_done=WhenDone.IS_FINE,
             stop_within_s=30.0,
             num_gpus=actor_gpus,
@@ -160,7 +164,9 @@ def make_roles(
     ]
     learner = Role(
         name="learner",
-        command=(*LUDIC, "train", folder, "--resume"),  # also for a new run: launch has written the folder's config
+        command=ludic_command(
+            "train", folder, "--resume"
+        ),  # also for a new run: launch has written the folder's config
         when_done=WhenDone.ENDS_ALL,
         stop_within_s=600.0,  # it finishes its update and saves
         num_gpus=learner_gpus,

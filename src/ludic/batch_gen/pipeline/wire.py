@@ -198,6 +198,10 @@ _FLOATS = {
 
 
 def _attachment_fields(attached: list[SampleAttachments]) -> dict[str, Any]:
+    if any(a.images for a in attached):
+        raise UnwritableGroup(
+            "The queue does not carry pictures. Train in one process: `ludic train` without a pipeline."
+        )
     logps = [None if a.actor_logps is None else a.actor_logps.token_logps for a in attached]
     return {
         "actor_logps": encode_floats(logps, try_runs=False),
@@ -379,6 +383,7 @@ def _attachments(
         _untrainable_sampling(group, len(counts)),
         _version_runs(group, counts, limits),
         [None] * len(counts),  # proximal_logps, which the trainer computes
+        [()] * len(counts),  # images, which _attachment_fields refuses
     )
 
 

@@ -21,7 +21,8 @@ from ludic.batch_gen.pipeline.wire import (
     encode_group,
     group_facts,
 )
-from ludic.types import CandidateSets, ConfigError, LudicError, SampleAttachments, SAWItem, VersionRun
+from ludic.types import CandidateSets, ConfigError, Image, LudicError, SampleAttachments, SAWItem, VersionRun
+from ludic.types.messages import ImageSpan
 from tests.unit.batch_gen.pipeline.wire_items import as_constructed, facts, groups, plain_item
 
 HEADER = 7
@@ -185,6 +186,9 @@ def test_an_origin_that_a_learner_could_not_read_is_refused_by_the_writer(fact, 
 # --- what cannot be written ---
 
 
+PICTURE = Image.of(np.zeros((2, 2), np.uint8))
+
+
 def with_attachments(**fields):
     return dataclasses.replace(plain_item(), attachments=SampleAttachments(**fields))
 
@@ -206,6 +210,7 @@ def with_attachments(**fields):
         ([with_attachments(version_runs=[(2**63, 4)])], "version_runs"),
         ([with_attachments(version_runs=[(0.5, 4)])], "version_runs"),
         ([with_attachments(version_runs=[(None, 4)])], "version_runs"),
+        ([with_attachments(images=(ImageSpan(PICTURE, 0, 1),))], "The queue does not carry pictures"),
     ],
 )
 def test_what_a_learner_would_not_get_back_is_refused_by_the_writer(items, message):

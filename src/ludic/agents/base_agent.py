@@ -242,6 +242,7 @@ class Agent:
             response.candidates,
             untrainable_sampling,
             prompt.images,
+            response.experts,
         )
         info = {key: value for key, value in client_info.items() if key not in _TOO_BIG_FOR_INFO} if client_info else {}
         if response.finish_reason is not None:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from ludic.types import (
     ActorTokenLogps,
     CandidateSets,
+    ExpertArray,
     FloatArray,
     Rollout,
     RolloutStepKey,
@@ -188,6 +189,7 @@ def _item(
             ),
             version_runs=_version_runs(calls),
             images=last.images,
+            experts=_experts(calls),
         ),
         origin=_origin(origin, calls, number),
     )
@@ -221,6 +223,21 @@ def _candidates(calls: list[_Call]) -> CandidateSets | None:
     return CandidateSets.joined(
         len(trace.completion_token_ids) if trace.candidates is None else trace.candidates for trace in traces
     )
+
+
+def _experts(calls: list[_Call]) -> ExpertArray | None:
+    """Of each token as first recorded: that is what its log-prob and those after it were computed with. A later call fills in
+    tokens that were not known, such as the last one of a completion."""
+    found: ExpertArray | None = None
+    for trace in (call.trace for call in calls):
+        if trace.experts is None:
+            return None
+        now = trace.experts.copy()
+        if found is not None:
+            is_known = (found >= 0).all(axis=(1, 2))
+            now[: len(found)][is_known] = found[is_known]
+        found = now
+    return found
 
 
 def _require_logprobs(rollout: Rollout, calls: Sequence[_Call]) -> None:

@@ -24,11 +24,24 @@ def shared_view(model: Any) -> Any:
     memo: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     for module in model.modules():  # hooks are shared, not copied
         memo |= {id(hook): hook for hook in forward_hooks(module)}
-    return copy.deepcopy(model, memo).eval()
+    return without_own_hooks(copy.deepcopy(model, memo).eval())
 
 
 def forward_hooks(module: nn.Module) -> list[Any]:
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
+class HookOfOneTree:
+    """A forward hook that belongs to one module tree: a copy of the tree does not have it."""
+
+
+def without_own_hooks(copied: Any) -> Any:
+    """A copied tree without the hooks that belong to the original."""
+    for module in copied.modules():
+        for number in [n for n, hook in module._forward_hooks.items() if isinstance(hook, HookOfOneTree)]:
+            del module._forward_hooks[number]
+            module._forward_hooks_with_kwargs.pop(number, None)
+    return copied
 
 
 class WeightsWatch:

@@ -124,6 +124,12 @@ class TrainerConfig:
     """Parts of a batch, of whole groups, with one optimizer step each. Every pass deals the groups out again, from the seed. A
     batch of fewer groups has fewer parts."""
 
+    balance_experts: float = 0.0
+    """Of a mixture of experts: the weight of the load-balancing loss (docs/mixtures.md); 0 is off. It is that of the whole batch,
+    which takes one more forward pass if a batch is several micro-batches."""
+    replay_experts: bool = False
+    """Of a mixture of experts: send every token to the experts that the sampler recorded (`LocalEngine(record_experts=True)`)."""
+
     watch_entropy: bool = True
     """Report the entropy of the policy at action tokens, at a small cost."""
     max_lag: int | None = None
@@ -178,6 +184,8 @@ class TrainerConfig:
                 f"weight_decay={self.weight_decay}, eps={self.eps}, betas={self.betas}; AdamW takes a finite weight_decay of 0 "
                 "or more, a finite eps above 0, and betas from 0 to below 1."
             )
+        if not 0 <= self.balance_experts < math.inf:
+            raise ConfigError(f"balance_experts={self.balance_experts}; it must be 0 (off) or more, and finite.")
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed={self.seed}; a seed lies between -2^63 and 2^63 - 1.")
         at_least_one = [(name, 1) for name in _COUNTS]

@@ -116,6 +116,7 @@ from ludic.types.steps import (
 )
 from ludic.types.tokens import (
     CandidateSets,
+    ExpertArray,
     FloatArray,
     LogprobArray,
     TokenArray,
@@ -136,7 +137,7 @@ __all__ = [
     "Stateful", "FollowsVersions", "InPlacePublisher", "ChecksServers",
     "ChecksSamples", "FollowsDrift", "AccountsForItems", "AdapterPublisher", "TakesSnapshots", "RequestsExhausted",
     "TokenArray", "TokenIds", "FloatArray", "LogprobArray", "TurnNumbers", "TokenLog", "TokenTrace", "CandidateSets", "VersionRun",
-    "token_array", "rounding_of", "spread_of",
+    "ExpertArray", "token_array", "rounding_of", "spread_of",
     "float_array", "ChatResponse", "SamplingParams", "SamplingConfig", "ReturnSpec", "ToolRequest", "TokenCompletionRequest",
     "InferenceSpec", "BackendExtensions", "VLLMExtensions", "untrainable_settings", "require_trainable_reply",
     "Observation", "Info", "StepOutcome", "Snapshot", "StopReason", "ActionTarget", "new_id",

@@ -16,11 +16,13 @@ from ludic.types.rollout import THREAD, GroupKey, Rollout, with_threads
 from ludic.types.steps import StopReason
 from ludic.types.tokens import (
     CandidateSets,
+    ExpertArray,
     FloatArray,
     LogprobArray,
     TokenArray,
     TurnNumbers,
     VersionRun,
+    expert_array,
     float_array,
     token_array,
 )
@@ -76,6 +78,8 @@ class SampleAttachments:
     """Log-probability of each action token under the weights from before the batch's first update; the trainer computes it."""
     images: tuple[ImageSpan, ...] = ()
     """The pictures among its state tokens, in order."""
+    experts: ExpertArray | None = None
+    """Of a mixture: the experts of every token of `SAWItem.input_ids`, not of action tokens alone; −1 where not known."""
 
     def __post_init__(self) -> None:
         for name in PER_TOKEN:
@@ -88,7 +92,7 @@ class SampleAttachments:
         object.__setattr__(self, "version_runs", tuple(VersionRun(*run) for run in self.version_runs))
 
     def first(self, count: int) -> "SampleAttachments":
-        """The attachments of the first `count` action tokens."""
+        """The attachments of the first `count` action tokens. `experts`, which are of all tokens, stay whole."""
         runs, left = [], count
         for version, length in self.version_runs:
             if left > 0:
@@ -255,6 +259,8 @@ class SAWItem:
         attention = np.ones(len(ids), dtype=np.bool_) if self.attention_mask is None else self.attention_mask
         put(self, "attention_mask", _mask_array(attention, "attention_mask", len(ids)))
         put(self, "action_mask", _mask_array(self.action_mask, "action_mask", len(ids)))
+        if (experts := self.attachments.experts) is not None:
+            put(self, "attachments", replace(self.attachments, experts=expert_array(experts, len(ids))))
         if not np.isfinite(self.weight):
             raise ValueError(f"SAWItem.weight={self.weight}; a weight must be finite.")
         _check_lengths(self)

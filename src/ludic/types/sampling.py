@@ -13,7 +13,7 @@ import numpy as np
 
 from ludic.types.errors import ConfigError
 from ludic.types.messages import JSON, ImageSpan
-from ludic.types.tokens import CandidateSets, TokenArray, TokenTrace, VersionRun, token_array
+from ludic.types.tokens import CandidateSets, ExpertArray, TokenArray, TokenTrace, VersionRun, token_array
 
 logger = logging.getLogger(__name__)
 
@@ -217,6 +217,8 @@ class ChatResponse:
     version_runs: tuple[VersionRun, ...] = ()
     candidates: CandidateSets | None = None
     """What each completion token was drawn from, if the request truncates the distribution and the server reports it."""
+    experts: ExpertArray | None = None
+    """Of a mixture: the experts of each token of prompt and completion, if the server records them."""
 
     def __post_init__(self) -> None:
         logprobs = self.completion_logprobs
@@ -246,6 +248,7 @@ class ChatResponse:
             temperature=temperature,
             candidates=self.candidates,
             images=images,
+            experts=self.experts,
         )
 
 

@@ -4,7 +4,9 @@ A trace holds exactly the ids that the server saw and sampled. Arrays are checke
 share one buffer (`TokenLog`), so that storing every call of an episode takes memory linear in its tokens.
 """
 
-from collections.abc import Iterable, Sequence
+import base64
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,6 +22,8 @@ LogprobArray: TypeAlias = FloatArray
 """One log-probability per token."""
 TurnNumbers: TypeAlias = FloatArray
 """Which turn each token belongs to. Whole numbers, held as float32 like every other number per token."""
+ExpertArray: TypeAlias = npt.NDArray[np.int16]
+"""[tokens, mixture layers, experts per token]: which experts each token was sent to; −1 where that is not known."""
 TokenIds: TypeAlias = TokenArray | Sequence[int]
 """What a constructor accepts; what it stores is a TokenArray."""
 
@@ -69,6 +73,29 @@ def float_array(values: Sequence[float] | npt.NDArray[Any], name: str = "values"
     narrow = wide.astype(np.float32)
     narrow.setflags(write=False)
     return narrow
+
+
+def expert_array(values: npt.ArrayLike, num_tokens: int, name: str = "experts") -> ExpertArray:
+    """`values` as a read-only int16 array [num_tokens, layers, experts per token], or a ValueError that names the field."""
+    wide = np.asarray(values)
+    if wide.ndim != 3 or len(wide) != num_tokens or wide.dtype.kind not in "iu":
+        raise ValueError(
+            f"{name} must be whole numbers [{num_tokens} tokens, layers, experts per token]; they are {wide.dtype} {wide.shape}."
+        )
+    if wide.size and (wide.min() < -1 or wide.max() > np.iinfo(np.int16).max):
+        raise ValueError(f"{name} go from {wide.min()} to {wide.max()}; there are -1 (not known) to 32767.")
+    return _frozen(wide.astype(np.int16, copy=False))
+
+
+def experts_to_dict(experts: ExpertArray) -> dict[str, Any]:
+    """As JSON: a list would take several times the space."""
+    data = base64.b64encode(zlib.compress(experts.astype("<i2").tobytes())).decode()
+    return {"shape": list(experts.shape), "int16_zlib_base64": data}
+
+
+def experts_from_dict(data: Mapping[str, Any]) -> ExpertArray:
+    flat = np.frombuffer(zlib.decompress(base64.b64decode(data["int16_zlib_base64"])), dtype="<i2")
+    return flat.reshape(data["shape"]).astype(np.int16)
 
 
 def rounding_of(values: npt.ArrayLike) -> float:
@@ -235,6 +262,8 @@ class TokenTrace:
     """Settings that shaped the distribution and that a trainer cannot reproduce from this trace, such as "top_p=0.9"."""
     images: tuple[ImageSpan, ...] = ()
     """The pictures of the prompt, in order, and the tokens that stand for them."""
+    experts: ExpertArray | None = None
+    """Of a mixture: the experts of each token of prompt and completion, if the server records them."""
 
     def __init__(
         self,
@@ -247,6 +276,7 @@ class TokenTrace:
         candidates: CandidateSets | None = None,
         untrainable_sampling: str | None = None,
         images: Sequence[ImageSpan] = (),
+        experts: npt.ArrayLike | None = None,
     ) -> None:
         prompt = token_array(prompt_token_ids, "prompt_token_ids")
         completion = token_array(completion_token_ids, "completion_token_ids")
@@ -269,6 +299,7 @@ class TokenTrace:
         _put_candidates(self, candidates)
         _put_untrainable_sampling(self, untrainable_sampling)
         _put_images(self, tuple(images) if images else ())
+        _put_experts(self, None if experts is None else expert_array(experts, len(prompt) + num_tokens))
 
     @property
     def policy_version(self) -> int | None:
@@ -276,7 +307,7 @@ class TokenTrace:
         return min((run.version for run in self.version_runs), default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON; `candidates`, `untrainable_sampling` and `images` only if they are set. A picture is named by its hash: its
+        """As JSON; `candidates`, `untrainable_sampling`, `images` and `experts` only if they are set. A picture is named by its hash: its
         bytes are in the prompt's messages."""
         data = {
             "prompt_token_ids": self.prompt_token_ids.tolist(),
@@ -292,6 +323,8 @@ class TokenTrace:
             data["untrainable_sampling"] = self.untrainable_sampling
         if self.images:
             data["images"] = [[span.image.sha256, span.start, span.length] for span in self.images]
+        if self.experts is not None:
+            data["experts"] = experts_to_dict(self.experts)
         return data
 
     @classmethod
@@ -310,6 +343,7 @@ class TokenTrace:
             candidates=None if data.get("candidates") is None else CandidateSets.from_dict(data["candidates"]),
             untrainable_sampling=data.get("untrainable_sampling"),
             images=_placed(data["images"], images) if data.get("images") else (),
+            experts=None if data.get("experts") is None else experts_from_dict(data["experts"]),
         )
 
     def __eq__(self, other: object) -> bool:
@@ -321,6 +355,7 @@ class TokenTrace:
             and np.array_equal(self.completion_token_ids, other.completion_token_ids)
             and _same_logprobs(self.completion_logprobs, other.completion_logprobs)
             and all(getattr(self, name) == getattr(other, name) for name in plain)
+            and same_experts(self.experts, other.experts)
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -331,9 +366,9 @@ _put_prompt, _put_completion, _put_logprobs, _put_finish_reason = (
     getattr(TokenTrace, name).__set__
     for name in ("prompt_token_ids", "completion_token_ids", "completion_logprobs", "finish_reason")
 )
-_put_version_runs, _put_temperature, _put_candidates, _put_untrainable_sampling, _put_images = (
+_put_version_runs, _put_temperature, _put_candidates, _put_untrainable_sampling, _put_images, _put_experts = (
     getattr(TokenTrace, name).__set__
-    for name in ("version_runs", "temperature", "candidates", "untrainable_sampling", "images")
+    for name in ("version_runs", "temperature", "candidates", "untrainable_sampling", "images", "experts")
 )
 
 
@@ -356,6 +391,11 @@ def _checked_runs(runs: Sequence[tuple[int, int]], num_tokens: int) -> tuple[Ver
             f"but the completion has {num_tokens}."
         )
     return checked
+
+
+def same_experts(a: ExpertArray | None, b: ExpertArray | None) -> bool:
+    """Whether both are missing or equal."""
+    return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
 
 def _same_logprobs(a: LogprobArray | None, b: LogprobArray | None) -> bool:

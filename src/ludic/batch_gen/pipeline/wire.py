@@ -24,14 +24,17 @@ from ludic.batch_gen.pipeline.wire_columns import (
     U2,
     BoolArray,
     CandidateColumn,
+    ExpertColumn,
     FloatColumn,
     UnreadableGroup,
     UnwritableGroup,
     WireLimits,
     decode_candidates,
+    decode_experts,
     decode_floats,
     decode_mask,
     encode_candidates,
+    encode_experts,
     encode_floats,
     encode_mask,
     packed,
@@ -53,7 +56,7 @@ __all__ = [
     "group_facts",
 ]
 
-MAJOR, MINOR = 2, 0
+MAJOR, MINOR = 2, 1
 
 _MARK = b"LGRP"
 _HEADER = struct.Struct("<4sBBB")
@@ -108,6 +111,7 @@ class _Group(msgspec.Struct, gc=False, omit_defaults=True):
     candidates: CandidateColumn | None = None
     untrainable_sampling: list[str | None] | None = None
     """Reason per item; None if every item is trainable."""
+    experts: ExpertColumn | None = None
     run_counts: memoryview | None = None
     """Version runs of each item, uint32; None when no item has any."""
     run_versions: memoryview = memoryview(b"")
@@ -137,6 +141,7 @@ def encode_group(items: Sequence[SAWItem], *, compress: bool = False, limits: Wi
         **_attachment_fields([item.attachments for item in items]),
         **_candidate_fields([item.attachments for item in items], limits),
         **_version_fields([item.attachments.version_runs for item in items], limits),
+        experts=encode_experts([item.attachments.experts for item in items]),
     )
     if (size := len(group.metas) + len(group.origins)) > limits.max_meta_bytes:
         raise _too_large("bytes of meta", size, limits.max_meta_bytes, "Put less into meta.")
@@ -322,7 +327,7 @@ def _items(group: _Group, limits: WireLimits) -> list[SAWItem]:
         [action[span] for span in spans],
         _weights(group, len(spans)),
         _metas(group, limits, len(spans)),
-        _attachments(group, counts, lambda: ids[action], limits),
+        _attachments(group, counts, [end - start for start, end in pairwise(bounds)], lambda: ids[action], limits),
         _made(SampleOrigin, *decode_origins(group.origins, len(spans))),
     )
 
@@ -372,7 +377,7 @@ def _metas(group: _Group, limits: WireLimits, num_items: int) -> list[dict[str, 
 
 
 def _attachments(
-    group: _Group, counts: list[int], action_ids: Callable[[], TokenArray], limits: WireLimits
+    group: _Group, counts: list[int], lengths: list[int], action_ids: Callable[[], TokenArray], limits: WireLimits
 ) -> list[SampleAttachments]:
     return _made(
         SampleAttachments,
@@ -384,6 +389,7 @@ def _attachments(
         _version_runs(group, counts, limits),
         [None] * len(counts),  # proximal_logps, which the trainer computes
         [()] * len(counts),  # images, which _attachment_fields refuses
+        decode_experts(group.experts, lengths),
     )
 
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ludic.types import CandidateSets, ConfigError, FloatArray, LudicError, TokenArray
+from ludic.types import CandidateSets, ConfigError, ExpertArray, FloatArray, LudicError, TokenArray
 
 
 class UnreadableGroup(LudicError, ValueError):
@@ -55,7 +55,7 @@ class WireLimits:
         return 1 << 31 if self.vocab_size is None else self.vocab_size
 
 
-U2, U4, I4 = (np.dtype(code) for code in ("<u2", "<u4", "<i4"))
+U2, U4, I2, I4 = (np.dtype(code) for code in ("<u2", "<u4", "<i2", "<i4"))
 F4 = np.dtype("<f4")
 
 BoolArray = npt.NDArray[np.bool_]
@@ -243,3 +243,52 @@ def decode_candidates(
         found.append(candidates)
         token, place = token + count, place + size
     return found
+
+
+# --- experts of a mixture ---
+
+
+class ExpertColumn(msgspec.Struct, gc=False, omit_defaults=True):
+    """Experts of all tokens of the items that have them."""
+
+    values: memoryview
+    """int16 [tokens, layers, experts per token]."""
+    num_layers: int
+    num_chosen: int
+    items: memoryview | None = None
+    """1 for each item that has them, 0 for the others; None means all."""
+
+
+def encode_experts(given: Sequence[ExpertArray | None]) -> ExpertColumn | None:
+    present = [experts for experts in given if experts is not None]
+    if not present:
+        return None
+    shapes = {experts.shape[1:] for experts in present}
+    if len(shapes) > 1:
+        raise UnwritableGroup(f"Items of one group have experts of different shapes per token: {sorted(shapes)}.")
+    items = None if len(present) == len(given) else packed([experts is not None for experts in given], "B")
+    num_layers, num_chosen = next(iter(shapes))
+    return ExpertColumn(
+        values=raw(np.concatenate(present).reshape(-1), I2), num_layers=num_layers, num_chosen=num_chosen, items=items
+    )
+
+
+def decode_experts(column: ExpertColumn | None, lengths: Sequence[int]) -> list[ExpertArray | None]:
+    """One per item, None for items without; `lengths` are the items' tokens."""
+    if column is None:
+        return [None] * len(lengths)
+    has_them = [True] * len(lengths)
+    if column.items is not None:
+        has_them = [flag != 0 for flag in unpacked(column.items, "B", len(lengths), "items of experts")]
+    if column.num_layers < 1 or column.num_chosen < 1:
+        raise UnreadableGroup(f"Experts of {column.num_layers} layers, {column.num_chosen} per token, are none.")
+    ends = list(accumulate(length if there else 0 for length, there in zip(lengths, has_them, strict=True)))
+    values = read(column.values, I2, ends[-1] * column.num_layers * column.num_chosen, "experts").astype(np.int16)
+    if len(values) and values.min() < -1:
+        raise UnreadableGroup(f"Experts go down to {values.min()}; -1 (not known) is the least.")
+    values.setflags(write=False)
+    shaped = values.reshape(-1, column.num_layers, column.num_chosen)
+    return [
+        shaped[end - length : end] if there else None
+        for length, end, there in zip(lengths, ends, has_them, strict=True)
+    ]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ludic.inference.local.engine import LocalEngine
-from ludic.models.weights import forward_hooks
+from ludic.models.weights import forward_hooks, without_own_hooks
 from ludic.types import ChatResponse, ConfigError, Info, TokenCompletionRequest
 
 _KV_FRACTION_ON_GPU = 0.2
@@ -79,7 +79,7 @@ def _copied(model: Any) -> Any:
     memo: dict[int, Any] = {id(p): p for p in model.parameters() if not p.requires_grad}
     for module in model.modules():  # hooks are shared, not copied
         memo |= {id(hook): hook for hook in forward_hooks(module)}
-    return copy.deepcopy(model, memo).eval()
+    return without_own_hooks(copy.deepcopy(model, memo).eval())
 
 
 def _own_tensors(model: Any) -> dict[str, torch.Tensor]:

@@ -25,7 +25,8 @@ class Reference:
 
     @torch.no_grad()
     def logps(self, batch: PackedBatch) -> Tensor:
-        with self._policy.model.disable_adapter() if self._adapter_off else contextlib.nullcontext():
+        without_adapter = self._policy.model.disable_adapter() if self._adapter_off else contextlib.nullcontext()
+        with without_adapter, self._policy.own_routing():
             return self._policy.logps(batch)[0]
 
 

@@ -5,7 +5,7 @@ does not depend on how the batch was cut, nor on how many ranks share it.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ludic.distributed.fsdp import sync_gradients
 from ludic.distributed.ranks import Ranks
+from ludic.distributed.tensor_parallel import is_tensor_parallel
+from ludic.models.experts import RouterPass, balance_loss, load_counts, load_stats
 from ludic.models.head import EntropyMode
 from ludic.training.critic.critic import Critic
 from ludic.training.learner.frozen import Reference
@@ -86,26 +88,33 @@ def accumulate_gradients(
     facts: BatchFacts | None = None,
     ranks: Ranks | None = None,
     record: StepRecord | None = None,
+    balance_experts: float = 0.0,
 ) -> MetricSums:
     """Add the batch's gradient to the parameters'; returns the metrics of the loss and of the sampler's mismatch.
 
     If `items` are one rank's share, `facts` are those of the whole batch, and gradients are summed over ranks. `record` gets what
-    the loss was given of every token.
+    the loss was given of every token. `balance_experts` is the weight of a mixture's load-balancing loss.
     """
     facts = batch_facts(items) if facts is None else facts
+    ranks = ranks or Ranks()
     sums = MetricSums()
-    bins = equal_micro_batches(policy, items, micro_token_budget, ranks or Ranks(), padded=loss.needs.logits)
-    for number, members in enumerate(bins):
-        batch = policy.batch(members, pad_token_id, padded=loss.needs.logits)
+    bins = equal_micro_batches(policy, items, micro_token_budget, ranks, padded=loss.needs.logits)
+    batches: Iterable[PackedBatch] = (policy.batch(members, pad_token_id, padded=loss.needs.logits) for members in bins)
+    load = None if policy.routers is None else ExpertLoad(policy, ranks, balance_experts)
+    if load is not None and load.needs_counting(len(bins)):
+        batches = load.count(batches)
+    for number, batch in enumerate(batches):
         sync_gradients(policy.model, is_last=number == len(bins) - 1)
-        tokens = action_tokens(policy, loss, batch, facts, reference, critic, watch_entropy, teacher, pad_token_id)
-        if members[0] is PADDING_ITEM:
-            _zero_loss(tokens).backward()
-            continue
-        if record is not None:
-            record.watch(tokens)
-        value, stats = loss(tokens)
-        value.backward()
+        with policy.routed(batch) as routed:
+            tokens = action_tokens(policy, loss, batch, facts, reference, critic, watch_entropy, teacher, pad_token_id)
+            if batch.items[0] is PADDING_ITEM:
+                _zero_loss(tokens).backward()
+                continue
+            if record is not None:
+                record.watch(tokens)
+            value, stats = loss(tokens)
+            balance = None if load is None or routed is None else load.part_of_loss(batch, routed)
+            (value if balance is None else value + balance_experts * balance).backward()
         if record is not None:
             record.add(batch.items, tokens)
         sums.add({"loss": (value.detach(), tokens.num_items / facts.num_items), **stats, **mismatch_stats(tokens)})
@@ -113,7 +122,75 @@ def accumulate_gradients(
         if tokens.entropy is not None:
             sums.add({"entropy": sum_and_count(tokens.entropy)})
     sums.add({"num_micro_batches": (float(len(bins)), 1.0)})
+    if load is not None:
+        sums.add(load.stats())
     return sums
+
+
+class ExpertLoad:
+    """How evenly the tokens of one batch load the experts of a mixture, and the loss that evens it out.
+
+    The loss compares with the load of the whole batch, over all micro-batches and ranks. If there are several, one more forward
+    pass counts it before the first gradient.
+    """
+
+    def __init__(self, policy: TrainedPolicy, ranks: Ranks, weight: float) -> None:
+        assert policy.routers is not None, "only a mixture has a load"
+        self._policy, self._weight = policy, weight
+        self._ranks = (
+            Ranks() if is_tensor_parallel(policy.model) else ranks
+        )  # tensor-parallel ranks have the same samples
+        self._shape = policy.routers.num_layers, policy.routers.num_experts
+        self._counted_LE: Tensor | None = None
+        """Of the whole batch, from the pass that counts."""
+        self._own_LE: Tensor | None = None
+        """Of this rank's micro-batches so far."""
+        self._parts: list[Tensor] = []
+
+    def needs_counting(self, num_micro_batches: int) -> bool:
+        return self._weight > 0 and (num_micro_batches > 1 or self._ranks.world_size > 1)
+
+    @torch.no_grad()
+    def count(self, batches: Iterable[PackedBatch]) -> list[PackedBatch]:
+        """Count the load of these micro-batches, and return them."""
+        counted, kept = None, list(batches)
+        for batch in kept:
+            with self._policy.routed(batch) as routed:
+                self._policy.action_hidden(batch)
+            assert routed is not None, "a mixture is watched"
+            own = self._counts(batch, routed)
+            counted = own if counted is None else counted + own
+        assert counted is not None, "every rank has a micro-batch"
+        self._ranks.sum_tensors([counted])
+        self._counted_LE = counted
+        return kept
+
+    def part_of_loss(self, batch: PackedBatch, routed: RouterPass) -> Tensor | None:
+        """This micro-batch's part of the load-balancing loss; None if it is off."""
+        own_LE = self._counts(batch, routed)
+        self._own_LE = own_LE if self._own_LE is None else self._own_LE + own_LE
+        if not self._weight:
+            return None
+        part = balance_loss(routed, batch.tokens_T(), own_LE if self._counted_LE is None else self._counted_LE)
+        self._parts.append(part.detach())
+        return part
+
+    def stats(self) -> Stats:
+        """Of the whole batch, the same on every rank."""
+        own_LE = self._own_LE
+        if own_LE is None:  # this rank had nothing but padding
+            own_LE = torch.zeros(self._shape, dtype=torch.float64, device=self._policy.device)
+        self._ranks.sum_tensors([own_LE])
+        found: Stats = {name: (value, 1.0) for name, value in load_stats(own_LE).items()}
+        if not self._weight:
+            return found
+        parts = sum(self._parts, torch.zeros((), device=self._policy.device))
+        return {**found, "experts/balance_loss": (parts, 1 / self._ranks.world_size)}
+
+    def _counts(self, batch: PackedBatch, routed: RouterPass) -> Tensor:
+        is_padding = batch.items[0] is PADDING_ITEM
+        tokens_T = batch.tokens_T()
+        return load_counts(routed, torch.zeros_like(tokens_T) if is_padding else tokens_T, self._shape[1])
 
 
 def _zero_loss(tokens: ActionTokens) -> Tensor:
@@ -186,7 +263,9 @@ def with_proximal_logps(
     """The samples with their log-probs under the weights as they are."""
     found: dict[int, np.ndarray] = {}
     for members in equal_micro_batches(policy, items, micro_token_budget, ranks):
-        logps_A = policy.logps(policy.batch(members, pad_token_id))[0].float().cpu().numpy()
+        batch = policy.batch(members, pad_token_id)
+        with policy.routed(batch):
+            logps_A = policy.logps(batch)[0].float().cpu().numpy()
         ends = np.cumsum([item.num_action_tokens for item in members])[:-1]
         found |= {id(item): own for item, own in zip(members, np.split(logps_A, ends), strict=True)}
     return [replace(item, attachments=replace(item.attachments, proximal_logps=found[id(item)])) for item in items]
@@ -212,4 +291,5 @@ class DriftProbe:
 
     @torch.no_grad()
     def _logps(self) -> Tensor:
-        return self._policy.logps(self._batch)[0]
+        with self._policy.routed(self._batch):
+            return self._policy.logps(self._batch)[0]

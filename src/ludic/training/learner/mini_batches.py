@@ -123,6 +123,7 @@ def items_state(items: Sequence[SAWItem]) -> dict[str, Any]:
         "candidate_ends": _joined([None if one is None else one.ends for one in candidates]),
         **{name: [_plain(getattr(a, name)) for a in attached] for name in _PLAIN},
         "version_runs": [[list(map(_plain, run)) for run in a.version_runs] for a in attached],
+        "experts": [None if a.experts is None else torch.from_numpy(a.experts.copy()) for a in attached],
     }
 
 
@@ -136,6 +137,7 @@ def items_of_state(state: Mapping[str, Any]) -> list[SAWItem]:
     names = (*_ARRAYS, "actor_logps", *PER_TOKEN, "candidate_ids", "candidate_ends")
     columns: dict[str, list[Any]] = {name: _split(state[name]) for name in names}
     columns |= {name: list(state[name]) for name in (*_PLAIN, "weight", "origin", "version_runs")}
+    columns["experts"] = list(state.get("experts") or [None] * len(columns["weight"]))
     found = []
     for place in range(len(columns["weight"])):
         own = {name: column[place] for name, column in columns.items()}
@@ -145,6 +147,7 @@ def items_of_state(state: Mapping[str, Any]) -> list[SAWItem]:
             actor_logps=None if logps is None else ActorTokenLogps(logps),
             candidates=None if ids is None else CandidateSets(ids, own["candidate_ends"]),
             version_runs=tuple(own["version_runs"]),
+            experts=None if own["experts"] is None else own["experts"].numpy(),
             **{name: own[name] for name in (*PER_TOKEN, *_PLAIN)},
         )
         origin = SampleOrigin(**{**own["origin"], "stop": None if stop is None else StopReason(stop)})

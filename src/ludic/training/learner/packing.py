@@ -16,7 +16,7 @@ from ludic.models.head import CandidateMask
 from ludic.models.packed_attention import to_device
 from ludic.models.prefix_tree import TokenTree, prefix_order, shared_lengths
 from ludic.training.config import LengthPolicy
-from ludic.types import CandidateSets, ConfigError, SAWItem
+from ludic.types import CandidateSets, ConfigError, SampleAttachments, SAWItem
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def without_padding(item: SAWItem) -> SAWItem:
         input_ids=item.input_ids[counts],
         attention_mask=None,
         action_mask=item.action_mask[counts],
-        attachments=replace(item.attachments, images=images),
+        attachments=_with_experts_at(replace(item.attachments, images=images), counts),
     )
 
 
@@ -83,10 +83,15 @@ def truncated(item: SAWItem, length: int) -> SAWItem:
         attention_mask=item.attention_mask[:length],
         action_mask=mask,
         attachments=replace(
-            item.attachments.first(int(mask.sum())), images=tuple(span for span in images if span.end <= length)
+            _with_experts_at(item.attachments.first(int(mask.sum())), slice(length)),
+            images=tuple(span for span in images if span.end <= length),
         ),
         origin=replace(item.origin, seq_len_truncated=True),
     )
+
+
+def _with_experts_at(attached: SampleAttachments, where: slice | np.ndarray) -> SampleAttachments:
+    return attached if attached.experts is None else replace(attached, experts=attached.experts[where])
 
 
 # --- which samples go together ---
@@ -143,7 +148,7 @@ def _largest_first(items: Sequence[SAWItem], max_shared: int) -> list[tuple[list
         found = [(members, sum(len(item.input_ids) for item in members)) for members in comparisons(items)]
     else:
         found = []
-        ids = [item.input_ids for item in items]
+        ids = token_keys(items)
         order = prefix_order(ids)
         for i, num_shared in zip(order, shared_lengths([ids[i] for i in order]), strict=True):
             members, size = found[-1] if num_shared else ([], 0)
@@ -153,6 +158,21 @@ def _largest_first(items: Sequence[SAWItem], max_shared: int) -> list[tuple[list
             else:
                 found.append(([items[i]], len(ids[i])))
     return sorted(found, key=lambda run: -run[1])
+
+
+def token_keys(items: Sequence[SAWItem]) -> list[np.ndarray]:
+    """By what samples share a prefix: token ids, or numbers of (token, its experts) if experts were recorded, because a shared
+    token goes to one set of experts."""
+    if all(item.attachments.experts is None for item in items):
+        return [item.input_ids for item in items]
+    numbers: dict[tuple[int, bytes], int] = {}
+    found = []
+    for item in items:
+        experts = item.attachments.experts
+        rows = [b""] * len(item.input_ids) if experts is None else [row.tobytes() for row in experts]
+        keys = zip(item.input_ids.tolist(), rows, strict=True)
+        found.append(np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64))
+    return found
 
 
 def comparisons(items: Sequence[SAWItem]) -> list[list[SAWItem]]:
@@ -165,7 +185,7 @@ def comparisons(items: Sequence[SAWItem]) -> list[list[SAWItem]]:
 
 def prefix_pair(items: Sequence[SAWItem]) -> list[SAWItem] | None:
     """Two samples with a common prefix; None if there are none."""
-    ids = [item.input_ids for item in items]
+    ids = token_keys(items)
     order = prefix_order(ids)
     shared = shared_lengths([ids[i] for i in order])
     return next(([items[order[n - 1]], items[order[n]]] for n in range(1, len(order)) if shared[n]), None)
@@ -262,6 +282,30 @@ class PackedBatch:
     tree: TokenTree | None = None
     """If samples share prefixes: `ids_T` and `positions_T` are its tokens, each once."""
 
+    def tokens_T(self) -> Tensor:
+        """How many samples each flat token counts for: 0 for padding, several in a tree."""
+        counts = np.zeros(len(self.ids_T), dtype=np.int64)
+        for path, length in zip(self.paths, self.lengths, strict=True):
+            counts[path[:length]] += 1
+        return to_device(counts, self.ids_T.device)
+
+    def experts_TLK(self) -> Tensor | None:
+        """The recorded experts of the flat tokens, −1 where not known; None if no sample has any."""
+        given = [item.attachments.experts for item in self.items]
+        first = next((own for own in given if own is not None), None)
+        if first is None:
+            return None
+        experts_TLK = np.full((len(self.ids_T), *first.shape[1:]), -1, dtype=np.int64)
+        for path, own in zip(self.paths, given, strict=True):
+            if own is not None:
+                if own.shape[1:] != first.shape[1:]:
+                    raise ConfigError(
+                        f"Samples of one batch have experts of the shapes {list(own.shape[1:])} and {list(first.shape[1:])} per "
+                        "token: they were recorded by different models."
+                    )
+                experts_TLK[path[: len(own)]] = own
+        return to_device(experts_TLK, self.ids_T.device)
+
     @property
     def num_computed(self) -> int:
         """Tokens of the forward pass, padding left out."""
@@ -284,8 +328,12 @@ def pack(items: Sequence[SAWItem], device: torch.device | str, *, share_prefixes
     """One micro-batch without padding; with `share_prefixes`, tokens that samples have in common once."""
     device = torch.device(device)
     lengths = [len(item.input_ids) for item in items]
-    tree = TokenTree.of([item.input_ids for item in items]) if share_prefixes else None
+    tree = TokenTree.of(token_keys(items)) if share_prefixes else None
     if tree is not None and tree.num_tokens < sum(lengths):
+        ids_T = np.empty(tree.num_tokens, dtype=np.int64)
+        for item, path in zip(items, tree.paths, strict=True):
+            ids_T[path] = item.input_ids
+        tree = replace(tree, ids_T=ids_T)
         return PackedBatch(
             ids_T=to_device(tree.ids_T, device),
             positions_T=to_device(tree.positions_T, device),

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from ludic.models.bitwise.attention import Span, TrainedAttention
 from ludic.models.bitwise.decoder import BitwiseDecoder
 from ludic.models.bitwise.head import chosen_logps as bitwise_logps
 from ludic.models.execution import decoder_layers
+from ludic.models.experts import RouterPass, Routers
 from ludic.models.head import (
     EntropyMode,
     Head,
@@ -75,12 +76,17 @@ class TrainedPolicy:
         bitwise: bool = False,
         offload: bool = False,
         images: Any = None,
+        replay_experts: bool = False,
     ) -> None:
         """`fused`: the Llama family in half precision on a GPU runs through `ludic.models.llama`, not its own modules.
         `bitwise`: packed batches run through `ludic.models.bitwise`, as the sampler's do. `offload`: what the decoder saves for
-        backward waits in host memory. `images`: the image processor of a vision-language model, whose samples are padded."""
+        backward waits in host memory. `images`: the image processor of a vision-language model, whose samples are padded.
+        `replay_experts`: passes inside `routed` send tokens to the experts that their samples recorded."""
         self.model = model
         self._vision = _vision_of(model, images)
+        self.routers = Routers(model) if replay_experts else Routers.of(model)
+        """Of a mixture of experts; None for other models."""
+        self._replays = replay_experts
         self.packed = packed and self._vision is None and is_decoder(model) and _can_pack(model)
         self._is_hybrid = self.packed and bool(recurrent_layers(model))
         self._head = _head_of(model, is_needed=self.packed)
@@ -117,6 +123,26 @@ class TrainedPolicy:
         if padded or not self.packed:
             return _padded(items, pad_token_id, self.device)
         return pack(items, self.device, share_prefixes=self.share_prefixes)
+
+    @contextlib.contextmanager
+    def routed(self, batch: PackedBatch) -> Iterator[RouterPass | None]:
+        """Watch the routers of a mixture in passes over this batch, and replay the experts of its samples if the policy does. The
+        backward pass belongs inside, too. None for other models."""
+        if self.routers is None:
+            yield None
+            return
+        experts_TLK = batch.experts_TLK() if self._replays else None
+        if self._replays and experts_TLK is None and batch.items[0] is not PADDING_ITEM:
+            raise ConfigError(
+                "replay_experts=True, but no sample says which experts its tokens went to. Sample with "
+                "LocalEngine(record_experts=True), or leave replay_experts out."
+            )
+        with self.routers.watched(experts_TLK) as now:
+            yield now
+
+    def own_routing(self) -> contextlib.AbstractContextManager[None]:
+        """Inside it, a mixture chooses its experts itself and nothing is recorded, even within `routed`."""
+        return contextlib.nullcontext() if self.routers is None else self.routers.unwatched()
 
     def logps(self, batch: PackedBatch, *, entropy: EntropyMode | None = None) -> tuple[Tensor, Tensor | None]:
         """[A] log-probs of the action tokens under the distributions they were drawn from, and entropies if asked for."""

@@ -110,7 +110,12 @@ class TorchLearner(Learner):
             bitwise=cfg.bitwise,
             offload=cfg.offload_activations,
             images=image_processor_of(tokenizer),
+            replay_experts=cfg.replay_experts,
         )
+        if cfg.balance_experts and self.policy.routers is None:
+            raise ConfigError(
+                f"balance_experts={cfg.balance_experts}, but {type(plain_model(model)).__name__} is no mixture of experts."
+            )
         self._is_sharing_checked = not self.policy.share_prefixes
         is_compiled = cfg.compile or (is_sharded(model) and settings_of(model).compile)
         if is_compiled and not self.policy.is_fused:
@@ -241,6 +246,7 @@ class TorchLearner(Learner):
             facts=facts,
             ranks=self.ranks,
             record=record,
+            balance_experts=self.cfg.balance_experts,
         )
         if self.critic is not None:
             sums.add(value_moments(items))

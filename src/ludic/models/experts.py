@@ -1,0 +1,235 @@
+"""Mixtures of experts: which experts a model's routers choose, how even their load is, and choices recorded earlier.
+
+A router of a transformers mixture returns (logits, weights, indices) for every token. `Routers` puts a hook on each of them.
+A pass that is `watched` keeps what the routers return; a pass with given experts takes those instead of the router's own
+choice, and the router computes their weights from its own logits as usual (router replay). Sampler and trainer round
+differently, and where two experts nearly tie, that changes the choice and with it the output by far more than rounding.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ludic.models.head import plain_model
+from ludic.models.weights import HookOfOneTree
+from ludic.types import ConfigError
+
+UNKNOWN = -1
+"""In an array of experts: not recorded, so the router chooses."""
+
+
+# Letters: T flat tokens, L mixture layers, E experts of a layer, K experts that a token is sent to.
+@dataclass(slots=True, eq=False)
+class RouterPass:
+    """What the routers did in one forward pass, by layer."""
+
+    given_TLK: Tensor | None = None
+    """Experts to take; UNKNOWN where the router chooses. None: everywhere."""
+    logits_TE: dict[int, Tensor] = field(default_factory=dict)
+    """Of every expert, with their gradient."""
+    chosen_TK: dict[int, Tensor] = field(default_factory=dict)
+
+    def experts_TLK(self) -> Tensor:
+        """The chosen experts, as int16."""
+        layers = [self.chosen_TK[layer] for layer in sorted(self.chosen_TK)]
+        return torch.stack(layers, dim=1).to(torch.int16)
+
+
+class Routers:
+    """The routers of one mixture, each with a hook that does nothing outside of `watched`."""
+
+    def __init__(self, model: Any) -> None:
+        found = _routers(model)
+        if not found:
+            raise ConfigError(
+                f"{type(plain_model(model)).__name__} has no routers that Ludic can watch: it is no mixture of experts, or not "
+                "one whose routers return (logits, weights, indices)."
+            )
+        self._hooks = [_Hook(number) for number in range(len(found))]
+        self._handles = [m.register_forward_hook(h, with_kwargs=True) for m, h in zip(found, self._hooks, strict=True)]
+        self.num_layers = len(found)
+        first: Any = found[0]
+        self.num_experts, self.num_chosen = int(first.num_experts), int(first.top_k)
+
+    @classmethod
+    def of(cls, model: Any) -> "Routers | None":
+        """None if the model is no mixture."""
+        return cls(model) if _routers(model) else None
+
+    @contextlib.contextmanager
+    def watched(self, given_TLK: Tensor | None = None) -> Iterator[RouterPass]:
+        """Forward passes inside are recorded, the last one of each layer. With `given_TLK` they take these experts, and so do
+        recomputations of checkpointed layers: a backward pass belongs inside, too."""
+        if given_TLK is not None:
+            self._check(given_TLK)
+        now = RouterPass(None if given_TLK is None else given_TLK.long())
+        before = [hook.now for hook in self._hooks]
+        for hook in self._hooks:
+            hook.now = now
+        try:
+            yield now
+        finally:
+            for hook, outer in zip(self._hooks, before, strict=True):
+                hook.now = outer
+
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Passes inside are neither recorded nor changed, even within `watched`: those of a reference on the same modules."""
+        with self.watched():
+            yield
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _check(self, given_TLK: Tensor) -> None:
+        wanted = (self.num_layers, self.num_chosen)
+        if given_TLK.dim() != 3 or tuple(given_TLK.shape[1:]) != wanted:
+            raise ConfigError(
+                f"The recorded experts have the shape {list(given_TLK.shape)}; this model has [tokens, {wanted[0]} mixture layers, "
+                f"{wanted[1]} experts per token]. They were recorded by another model."
+            )
+
+
+@contextlib.contextmanager
+def recording(model: Any) -> Iterator[RouterPass]:
+    """Record the experts that a model chooses: `experts_TLK()` of what it yields, after the forward pass."""
+    with replaying(model, None) as now:
+        yield now
+
+
+@contextlib.contextmanager
+def replaying(model: Any, experts_TLK: Tensor | None) -> Iterator[RouterPass]:
+    """Forward passes inside send every token to these experts; UNKNOWN (-1) leaves the choice to the router."""
+    routers = Routers(model)
+    try:
+        with routers.watched(experts_TLK) as now:
+            yield now
+    finally:
+        routers.remove()
+
+
+def _routers(model: Any) -> list[nn.Module]:
+    """Routers in the order of the layers, by the classes whose logits transformers itself can record."""
+    classes: list[type[nn.Module]] = []
+    modules: list[nn.Module] = list(model.modules())
+    for module in modules:
+        recorded: Mapping[str, Any] = getattr(module, "_can_record_outputs", None) or {}
+        recorders = recorded.get("router_logits") or []
+        for recorder in recorders if isinstance(recorders, list) else [recorders]:
+            # An index of 0: the logits come first. Others (Llama 4, Switch) return something else.
+            if getattr(recorder, "index", None) == 0:
+                classes.append(recorder.target_class)
+    found = [module for module in modules if isinstance(module, tuple(classes))] if classes else []
+    return [module for module in found if hasattr(module, "top_k") and hasattr(module, "num_experts")]
+
+
+class _Hook(HookOfOneTree):
+    """Of one router: records what it returns, and makes it take given experts."""
+
+    def __init__(self, layer: int) -> None:
+        self._layer = layer
+        self._is_checked = False
+        self.now: RouterPass | None = None
+
+    def __call__(self, module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+        now = self.now
+        if now is None:
+            return None
+        if now.given_TLK is not None:
+            output = self._replayed(module, args, kwargs, output, now.given_TLK[:, self._layer])
+        logits, _, chosen = output
+        now.logits_TE[self._layer], now.chosen_TK[self._layer] = logits, chosen
+        return output
+
+    def _replayed(self, module: Any, args: Any, kwargs: Any, output: Any, given_TK: Tensor) -> Any:
+        own_TK = output[2]
+        if len(given_TK) != len(own_TK):
+            raise ConfigError(f"Experts are given for {len(given_TK)} tokens, but the pass has {len(own_TK)}.")
+        wanted_TK = torch.where(given_TK == UNKNOWN, own_TK, given_TK.to(own_TK.device))
+        with _Choice(wanted_TK, int(module.num_experts)):
+            output = module.forward(*args, **kwargs)
+        if not self._is_checked:
+            if not torch.equal(output[2], wanted_TK):
+                raise ConfigError(
+                    f"{type(module).__name__} does not choose its experts by one topk over all of them, so recorded experts "
+                    "cannot be replayed. Train without replay_experts."
+                )
+            self._is_checked = True
+        return output
+
+
+class _TopK(NamedTuple):
+    values: Tensor
+    indices: Tensor
+
+
+class _Choice(TorchFunctionMode):
+    """Inside it, `topk` over all experts returns given ones. Whatever a family computes around it (softmax before or after,
+    sigmoid, normalisation, scaling) stays its own."""
+
+    def __init__(self, wanted_TK: Tensor, num_experts: int) -> None:
+        super().__init__()
+        self._wanted_TK, self._num_experts = wanted_TK, num_experts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.topk, Tensor.topk):
+            scores = args[0] if args else kwargs["input"]
+            if scores.shape == (len(self._wanted_TK), self._num_experts):
+                return _TopK(scores.gather(-1, self._wanted_TK), self._wanted_TK)
+        return func(*args, **kwargs)
+
+
+# --- load ---
+
+
+def load_counts(chosen: RouterPass, tokens_T: Tensor, num_experts: int) -> Tensor:
+    """[L, E] how many tokens each expert got, each token as often as `tokens_T` says (0 for padding)."""
+    experts_LTK = torch.stack([chosen.chosen_TK[layer] for layer in sorted(chosen.chosen_TK)])
+    num_layers, _, num_chosen = experts_LTK.shape
+    counts_LE = torch.zeros(num_layers, num_experts, dtype=torch.float64, device=experts_LTK.device)
+    weights_LN = tokens_T.to(torch.float64).repeat_interleave(num_chosen).expand(num_layers, -1)
+    return counts_LE.scatter_add_(1, experts_LTK.flatten(1), weights_LN)
+
+
+def load_stats(counts_LE: Tensor) -> dict[str, Tensor]:
+    """How even the load of a batch is, as means over layers.
+
+    `experts/busiest`: tokens of a layer's busiest expert relative to an even load (1 is even, E / K the worst).
+    `experts/unused`: share of experts without any token. `experts/entropy`: of the load, relative to an even one (1 is even).
+    """
+    num_experts = counts_LE.shape[-1]
+    share_LE = counts_LE / counts_LE.sum(dim=-1, keepdim=True)
+    entropy_L = -torch.xlogy(share_LE, share_LE).sum(dim=-1) / math.log(max(num_experts, 2))
+    return {
+        "experts/busiest": (share_LE.max(dim=-1).values * num_experts).mean(),
+        "experts/unused": (counts_LE == 0).to(torch.float64).mean(),
+        "experts/entropy": entropy_L.mean(),
+    }
+
+
+def balance_loss(routed: RouterPass, tokens_T: Tensor, counts_LE: Tensor) -> Tensor:
+    """This pass's part of the load-balancing loss of a batch whose whole load is `counts_LE`: the parts of all passes add up to it.
+
+    Of a layer it is E · Σ_e f_e · P_e, with f_e the share of all choices that fell on expert e and P_e its mean probability
+    (softmax of the logits) over the tokens of the batch; 1 if both are even. The result is the mean over layers. The gradient
+    goes through P alone, and f is that of the whole batch, so it does not depend on how the batch is split into passes.
+    """
+    num_layers, num_experts = counts_LE.shape
+    num_chosen = routed.chosen_TK[0].shape[-1]
+    total = torch.zeros((), device=counts_LE.device)
+    for layer in range(num_layers):
+        share_E = (counts_LE[layer] / counts_LE[layer].sum()).float()
+        num_tokens = counts_LE[layer].sum().float() / num_chosen
+        probability_TE = torch.softmax(routed.logits_TE[layer].float(), dim=-1)
+        weighted_E = (probability_TE * tokens_T.float()[:, None]).sum(dim=0)
+        total = total + num_experts * (share_E * weighted_E).sum() / num_tokens
+    return total / num_layers

@@ -307,8 +307,8 @@ class TokenTrace:
         return min((run.version for run in self.version_runs), default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON; `candidates`, `untrainable_sampling`, `images` and `experts` only if they are set. A picture is named by its hash: its
-        bytes are in the prompt's messages."""
+        """As JSON; `candidates`, `untrainable_sampling`, `images` and `experts` only if they are set. A picture is named by its
+        hash: its bytes are in the prompt's messages."""
         data = {
             "prompt_token_ids": self.prompt_token_ids.tolist(),
             "completion_token_ids": self.completion_token_ids.tolist(),

@@ -24,7 +24,15 @@ import torch
 from ludic.inference.local.bitwise import check_sampling
 from ludic.inference.local.blocks import BlockPool
 from ludic.inference.local.kv import eos_ids, num_blocks
-from ludic.inference.local.runner import Read, Runner, RunnerSettings, Scoring, choose_backend, take_batch
+from ludic.inference.local.runner import (
+    Read,
+    RecordsExperts,
+    Runner,
+    RunnerSettings,
+    Scoring,
+    choose_backend,
+    take_batch,
+)
 from ludic.inference.local.scheduler import Limits, Scheduler
 from ludic.inference.local.sequence import Sampled, Sequence, StopRule
 from ludic.inference.templates.conversation import decode_reply
@@ -92,10 +100,12 @@ class LocalEngine:
         pack_weights: bool | None = None,
         keep_room: bool = False,
         bitwise: bool = False,
+        record_experts: bool = False,
         seed: int = 0,
         version: int = 0,
     ) -> None:
-        """`bitwise`: log-probabilities equal those of a bitwise trainer bit for bit, at some cost (docs/importance_sampling.md)."""
+        """`bitwise`: log-probabilities equal those of a bitwise trainer bit for bit, at some cost (docs/importance_sampling.md).
+        `record_experts`: responses of a mixture say to which experts each token went (docs/mixtures.md)."""
         loaded = load_model(model, tokenizer, dtype=dtype, device=device)
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         if names := FiniteCheck(self.model.named_parameters()).names():
@@ -103,7 +113,11 @@ class LocalEngine:
         if bitwise:
             BitwiseDecoder(self.model)  # refuses here what could not hold, not at the first request
         self._backend = choose_backend(
-            self.model, max_model_len, is_bitwise=bitwise, images=image_processor_of(self.tokenizer)
+            self.model,
+            max_model_len,
+            is_bitwise=bitwise,
+            images=image_processor_of(self.tokenizer),
+            records_experts=record_experts,
         )
         self._watch = WeightsWatch(self.model)
         self.max_model_len = self._backend.max_length
@@ -146,6 +160,7 @@ class LocalEngine:
         self._compile_layers = compile_layers
         self._pack_weights = pack_weights
         self.is_bitwise = bitwise
+        self.records_experts = record_experts
         self._seed = seed
         self._numbers = itertools.count()
         # Everything below is shared with the worker; the condition guards it.
@@ -622,6 +637,8 @@ class LocalEngine:
 
     def _finish(self, sequence: Sequence, error: BaseException | None) -> None:
         if self._runner is not None:
+            if self.records_experts and error is None and isinstance(self._runner, RecordsExperts):
+                sequence.experts = self._runner.experts(sequence)
             self._runner.keep(sequence)
             self._runner.leave(sequence)
         self._scheduler.remove(sequence)

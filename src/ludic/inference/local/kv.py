@@ -3,10 +3,12 @@
 Keys and values of every token are in a pool of slots (slot = block × block size + offset).
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,10 +27,13 @@ class KVShape:
     """(K, D) of each layer."""
     dtype: torch.dtype
     device: torch.device
+    experts: tuple[int, int] | None = None
+    """(mixture layers, experts per token), if the experts of every token are recorded."""
 
     @property
     def bytes_per_token(self) -> int:
-        return sum(2 * k * d for k, d in self.heads) * self.dtype.itemsize
+        recorded = 0 if self.experts is None else math.prod(self.experts) * torch.int16.itemsize
+        return sum(2 * k * d for k, d in self.heads) * self.dtype.itemsize + recorded
 
 
 class KVPool:
@@ -44,6 +49,10 @@ class KVPool:
         make = lambda k, d: torch.zeros(num_slots, k, d, dtype=shape.dtype, device=shape.device)  # noqa: E731
         self.keys = [make(k, d) for k, d in shape.heads]
         self.values = [make(k, d) for k, d in shape.heads]
+        self.experts: Tensor | None = None
+        """[S, mixture layers, experts per token] of the tokens whose keys and values are in the slots, if they are recorded."""
+        if shape.experts is not None:
+            self.experts = torch.full((num_slots, *shape.experts), -1, dtype=torch.int16, device=shape.device)
 
     def slots(self, blocks: list[int], start: int, end: int) -> Tensor:
         """Slots of tokens start … end of a sequence with these blocks."""
@@ -55,8 +64,15 @@ class KVPool:
 
     def copy(self, sources_N: Tensor, targets_N: Tensor) -> None:
         """Copy slots to other slots, in every layer."""
-        for store in (*self.keys, *self.values):
+        for store in (*self.keys, *self.values, *([] if self.experts is None else [self.experts])):
             store[targets_N] = store[sources_N]
+
+    def experts_of(self, blocks: list[int], num_tokens: int) -> np.ndarray[Any, Any] | None:
+        """The recorded experts of a sequence's first tokens; None if they are not recorded."""
+        if self.experts is None:
+            return None
+        slots = self.slots(blocks, 0, num_tokens).to(self.experts.device)
+        return self.experts.index_select(0, slots).cpu().numpy()
 
 
 @dataclass(frozen=True, slots=True)

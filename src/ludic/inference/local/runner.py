@@ -11,7 +11,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from ludic.inference.local.sampling import sample
 from ludic.inference.local.sequence import Chunk, Sampled, Sequence, tokens_as_bytes
 from ludic.models.attention import NAME as ATTENTION_NAME
 from ludic.models.attention import AttentionState, NotRoutable, route_attention, say_once
+from ludic.models.experts import Routers
 from ludic.models.forward import Forward, make_forward, packed_bytes
 from ludic.models.head import plain_model
 from ludic.models.recurrent.layers import recurrent_layers
@@ -88,6 +89,15 @@ class Runner(Protocol):
     def weights_changed(self) -> None: ...
 
 
+@runtime_checkable
+class RecordsExperts(Protocol):
+    """A runner that knows to which experts a mixture has sent the tokens of a sequence."""
+
+    def experts(self, sequence: Sequence) -> np.ndarray[Any, Any] | None:
+        """Of all its tokens but the last, which has not been computed."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerSettings:
     """What the engine asks of a runner."""
@@ -128,7 +138,14 @@ class Backend(Protocol):
         ...
 
 
-def choose_backend(model: Any, max_length: int | None, *, is_bitwise: bool = False, images: Any = None) -> Backend:
+def choose_backend(
+    model: Any,
+    max_length: int | None,
+    *,
+    is_bitwise: bool = False,
+    images: Any = None,
+    records_experts: bool = False,
+) -> Backend:
     """The block cache where every layer's attention can be routed through it; else transformers' own cache, said by a warning.
 
     `images`: the image processor of a vision-language model."""
@@ -145,12 +162,19 @@ def choose_backend(model: Any, max_length: int | None, *, is_bitwise: bool = Fal
             )
         if is_vision_model(plain_model(model)):
             raise NotRoutable("its prompts hold embeddings of pictures")
+        if records_experts and recurrent_layers(model):
+            raise NotRoutable("it has recurrent layers")
         if recurrent_layers(model):
             from ludic.inference.local.recurrent import HybridBackend  # that module imports this one
 
             return HybridBackend(model, length)
-        return PagedBackend(model, length, is_bitwise=is_bitwise)
+        return PagedBackend(model, length, is_bitwise=is_bitwise, records_experts=records_experts)
     except NotRoutable as error:
+        if records_experts:
+            raise ConfigError(
+                f"record_experts=True needs the engine's block cache alone, which cannot run {type(model).__name__}: "
+                f"{error.reason}. Leave record_experts out."
+            ) from error
         from ludic.inference.local.cached import CachedBackend
 
         found = CachedBackend(shared_view(model), length, recompute=limit is not None and length > limit, images=images)
@@ -170,11 +194,14 @@ class PagedBackend:
 
     shares_prefixes = True
 
-    def __init__(self, model: Any, max_length: int, *, is_bitwise: bool = False) -> None:
-        heads = route_attention(shared_view(model))
+    def __init__(self, model: Any, max_length: int, *, is_bitwise: bool = False, records_experts: bool = False) -> None:
+        view = shared_view(model)
+        heads = route_attention(view)
+        routers = Routers(view) if records_experts else None
+        recorded = None if routers is None else (routers.num_layers, routers.num_chosen)
         embedding = model.get_input_embeddings().weight
         self.max_length = max_length
-        self._shape = KVShape(heads=heads, dtype=embedding.dtype, device=embedding.device)
+        self._shape = KVShape(heads=heads, dtype=embedding.dtype, device=embedding.device, experts=recorded)
         self._is_bitwise = is_bitwise
         self.max_rounds = 8 if self._shape.device.type == "cuda" and not is_bitwise else 1
 
@@ -189,8 +216,9 @@ class PagedBackend:
             from ludic.inference.local.bitwise import BitwiseRunner  # that module imports this one
 
             return BitwiseRunner(view, shape, *blocks)
+        routers = None if shape.experts is None else Routers(view)
         if shape.device.type == "cpu":
-            return CPURunner(cpu_forward(view, settings), shape, *blocks)
+            return CPURunner(cpu_forward(view, settings), shape, *blocks, routers=routers)
         from ludic.inference.local.cuda.forward import fused_bytes  # imports triton, which needs a GPU machine
         from ludic.inference.local.cuda.runner import CUDARunner
 
@@ -219,8 +247,12 @@ class CPURunner:
 
     runs_ahead = False
 
-    def __init__(self, forward: Forward, shape: KVShape, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, forward: Forward, shape: KVShape, num_blocks: int, block_size: int, *, routers: Routers | None = None
+    ) -> None:
+        """`routers` of a mixture whose experts are recorded."""
         self._model = forward
+        self._routers = routers
         self._min_rows = forward.min_rows
         self.pool = KVPool(shape, num_blocks, block_size)
         self._rows: DenseRows[Sequence] = DenseRows(self.pool)
@@ -259,8 +291,9 @@ class CPURunner:
                 last.append(len(tokens) - 1)
         padding = max(0, self._min_rows - len(tokens))
         slots.append(torch.full((padding,), self.pool.scratch_slot))
-        state = PrefillState(self.pool, spans, torch.cat(slots))
-        logits_NV = self._forward(tokens + [0] * padding, positions + [0] * padding, state, last)
+        slots_T = torch.cat(slots)
+        state = PrefillState(self.pool, spans, slots_T)
+        logits_NV = self._forward(tokens + [0] * padding, positions + [0] * padding, state, last, lambda: slots_T)
         self._is_plain &= state.is_plain
         ended = [chunk for chunk in chunks if chunk.reaches_the_end]
         if len(ended) > len(last):
@@ -315,8 +348,17 @@ class CPURunner:
         in_row_R = torch.tensor([owner.num_in_row for owner in owners] + padding)
         state = DecodeState(self._rows, in_row_R, length, self._shared)
         tokens, positions = [owner.tokens[-1] for owner in owners], [owner.num_computed for owner in owners]
-        logits_NV = self._forward(tokens + padding, positions + padding, state, list(range(len(owners))))
+        where = list(range(len(owners)))
+        logits_NV = self._forward(tokens + padding, positions + padding, state, where, lambda: self._next_slots(owners))
         return sampled_from(logits_NV, owners)
+
+    def _next_slots(self, owners: list[Sequence]) -> Tensor:
+        """Slots in the pool of the tokens that a step decodes."""
+        return torch.cat([self.pool.slots(o.blocks, o.num_computed, o.num_computed + 1) for o in owners])
+
+    def experts(self, sequence: Sequence) -> np.ndarray[Any, Any] | None:
+        """Of all its tokens but the last, which has not been computed."""
+        return self.pool.experts_of(sequence.blocks, len(sequence.tokens) - 1)
 
     def keep(self, sequence: Sequence) -> None:
         """Copy its decoded tokens to the pool, for requests that continue from it."""
@@ -359,11 +401,25 @@ class CPURunner:
 
     # --- the model ---
 
-    def _forward(self, tokens: list[int], positions: list[int], state: AttentionState, where: list[int]) -> Tensor:
-        """Logits [N, V] at the flat positions `where`."""
+    def _forward(
+        self,
+        tokens: list[int],
+        positions: list[int],
+        state: AttentionState,
+        where: list[int],
+        slots: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        """Logits [N, V] at the flat positions `where`. `slots` returns where the experts of the first tokens are recorded."""
         padded = where + [0] * max(0, self._min_rows - len(where))  # the head is a matrix product too
         ids_T, positions_T, where_N = torch.tensor(tokens), torch.tensor(positions), torch.tensor(padded)
-        return self._model.logits(ids_T, positions_T, state, where_N)[: len(where)]
+        if self._routers is None or slots is None:
+            return self._model.logits(ids_T, positions_T, state, where_N)[: len(where)]
+        with self._routers.watched() as routed:
+            logits_NV = self._model.logits(ids_T, positions_T, state, where_N)[: len(where)]
+        assert self.pool.experts is not None, "made for a shape with experts"
+        slots_S = slots()
+        self.pool.experts.index_copy_(0, slots_S, routed.experts_TLK()[: len(slots_S)])
+        return logits_NV
 
 
 def sampled_from(logits_NV: Tensor, sequences: list[Sequence]) -> Read:

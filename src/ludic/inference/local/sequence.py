@@ -2,11 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from ludic.inference.templates.conversation import find_stop
-from ludic.types import CandidateSets, ChatResponse, SamplingParams, TokenArray, TokenCompletionRequest, VersionRun
+from ludic.types import (
+    CandidateSets,
+    ChatResponse,
+    ExpertArray,
+    SamplingParams,
+    TokenArray,
+    TokenCompletionRequest,
+    VersionRun,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +55,8 @@ class Sequence:
     """The error for a caller that still waits for a cancelled sequence."""
     text: str | None = None
     """Set when a stop string ended the completion: the text before it."""
+    experts: np.ndarray[Any, Any] | None = None
+    """Of the computed tokens of a mixture, if they are recorded; set when the sequence finishes."""
     on_token: Callable[["Sequence"], None] | None = None
 
     # The scheduler reads these for every sequence in every step, so they are plain numbers.
@@ -130,7 +141,14 @@ class Sequence:
             finish_reason=self.finish_reason,
             version_runs=tuple(VersionRun(version, length) for version, length in self.runs),
             candidates=CandidateSets.of(self.candidates) if self.keeps_candidates else None,
+            experts=None if self.experts is None else self._all_experts(self.experts),
         )
+
+    def _all_experts(self, computed: np.ndarray[Any, Any]) -> ExpertArray:
+        """One row per token: the last token is sampled, but no input yet."""
+        experts = np.full((len(self.tokens), *computed.shape[1:]), -1, dtype=np.int16)
+        experts[: len(computed)] = computed
+        return experts
 
 
 @dataclass(slots=True)

@@ -243,7 +243,14 @@ class RecurrentRunner(CPURunner):
         self._states.leave(sequence)
         super().leave(sequence)
 
-    def _forward(self, tokens: list[int], positions: list[int], state: AttentionState, where: list[int]) -> Tensor:
+    def _forward(
+        self,
+        tokens: list[int],
+        positions: list[int],
+        state: AttentionState,
+        where: list[int],
+        slots: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
         return super()._forward(tokens, positions, _Hybrid(state, self._recurrence(len(tokens))), where)
 
 

@@ -26,6 +26,7 @@ from ludic.batch_gen.pipeline.wire_columns import (
     CandidateColumn,
     ExpertColumn,
     FloatColumn,
+    PictureColumn,
     UnreadableGroup,
     UnwritableGroup,
     WireLimits,
@@ -33,10 +34,12 @@ from ludic.batch_gen.pipeline.wire_columns import (
     decode_experts,
     decode_floats,
     decode_mask,
+    decode_pictures,
     encode_candidates,
     encode_experts,
     encode_floats,
     encode_mask,
+    encode_pictures,
     packed,
     raw,
     read,
@@ -64,7 +67,9 @@ _ZSTD = 1
 """A flag: the body is a zstd frame."""
 _RESHAPED = 2
 """A flag: the group holds candidate sets. A reader without them would compute wrong ratios, and so must refuse the group."""
-_KNOWN = _ZSTD | _RESHAPED
+_PICTURES = 4
+"""A flag: samples hold pictures, which a reader that does not know them would leave out."""
+_KNOWN = _ZSTD | _RESHAPED | _PICTURES
 _LIMITS = WireLimits()
 
 
@@ -118,6 +123,7 @@ class _Group(msgspec.Struct, gc=False, omit_defaults=True):
     """int64."""
     run_lengths: memoryview = memoryview(b"")
     """uint32."""
+    images: PictureColumn | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -142,11 +148,13 @@ def encode_group(items: Sequence[SAWItem], *, compress: bool = False, limits: Wi
         **_candidate_fields([item.attachments for item in items], limits),
         **_version_fields([item.attachments.version_runs for item in items], limits),
         experts=encode_experts([item.attachments.experts for item in items]),
+        images=encode_pictures([item.attachments.images for item in items]),
     )
     if (size := len(group.metas) + len(group.origins)) > limits.max_meta_bytes:
         raise _too_large("bytes of meta", size, limits.max_meta_bytes, "Put less into meta.")
     body = _encoder.encode(group)
     flags = _ZSTD * compress + _RESHAPED * (group.candidates is not None or group.untrainable_sampling is not None)
+    flags += _PICTURES * (group.images is not None)
     message = _HEADER.pack(_MARK, MAJOR, MINOR, flags) + (_compressed(body) if compress else body)
     size = max(len(message), len(body))
     if size > limits.max_bytes:
@@ -203,10 +211,6 @@ _FLOATS = {
 
 
 def _attachment_fields(attached: list[SampleAttachments]) -> dict[str, Any]:
-    if any(a.images for a in attached):
-        raise UnwritableGroup(
-            "The queue does not carry pictures. Train in one process: `ludic train` without a pipeline."
-        )
     logps = [None if a.actor_logps is None else a.actor_logps.token_logps for a in attached]
     return {
         "actor_logps": encode_floats(logps, try_runs=False),
@@ -388,7 +392,7 @@ def _attachments(
         _untrainable_sampling(group, len(counts)),
         _version_runs(group, counts, limits),
         [None] * len(counts),  # proximal_logps, which the trainer computes
-        [()] * len(counts),  # images, which _attachment_fields refuses
+        decode_pictures(group.images, lengths),
         decode_experts(group.experts, lengths),
     )
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ludic.types import CandidateSets, ConfigError, ExpertArray, FloatArray, LudicError, TokenArray
+from ludic.types import CandidateSets, ConfigError, ExpertArray, FloatArray, Image, ImageSpan, LudicError, TokenArray
 
 
 class UnreadableGroup(LudicError, ValueError):
@@ -292,3 +292,44 @@ def decode_experts(column: ExpertColumn | None, lengths: Sequence[int]) -> list[
         shaped[end - length : end] if there else None
         for length, end, there in zip(lengths, ends, has_them, strict=True)
     ]
+
+
+# --- pictures ---
+
+
+class PictureColumn(msgspec.Struct, gc=False, omit_defaults=True):
+    """The pictures of a group, each once, and where the items have them."""
+
+    files: list[bytes]
+    spans: list[list[tuple[int, int, int]]]
+    """Of each item: number of the picture, its first token, its number of tokens."""
+
+
+def encode_pictures(given: Sequence[tuple[ImageSpan, ...]]) -> PictureColumn | None:
+    if not any(given):
+        return None
+    numbers: dict[str, int] = {}
+    files: list[bytes] = []
+    for span in (span for spans in given for span in spans):
+        if numbers.setdefault(span.image.sha256, len(files)) == len(files):
+            files.append(span.image.data)
+    return PictureColumn(files, [[(numbers[s.image.sha256], s.start, s.length) for s in spans] for spans in given])
+
+
+def decode_pictures(column: PictureColumn | None, lengths: Sequence[int]) -> list[tuple[ImageSpan, ...]]:
+    """The pictures of items of these lengths."""
+    if column is None:
+        return [()] * len(lengths)
+    if len(column.spans) != len(lengths):
+        raise UnreadableGroup(f"There are {len(lengths)} items, but pictures of {len(column.spans)}.")
+    try:
+        images = [Image.of(file) for file in column.files]
+    except ConfigError as error:
+        raise UnreadableGroup(f"A picture cannot be read: {error}") from None
+    for spans, length in zip(column.spans, lengths, strict=True):
+        end = 0
+        for number, start, count in spans:
+            if not (0 <= number < len(images) and end <= start and 1 <= count <= length - start):
+                raise UnreadableGroup(f"Picture {number} at token {start} with {count} tokens is outside its item.")
+            end = start + count
+    return [tuple(ImageSpan(images[number], start, count) for number, start, count in spans) for spans in column.spans]

@@ -21,9 +21,9 @@ from ludic.batch_gen.pipeline.wire import (
     encode_group,
     group_facts,
 )
-from ludic.types import CandidateSets, ConfigError, Image, LudicError, SampleAttachments, SAWItem, VersionRun
-from ludic.types.messages import ImageSpan
-from tests.unit.batch_gen.pipeline.wire_items import as_constructed, facts, groups, plain_item
+from ludic.batch_gen.pipeline.wire_columns import PictureColumn, decode_pictures
+from ludic.types import CandidateSets, ConfigError, LudicError, SampleAttachments, SAWItem, VersionRun
+from tests.unit.batch_gen.pipeline.wire_items import PICTURES, as_constructed, facts, groups, plain_item
 
 HEADER = 7
 
@@ -186,9 +186,6 @@ def test_an_origin_that_a_learner_could_not_read_is_refused_by_the_writer(fact, 
 # --- what cannot be written ---
 
 
-PICTURE = Image.of(np.zeros((2, 2), np.uint8))
-
-
 def with_attachments(**fields):
     return dataclasses.replace(plain_item(), attachments=SampleAttachments(**fields))
 
@@ -210,7 +207,6 @@ def with_attachments(**fields):
         ([with_attachments(version_runs=[(2**63, 4)])], "version_runs"),
         ([with_attachments(version_runs=[(0.5, 4)])], "version_runs"),
         ([with_attachments(version_runs=[(None, 4)])], "version_runs"),
-        ([with_attachments(images=(ImageSpan(PICTURE, 0, 1),))], "The queue does not carry pictures"),
     ],
 )
 def test_what_a_learner_would_not_get_back_is_refused_by_the_writer(items, message):
@@ -282,8 +278,8 @@ def test_an_older_major_version_is_refused_with_what_to_do():
 
 def test_an_unknown_flag_is_refused():
     data = bytearray(encode_group([plain_item()]))
-    data[6] |= 4
-    with pytest.raises(UnreadableGroup, match="flags 0x4"):
+    data[6] |= 8
+    with pytest.raises(UnreadableGroup, match="flags 0x8"):
         decode_group(bytes(data))
 
 
@@ -431,3 +427,20 @@ else:
 def test_without_zstd_plain_groups_work_and_compressed_ones_say_what_to_install():
     compressed = encode_group([plain_item()], compress=True)
     subprocess.run([sys.executable, "-c", WITHOUT_ZSTD, compressed.hex()], check=True)
+
+
+@pytest.mark.parametrize(
+    "span, reason",
+    [
+        ((0, 5, 2), "outside its item"),
+        ((1, 0, 2), "outside its item"),
+        ((0, 0, 0), "outside its item"),
+        (None, "1 items, but pictures of 0"),
+    ],
+)
+def test_pictures_outside_their_item_are_refused(span, reason):
+    column = PictureColumn([PICTURES[0].data], [[span]] if span else [])
+    with pytest.raises(UnreadableGroup, match=reason):
+        decode_pictures(column, [6])
+    with pytest.raises(UnreadableGroup, match="cannot be read"):
+        decode_pictures(PictureColumn([b"no picture"], [[]]), [6])

@@ -9,7 +9,17 @@ from typing import Any, Literal, get_type_hints
 import numpy as np
 from hypothesis import strategies as st
 
-from ludic.types import ActorTokenLogps, CandidateSets, SampleAttachments, SampleOrigin, SAWItem, StopReason, VersionRun
+from ludic.types import (
+    ActorTokenLogps,
+    CandidateSets,
+    Image,
+    ImageSpan,
+    SampleAttachments,
+    SampleOrigin,
+    SAWItem,
+    StopReason,
+    VersionRun,
+)
 
 PER_TOKEN = ("token_weights", "token_rewards", "token_values", "token_returns", "teacher_logps", "token_turns")
 
@@ -78,8 +88,21 @@ def candidates(draw, tokens: list[int]) -> CandidateSets:
     return CandidateSets.of([[] if ids is None else [*ids, own] for ids, own in zip(drawn, tokens, strict=True)])
 
 
+PICTURES = [Image.of(np.full((2, 2), level, dtype=np.uint8)) for level in (0, 90, 255)]
+
+
 @st.composite
-def attachments(draw, tokens: list[int]) -> SampleAttachments:
+def images(draw, length: int) -> tuple[ImageSpan, ...]:
+    """Pictures in some tokens of an item, in order and apart."""
+    cuts = sorted(draw(st.lists(st.integers(0, length), max_size=4, unique=True)))
+    return tuple(
+        ImageSpan(draw(st.sampled_from(PICTURES)), start, end - start)
+        for start, end in zip(cuts[::2], cuts[1::2], strict=False)
+    )
+
+
+@st.composite
+def attachments(draw, tokens: list[int], length: int) -> SampleAttachments:
     count = len(tokens)
     logps = draw(floats(count, any32))
     return SampleAttachments(
@@ -88,6 +111,7 @@ def attachments(draw, tokens: list[int]) -> SampleAttachments:
         candidates=draw(st.none() | candidates(tokens)),
         untrainable_sampling=draw(st.none() | texts),
         version_runs=draw(st.just(()) | version_runs(count)),
+        images=draw(st.just(()) | images(length)),
         **{name: draw(floats(count, finite32)) for name in PER_TOKEN},
     )
 
@@ -106,7 +130,7 @@ def items(draw) -> SAWItem:
         action,
         draw(finite),
         draw(metas),
-        draw(attachments(ids[action].tolist())),
+        draw(attachments(ids[action].tolist(), length)),
         draw(origins),
     )
 

@@ -19,6 +19,8 @@ WIDTHS: dict[str, int] = {"bf16": 2, "fp32": 4}
 GIB = 2**30
 CHUNK_ELEMENTS = 1 << 28
 """Logits held at a time; the same number as in ludic.models.head on a GPU."""
+OFFLOAD_AHEAD = GIB
+"""Offloaded activations that are on the GPU all the same, on their way; the same number as in ludic.models.memory.offload."""
 SERVER_WORKSPACE = 2 * GIB
 """Kernels, graphs and activations of a server, beside weights and cache. Assumed."""
 _FAMILY = ("llama", "mistral", "qwen2", "qwen3")
@@ -187,6 +189,8 @@ class TrainingSetup:
     """As in FSDPSettings: reduce after the last micro-batch only, or after every one."""
     offload: bool = False
     """Weights, gradients and optimizer state live in the host's memory."""
+    offload_activations: bool = False
+    """What blocks keep for backward waits in the host's memory."""
     lora_rank: int = 0
     """0 trains all weights."""
     fused: bool = True
@@ -265,6 +269,7 @@ def training_memory(shape: ModelShape, setup: TrainingSetup) -> TrainingMemory:
     weights, optimizer, gradients = held * (frozen_shard + shard), (8 + fp32_copies) * shard, held * shard
     is_one_batch = not is_sharded and setup.micro_batches == 1
     here = 0 if setup.offload else 1
+    moved = moved_activations(shape, setup) if setup.offload_activations else 0
     return TrainingMemory(
         weights=here * weights,
         optimizer=here * optimizer,
@@ -274,10 +279,10 @@ def training_memory(shape: ModelShape, setup: TrainingSetup) -> TrainingMemory:
         # buffer that the next one arrives in.
         gathered=is_sharded * width * (shape.root_params + min(3, shape.layers) * shape.block_params),
         gradient_buffers=is_sharded * _gradient_buffers(shape, setup, trained),
-        activations=kept_activations(shape, setup),
+        activations=kept_activations(shape, setup) - moved + min(moved, OFFLOAD_AHEAD),
         working=max(_head(shape, setup), _block_in_backward(shape, setup)),
         step=here * fp32_copies * shard,
-        host=weights + gradients + optimizer if setup.offload else 0,
+        host=moved + (weights + gradients + optimizer if setup.offload else 0),
     )
 
 
@@ -319,6 +324,15 @@ def kept_activations(shape: ModelShape, setup: TrainingSetup) -> int:
     rotary, ids = 2 * w * shape.head_dim, 8
     per_action = w * shape.width + 48  # its position, target and temperature, and the loss's fp32 numbers
     return setup.micro_tokens * (shape.layers * block + last_norm + rotary + ids) + setup.num_actions * per_action
+
+
+def moved_activations(shape: ModelShape, setup: TrainingSetup) -> int:
+    """Bytes that offload moves to the host. In the fused pass the output of attention stays, unless it is recomputed."""
+    w = WIDTHS[setup.computed]
+    if setup.checkpointing:
+        return setup.micro_tokens * shape.layers * w * shape.width
+    stays = w * shape.q_width + 4 * shape.heads if setup.is_fused else 0
+    return setup.micro_tokens * shape.layers * (_block_activations(shape, setup) - stays)
 
 
 def _head(shape: ModelShape, setup: TrainingSetup) -> int:

@@ -45,6 +45,8 @@ class PlanArgs:
     """Tokens of one forward pass on one GPU."""
     lora_rank: int = 0
     """Train an adapter; 0 trains all weights."""
+    offload_activations: bool = False
+    """Keep activations in the host's memory (`ludic train --offload-activations`)."""
 
 
 def plan(args: list[str]) -> int:
@@ -71,7 +73,7 @@ def plan(args: list[str]) -> int:
     unfit = []
     for shape in shapes:
         shared = max_tokens if gpus == 1 else 0
-        setups = _setups(gpus - inference, budget, given.lora_rank)
+        setups = _setups(gpus - inference, budget, given.lora_rank, given.offload_activations)
         trains = [_print_training(shape, setup, usable, shared) for setup in setups]
         # GPUs of one copy of the model are on one machine, and divide its heads.
         copies = [size for size in (1, 2, 4, 8) if size <= inference and shape.heads % size == 0]
@@ -87,14 +89,14 @@ def plan(args: list[str]) -> int:
     return 0
 
 
-def _setups(ranks: int, budget: int, lora_rank: int) -> Iterator[TrainingSetup]:
+def _setups(ranks: int, budget: int, lora_rank: int, moves: bool) -> Iterator[TrainingSetup]:
     """The ways to train, each slower and smaller than the one before; every update has several micro-batches."""
     for checkpointing in (False, True):
         for sync in ("last", "every") if ranks > 1 else ("last",):
             for offload in (False, True) if (checkpointing, sync) == (True, "every") else (False,):
                 yield TrainingSetup(
                     ranks=ranks, micro_tokens=budget, micro_batches=2, checkpointing=checkpointing,
-                    sync_gradients=sync, offload=offload, lora_rank=lora_rank,
+                    sync_gradients=sync, offload=offload, lora_rank=lora_rank, offload_activations=moves,
                 )  # fmt: skip
 
 
@@ -106,13 +108,13 @@ def _print_training(shape: ModelShape, setup: TrainingSetup, usable: int, shared
     name = [f"{setup.ranks} train", *(["LoRA"] if setup.lora_rank else []), *(["ckpt"] if setup.checkpointing else [])]
     name += [f"sync {setup.sync_gradients}"] if setup.ranks > 1 else []
     name += ["offload"] if setup.offload else []
-    note = f"{memory.host / GIB:.0f} GiB of the host's memory per GPU" if setup.offload else ""
+    name += ["activations on host"] if setup.offload_activations else []
+    notes = [f"{memory.host / GIB:.0f} GiB of the host's memory per GPU"] if memory.host else []
     if shared_tokens:
-        note = (
-            f"room for {max(0, usable - memory.peak - copies) // shape.cache_per_token} tokens of the embedded engine"
-        )
+        room = max(0, usable - memory.peak - copies) // shape.cache_per_token
+        notes.append(f"room for {room} tokens of the embedded engine")
     sizes = memory.kept, memory.gathered, memory.gradient_buffers, memory.activations, memory.working, peak
-    return _print_row(shape, ", ".join(name), sizes, usable, note)
+    return _print_row(shape, ", ".join(name), sizes, usable, "; ".join(notes))
 
 
 def _print_serving(shape: ModelShape, size: int, usable: int, max_tokens: int) -> bool:

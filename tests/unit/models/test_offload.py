@@ -11,7 +11,8 @@ import torch
 
 from ludic.models.execution import recompute_activations
 from ludic.models.llama.training import FusedDecoder
-from ludic.models.memory.offload import ActivationOffload, HostTape
+from ludic.models.memory.offload import _IN_FLIGHT, ActivationOffload, HostTape
+from ludic.scaling import OFFLOAD_AHEAD
 from ludic.training.learner.gradients import accumulate_gradients
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import TokenClippedSurrogateLoss
@@ -162,3 +163,7 @@ def test_a_tensor_larger_than_a_slab_gets_one_that_holds_it():
     large = torch.randn(700, 3)
     assert torch.equal(tape.unpack(tape.pack(large)), large)
     assert offload.host_bytes == 1 << 14
+
+
+def test_the_plan_knows_how_much_stays_on_the_gpu():
+    assert _IN_FLIGHT == OFFLOAD_AHEAD

@@ -56,6 +56,17 @@ def test_offloading_moves_what_is_kept_to_the_host():
     assert there.activations == here.activations and there.gathered == here.gathered
 
 
+def test_offloaded_activations_leave_a_gibibyte_on_the_gpu():
+    setup = TrainingSetup(micro_tokens=131_072, checkpointing=True)
+    here, there = (training_memory(SMALL, replace(setup, offload_activations=moves)) for moves in (False, True))
+    inputs = 131_072 * 28 * 2 * 1536
+    assert there.host == inputs and here.host == 0
+    assert here.activations - there.activations == inputs - GIB
+    # Not recomputed, the fused pass leaves the output of attention and its normalisers on the GPU.
+    fused = training_memory(SMALL, TrainingSetup(offload_activations=True))
+    assert fused.host == 16_384 * 28 * 2 * (2 * 1536 + 1536 + 2 * 256 + 2 * 8960)
+
+
 def test_a_cache_is_divided_until_each_gpu_has_one_head():
     """Qwen2.5-1.5B: 28 layers × 2 heads × 128 numbers, keys and values, 2 bytes."""
     assert SMALL.cache_per_token == 28_672

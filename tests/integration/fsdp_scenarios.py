@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ludic.distributed.context_parallel import ContextParallel
 from ludic.distributed.fsdp import FSDPSettings, load_sharded, shard_model
 from ludic.distributed.ranks import Ranks
 from ludic.models.lora import dense_parameters
@@ -183,8 +184,12 @@ SPECIAL_RUNS: dict[str, Run] = {
     "half_precision": Run(dtype=torch.bfloat16, tied=True),
     "replicas": Run(settings=FSDPSettings(replicas=2)),
     "compiled": Run(cfg={"compile": True}),
+    "context": Run(cfg={"context_parallel": 2}),
+    "context_checkpointing_lora": Run(
+        lora=True, cfg={"context_parallel": 2, "gradient_checkpointing": True, "offload_activations": True}
+    ),
 }
-"""Not equal to one process to the last digits, or not for two ranks."""
+"""Not equal to one process to the last digits, or not for every number of ranks."""
 
 
 def trainer_of(run: Run, ranks: Ranks | None, **settings: Any) -> Trainer:
@@ -260,17 +265,22 @@ LOSSES: dict[str, Loss] = {
 REFERENCES = ("frozen", "adapter_off")
 
 
-def gradients(loss: Loss, ranks: Ranks | None, *, reference: str = "frozen", budget: int = 64) -> dict[str, Any]:
-    """Whole gradients of one batch that is dealt out unevenly."""
+def gradients(
+    loss: Loss, ranks: Ranks | None, *, reference: str = "frozen", budget: int = 64, shares_rows: bool = False
+) -> dict[str, Any]:
+    """Whole gradients of one batch that is dealt out unevenly; or whose rows all ranks share (context parallel)."""
     items = in_three_episodes(random_items([40, 5, 31, 12, 9, 22, 17, 60, 3], seed=3))
     lora = reference == "adapter_off"
     model, other = llama(tied=True, lora=lora), llama(seed=1)
     if ranks is not None:
         model, other = shard_model(model), shard_model(other.requires_grad_(False))
-    policy = TrainedPolicy(model)
+    context = ContextParallel(ranks.world_size, ranks) if shares_rows and ranks is not None else None
+    policy = TrainedPolicy(model, context=context)
     anchor = Reference(policy, adapter_off=True) if lora else Reference(TrainedPolicy(other.requires_grad_(False)))
     share = items if ranks is None else balanced_shares(items[4:], ranks.world_size)[ranks.rank]
-    if ranks is not None and ranks.is_first:
+    if context is not None:
+        share = items
+    elif ranks is not None and ranks.is_first:
         share = share + items[:4]  # not balanced: some ranks have fewer micro-batches
     sums = accumulate_gradients(
         policy, loss, share, micro_token_budget=budget, reference=anchor, watch_entropy=True,

@@ -1,6 +1,6 @@
 """One rank of a group: `torchrun … -m tests.integration.fsdp_worker FOLDER JOB…`; rank 0 writes FOLDER/JOB.pt.
 
-A job is run:NAME, gradients:NAME:REFERENCE (as in fsdp_scenarios), tensor_parallel, resumed (in the middle of a batch), or tokens
+A job is run:NAME, gradients:NAME:REFERENCE (as in fsdp_scenarios), context:NAME:REFERENCE (the same by context parallel), tensor_parallel, resumed (in the middle of a batch), or tokens
 and tokens_cut (what TokenRecorder writes, with the model sharded and cut).
 """
 
@@ -30,6 +30,8 @@ def done(job: str, ranks: Ranks | None) -> Any:
         return resumed_in_the_middle_of_a_batch(ranks)
     if kind == "run":
         return train((RUNS | SPECIAL_RUNS)[rest[0]], ranks)
+    if kind == "context":
+        return gradients(LOSSES[rest[0]], ranks, reference=rest[1], shares_rows=True)
     found = gradients(LOSSES[rest[0]], ranks, reference=rest[1])
     return found if ranks is None else {**found, "loss": ranks.sum(found["loss"])}
 

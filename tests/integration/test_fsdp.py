@@ -13,6 +13,13 @@ from tests.integration.fsdp_worker import done
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 RUN_JOBS = [f"run:{name}" for name in RUNS]
 GRADIENT_JOBS = [*(f"gradients:{name}:frozen" for name in LOSSES), "gradients:with_entropy_and_kl:adapter_off"]
+CONTEXT_JOBS = [
+    "context:token_clipped:frozen",
+    "context:clipped:frozen",
+    "context:supervised:frozen",
+    "context:with_entropy_and_kl:adapter_off",
+]
+CONTEXT_RUNS = {"run:context": "run:full", "run:context_checkpointing_lora": "run:checkpointing_lora"}
 FOUR_JOBS = ["run:full", "run:lora_tied_from_meta", "run:critic", "gradients:with_entropy_and_kl:adapter_off"]
 
 
@@ -29,6 +36,8 @@ def two(tmp_path_factory) -> Path:
         2,
         *RUN_JOBS,
         *GRADIENT_JOBS,
+        *CONTEXT_JOBS,
+        *CONTEXT_RUNS,
         "run:half_precision",
         "tensor_parallel",
         "tokens",
@@ -39,7 +48,7 @@ def two(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory) -> Path:
-    return recorded(tmp_path_factory.mktemp("four"), 4, *FOUR_JOBS, "run:replicas")
+    return recorded(tmp_path_factory.mktemp("four"), 4, *FOUR_JOBS, "run:replicas", "run:context")
 
 
 def record(folder: Path, job: str) -> Any:
@@ -97,6 +106,21 @@ def test_two_processes_have_the_gradient_of_one(two, job):
 
 def test_two_processes_that_share_every_layer_train_as_one(two):
     assert_same_run(record(two, "tensor_parallel"), done("run:full", None))
+
+
+@pytest.mark.parametrize("job", CONTEXT_JOBS)
+def test_two_processes_that_share_every_row_have_the_gradient_of_one(two, job):
+    """Samples of 3 to 60 tokens in rows of up to 64: their borders are not where the rows are cut."""
+    assert_same_gradients(record(two, job), done(job.replace("context", "gradients"), None))
+
+
+@pytest.mark.parametrize("job", CONTEXT_RUNS)
+def test_two_processes_that_share_every_row_train_as_one(two, job):
+    assert_same_run(record(two, job), done(CONTEXT_RUNS[job], None))
+
+
+def test_two_pairs_that_share_their_rows_train_as_one(four):
+    assert_same_run(record(four, "run:context"), done("run:full", None))
 
 
 def test_two_processes_resume_in_the_middle_of_a_batch_bit_for_bit(two):

@@ -5,7 +5,8 @@ keeps two numbers per token, and the backward pass recomputes the logits of each
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -43,6 +44,15 @@ class CandidateMask:
         is_whole_C = torch.ones(num_rows, dtype=torch.bool, device=rows.device)
         is_whole_C[rows] = False
         return mask_CV | is_whole_C[:, None]
+
+    def select(self, rows: Sequence[int | None]) -> "CandidateMask":
+        """Of these positions, in this order; None is one that allows the whole vocabulary."""
+        spans = [range(0) if row is None else range(self.starts[row], self.starts[row + 1]) for row in rows]
+        ends = list(itertools.accumulate(map(len, spans), initial=0))
+        device = self.ids_S.device
+        taken_S = torch.tensor([place for span in spans for place in span], dtype=torch.long, device=device)
+        row_S = torch.tensor([row for row, span in enumerate(spans) for _ in span], dtype=torch.long, device=device)
+        return CandidateMask(self.ids_S.index_select(0, taken_S), row_S, tuple(ends))
 
 
 T = TypeVar("T")

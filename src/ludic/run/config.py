@@ -532,8 +532,8 @@ class RunConfig:
                 name: f"trainer.{name}"
                 for name in (
                     "critic_lr", "weight_decay", "max_grad_norm", "max_seq_len", "too_long", "micro_token_budget",
-                    "share_prefixes", "gradient_checkpointing", "offload_activations", "compile", "bitwise", "seed",
-                    "updates_per_batch", "mini_batches",
+                    "share_prefixes", "gradient_checkpointing", "offload_activations", "context_parallel", "compile", "bitwise",
+                    "seed", "updates_per_batch", "mini_batches",
                 )
             },
         },
@@ -583,13 +583,13 @@ class RunConfig:
 
 
 MAY_CHANGE_ON_RESUME = frozenset(
-    {"steps", "logger", "name", "runs", "checkpoint_every", "checkpoint_keep", "best_metric", "best_mode",
-     "save_rollouts", "save_tokens", "max_failed_share", "concurrency", "threads", "device", "micro_token_budget",
-     "share_prefixes", "gradient_checkpointing", "offload_activations", "compile", "bitwise", "eval_every", "eval_at_start",
-     "eval_in_background", "eval_episodes", "eval_pass_k", "eval_data", "eval_temperature", "eval_concurrency", "eval_timeout_s",
-     "redis", "episode_timeout", "env_timeout", "env_workers", "env_memory_mb", "env_server", "sandbox", "actors", "max_waiting",
-     "acknowledge", "max_restarts", "server", "control_token", "server_memory", "server_hung_after", "judge_key_env",
-     "judge_concurrency", "judge_cache", "judge_device", "transport"}
+    {"steps", "logger", "name", "runs", "checkpoint_every", "checkpoint_keep", "best_metric", "best_mode", "save_rollouts",
+     "save_tokens", "max_failed_share", "concurrency", "threads", "device", "micro_token_budget", "share_prefixes",
+     "gradient_checkpointing", "offload_activations", "context_parallel", "compile", "bitwise", "eval_every",
+     "eval_at_start", "eval_in_background", "eval_episodes", "eval_pass_k", "eval_data", "eval_temperature",
+     "eval_concurrency", "eval_timeout_s", "redis", "episode_timeout", "env_timeout", "env_workers", "env_memory_mb",
+     "env_server", "sandbox", "actors", "max_waiting", "acknowledge", "max_restarts", "server", "control_token",
+     "server_memory", "server_hung_after", "judge_key_env", "judge_concurrency", "judge_cache", "judge_device", "transport"}
 )  # fmt: skip
 """Settings with which a run stays the same run."""
 

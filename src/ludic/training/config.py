@@ -11,7 +11,14 @@ from typing import Any, Literal, TypeAlias, get_args
 from ludic.types import ConfigError
 
 LengthPolicy: TypeAlias = Literal["raise", "truncate", "drop"]
-_COUNTS = ("max_empty_batches", "log_every", "eval_concurrency", "updates_per_batch", "mini_batches")
+_COUNTS = (
+    "max_empty_batches",
+    "log_every",
+    "eval_concurrency",
+    "updates_per_batch",
+    "mini_batches",
+    "context_parallel",
+)
 _OPTIONAL_COUNTS = ("max_lag", "sync_every_steps", "eval_every_n_steps")
 ScheduleKind: TypeAlias = Literal["constant", "linear", "cosine", "wsd"]
 
@@ -109,6 +116,8 @@ class TrainerConfig:
     offload_activations: bool = False
     """What the decoder saves for the backward pass waits in host memory; the gradient stays the same. With
     gradient_checkpointing it is each layer's input alone. For long samples on a GPU; on a CPU it saves nothing."""
+    context_parallel: int = 1
+    """Neighbouring ranks that share each packed row, for samples longer than one GPU holds; under torchrun only."""
     compile: bool = False
     """Compile the decoder's layers: about a minute at the start, then faster steps on a GPU."""
     bitwise: bool = False
@@ -203,6 +212,9 @@ class TrainerConfig:
             raise ConfigError(
                 f"bitwise=True and {other}: both choose how the model is computed. Leave one of them out."
             )
+        if self.context_parallel > 1 and (self.bitwise or not self.packed):
+            other = "bitwise=True" if self.bitwise else "packed=False"
+            raise ConfigError(f"context_parallel={self.context_parallel} cuts packed rows; leave out {other}.")
         self.pad_token_id = _pad_id(self.pad_token_id)
 
     @property

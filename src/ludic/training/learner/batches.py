@@ -202,7 +202,7 @@ def scatter_batch(
 ) -> RankBatch:
     """This rank's share of all ranks' batches. `describe` is called on the first rank, for the whole batch.
 
-    `num_shares` is 1 if all ranks compute the same samples; None gives each its own.
+    `num_shares` is 1 if all ranks compute the same samples, and less than the ranks if neighbours do; None gives each its own.
     """
     reports = ranks.gather(report)
     received: RankBatch | RankStop = ranks.scatter(
@@ -227,7 +227,8 @@ def _make_shares(
     shares = balanced_shares(whole.items, num_shares, share_prefixes=share_prefixes)
     place_of = {id(item): place for place, item in enumerate(whole.items)}
     places = [[place_of[id(item)] for item in share] for share in shares]
-    return [RankBatch(shares[n % num_shares], facts, stats, places[n % num_shares]) for n in range(len(reports))]
+    own = [rank * num_shares // len(reports) for rank in range(len(reports))]  # neighbours compute the same samples
+    return [RankBatch(shares[n], facts, stats, places[n]) for n in own]
 
 
 def _common_stop(reports: Sequence[PreparedBatch | RankStop]) -> RankStop | None:
@@ -270,7 +271,8 @@ def part_of_batch(share: list[SAWItem], items: Sequence[SAWItem]) -> RankBatch:
 def collect_items(ranks: Ranks, batch: RankBatch, num_shares: int) -> list[SAWItem]:
     """All samples of a batch, in its order, on the first rank; none on the others."""
     gathered = ranks.gather((batch.places or [], batch.items))
-    found = [] if gathered is None else [pair for share in gathered[:num_shares] for pair in zip(*share, strict=True)]
+    shares = [] if gathered is None else gathered[:: len(gathered) // num_shares]
+    found = [pair for share in shares for pair in zip(*share, strict=True)]
     return [item for _, item in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -280,7 +282,7 @@ def scatter_part(ranks: Ranks, items: Sequence[SAWItem], num_shares: int, *, sha
     if ranks.is_first:
         shares = balanced_shares(items, num_shares, share_prefixes=share_prefixes)
         whole = part_of_batch([], items)
-        parts = [replace(whole, items=shares[rank % num_shares]) for rank in range(ranks.world_size)]
+        parts = [replace(whole, items=shares[n * num_shares // ranks.world_size]) for n in range(ranks.world_size)]
     received: RankBatch = ranks.scatter(parts)
     return received
 

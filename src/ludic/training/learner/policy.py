@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ludic.distributed.context_parallel import ContextParallel, require_same_in_slices
 from ludic.distributed.fsdp import compute_device, is_sharded
 from ludic.distributed.ranks import Ranks
 from ludic.models.attention import route_attention
@@ -77,11 +78,13 @@ class TrainedPolicy:
         offload: bool = False,
         images: Any = None,
         replay_experts: bool = False,
+        context: ContextParallel | None = None,
     ) -> None:
         """`fused`: the Llama family in half precision on a GPU runs through `ludic.models.llama`, not its own modules.
         `bitwise`: packed batches run through `ludic.models.bitwise`, as the sampler's do. `offload`: what the decoder saves for
         backward waits in host memory. `images`: the image processor of a vision-language model, whose samples are padded.
-        `replay_experts`: passes inside `routed` send tokens to the experts that their samples recorded."""
+        `replay_experts`: passes inside `routed` send tokens to the experts that their samples recorded. `context`: the ranks that
+        share each row with this one."""
         self.model = model
         self._vision = _vision_of(model, images)
         self.routers = Routers(model) if replay_experts else Routers.of(model)
@@ -92,7 +95,8 @@ class TrainedPolicy:
         self._head = _head_of(model, is_needed=self.packed)
         first = next(model.parameters())
         self.device: torch.device = compute_device(model)
-        self.share_prefixes = share_prefixes and self.packed and _gains_by_sharing(model, self.device)
+        gains = context is None and _gains_by_sharing(model, self.device)
+        self.share_prefixes = share_prefixes and self.packed and gains
         """Compute the tokens that samples begin with in common once."""
         is_converted = is_sharded(model)  # FSDP gathers weights in the precision that they are used in
         is_autocast = mixed_precision_dtype == "bf16" and first.is_cuda and first.dtype is torch.float32 and not bitwise
@@ -101,6 +105,22 @@ class TrainedPolicy:
         is_fused = fused and self.packed and not is_converted and not bitwise
         self._fused = fused_decoder(model) if is_fused else None
         self._offload = ActivationOffload(self.device) if offload else None
+        self._context = context
+        if context is not None:
+            with self._precision():
+                require_same_in_slices(model, context, self.device, self._why_whole())
+
+    def _why_whole(self) -> str:
+        """Why ranks cannot share the rows of this model; empty if they can."""
+        if not self.packed:
+            return "its samples are padded"
+        return (
+            "it has recurrent layers"
+            if self._is_hybrid
+            else ""
+            if self.routers is None
+            else "it is a mixture of experts"
+        )
 
     @property
     def is_fused(self) -> bool:
@@ -159,6 +179,8 @@ class TrainedPolicy:
         """The same with the hidden states that predict the action tokens, and log-probs of observation tokens if they are given."""
 
         def work() -> Outputs:
+            if self._context is not None and not batch.is_padded:
+                return self._sliced_outputs(self._context, batch, entropy, observations)
             if self._head is None:
                 return self.outputs_of(self._whole_logits(batch), batch, entropy=entropy, observations=observations)
             actions = batch.actions
@@ -180,6 +202,37 @@ class TrainedPolicy:
                 return Outputs(hidden_AD, logps_A, entropy_A, logps_of(hidden_OD, self.head, observations.target_O)[0])
 
         return compute(self.model, work)
+
+    def _sliced_outputs(
+        self,
+        context: ContextParallel,
+        batch: PackedBatch,
+        entropy: EntropyMode | None,
+        observations: ObservationFields | None,
+    ) -> Outputs:
+        """`outputs` where ranks share the row: each computes the log-probs that its own tokens predict."""
+        part, actions = context.cut(batch.lengths, self.device), batch.actions
+        with self._precision():
+            ids_N, positions_N = part.of(batch.ids_T), part.of(batch.positions_T)
+            with self._saving(len(ids_N)):
+                hidden_ND = hidden_states(self.model, ids_N, positions_N, part)
+            rows = part.rows(actions.predictor_A)
+            logps_M, entropy_M = chosen_logps(
+                hidden_ND.index_select(0, rows.local_M),
+                self.head,
+                actions.target_A.index_select(0, rows.taken_M),
+                actions.inverse_temperature_A.index_select(0, rows.taken_M),
+                entropy=entropy,
+                candidates=rows.candidates(actions.candidates),
+            )
+            entropy_A = None if entropy_M is None else rows.joined(entropy_M)
+            found = Outputs(None, rows.joined(logps_M), entropy_A)
+            if observations is None:
+                return found
+            rows = part.rows(observations.predictor_O)
+            targets = observations.target_O.index_select(0, rows.taken_M)
+            logps_M = chosen_logps(hidden_ND.index_select(0, rows.local_M), self.head, targets)[0]
+            return found._replace(observed_O=rows.joined(logps_M))
 
     def whole_logits(self, batch: PackedBatch) -> Tensor:
         """[B, L, V] of a padded micro-batch."""
@@ -234,21 +287,23 @@ class TrainedPolicy:
 
     def _hidden(self, batch: PackedBatch) -> Tensor:
         """Flat hidden states of all tokens, padding included."""
-        host: HostTape | None = None
-        if self._offload is not None and torch.is_grad_enabled():
-            row = batch.ids_T.numel() // len(batch.lengths) if batch.is_padded else len(batch.ids_T)
-            host = self._offload.tape(len(batch.ids_T), row)
-        if host is None:
-            return self._decode(batch)
-        if self._runs_fused(batch):
-            return self._decode(batch, host)
-        with host.saving():
-            return self._decode(batch)
+        num_tokens = len(batch.ids_T)
+        if not batch.is_padded and self._fused is not None and self._fused.is_current:
+            tree = batch.tree
+            state = PackedSequences(batch.lengths, self.device) if tree is None else TreeSequences(tree, self.device)
+            return self._fused.hidden(batch.ids_T, batch.positions_T, state, self._host_tape(num_tokens))
+        with self._saving(num_tokens, num_tokens // len(batch.lengths)):
+            return self._decoded(batch)
 
-    def _runs_fused(self, batch: PackedBatch) -> bool:
-        return not batch.is_padded and self._fused is not None and self._fused.is_current
+    def _host_tape(self, *num_tokens: int) -> HostTape | None:
+        return self._offload.tape(*num_tokens) if self._offload is not None and torch.is_grad_enabled() else None
 
-    def _decode(self, batch: PackedBatch, host: HostTape | None = None) -> Tensor:
+    def _saving(self, *num_tokens: int) -> contextlib.AbstractContextManager[Any]:
+        """What the modules save for backward goes to the host, if it is offloaded."""
+        host = self._host_tape(*num_tokens)
+        return contextlib.nullcontext() if host is None else host.saving()
+
+    def _decoded(self, batch: PackedBatch) -> Tensor:
         if not batch.is_padded:
             tree, lengths = batch.tree, batch.lengths
             state: Any = PackedSequences(lengths, self.device) if tree is None else TreeSequences(tree, self.device)
@@ -257,8 +312,6 @@ class TrainedPolicy:
             if self._bitwise is not None:
                 attention = TrainedAttention(_spans(batch), len(batch.ids_T), state, self.device)
                 return self._bitwise.hidden(batch.ids_T, batch.positions_T, attention)
-            if self._fused is not None and self._fused.is_current:
-                return self._fused.hidden(batch.ids_T, batch.positions_T, state, host)
             return hidden_states(self.model, batch.ids_T, batch.positions_T, state)
         ids_BL, mask_BL = self._rows(batch)
         if self._vision is not None:

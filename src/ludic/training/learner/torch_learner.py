@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ludic.distributed.context_parallel import ContextParallel
 from ludic.distributed.fsdp import clip_gradients, is_sharded, settings_of
 from ludic.distributed.ranks import RankFailed, Ranks, check_together, require_same
 from ludic.distributed.tensor_parallel import is_tensor_parallel
@@ -111,6 +112,7 @@ class TorchLearner(Learner):
             offload=cfg.offload_activations,
             images=image_processor_of(tokenizer),
             replay_experts=cfg.replay_experts,
+            context=ContextParallel(cfg.context_parallel, ranks) if cfg.context_parallel > 1 else None,
         )
         if cfg.balance_experts and self.policy.routers is None:
             raise ConfigError(
@@ -123,10 +125,11 @@ class TorchLearner(Learner):
         self.reference = make_reference(reference, algo, self.policy, cfg, tokenizer=tokenizer)
         self.teacher = make_teacher(teacher, algo, self.policy, cfg, tokenizer=tokenizer, is_spread=self.is_spread)
         self.critic = make_critic(critic, algo, self.policy, cfg, is_spread=self.is_spread, recomputes=recompute)
-        # Ranks that compute the same samples (tensor parallel) would write the same record.
-        self._recorder = token_recorder if ranks.rank < self.plan.num_shares else None
+        # Ranks that compute the same samples (tensor and context parallel) would write the same record.
+        num_alike = ranks.world_size // self.plan.num_shares
+        self._recorder = token_recorder if ranks.rank % num_alike == 0 else None
         self._frozen = {"reference": reference, "teacher": None if teacher is None else teacher.model}
-        torch.manual_seed(cfg.seed + ranks.rank % self.plan.num_shares)
+        torch.manual_seed(cfg.seed + ranks.rank // num_alike)
         check_model(model)
 
     def _make_checkpointer(self, config: CheckpointConfig | None) -> CheckpointManager | None:
@@ -370,7 +373,8 @@ class RankPlan:
     has_source_per_rank: bool
     """Every rank of several fetches, and not only the first."""
     num_shares: int
-    """Into how many shares a batch is cut: as many as ranks, or 1 if they compute the same samples (tensor parallel)."""
+    """Into how many shares a batch is cut: as many as ranks, fewer if neighbours compute the same samples (context parallel), or 1
+    if all do (tensor parallel)."""
 
 
 def check_ranks_agree(
@@ -384,6 +388,13 @@ def check_ranks_agree(
 ) -> RankPlan:
     """What each rank does; ConfigError on all ranks if they cannot train together."""
     is_cut = is_tensor_parallel(model)
+    needs, size = algo.loss.needs, cfg.context_parallel
+    if size > 1 and (is_cut or needs.values or needs.logits or needs.teacher_kl or ranks.world_size % size):
+        raise ConfigError(
+            f"context_parallel={size} with {algo.name} on {ranks.world_size} ranks: it needs torchrun with a multiple of {size} "
+            "processes, and works with losses on log-probs: no critic, no teacher over the vocabulary, no loss on whole logits, no "
+            "tensor parallel."
+        )
     if ranks.world_size > 1 and not (is_sharded(model) or is_cut):
         raise ConfigError(
             f"There are {ranks.world_size} ranks, but the model is whole on each of them; their weights would drift apart. "
@@ -397,7 +408,8 @@ def check_ranks_agree(
             f"Of {len(sources)} ranks, these have a batch source: {[r for r, has in enumerate(sources) if has]}. Give one to "
             "the first rank only (batch_source=None on the others), or to every rank."
         )
-    return RankPlan(has_source_per_rank=len(sources) > 1 and all(sources), num_shares=1 if is_cut else ranks.world_size)
+    num_shares = 1 if is_cut else ranks.world_size // cfg.context_parallel
+    return RankPlan(has_source_per_rank=len(sources) > 1 and all(sources), num_shares=num_shares)
 
 
 def _common_facts(

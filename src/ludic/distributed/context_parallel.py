@@ -92,7 +92,7 @@ class RowSlice:
         """[N, H, D]: own queries over the keys and values of all ranks."""
         query_NHD, key_NKD = query_NHD.to(value_NKD.dtype), key_NKD.to(value_NKD.dtype)
         both_N = torch.cat([key_NKD.flatten(1), value_NKD.flatten(1)], dim=1)
-        both_L = _Gathered.apply(both_N, self._order).index_select(0, self._seen_L)  # type: ignore[no-untyped-call]
+        both_L = _Gathered.apply(both_N, self._order).index_select(0, self._seen_L)
         width = key_NKD.shape[1] * key_NKD.shape[2]
         key_LKD = both_L[:, :width].unflatten(1, key_NKD.shape[1:])
         value_LKD = both_L[:, width:].unflatten(1, value_NKD.shape[1:])
@@ -175,7 +175,7 @@ class OwnRows:
 
     def joined(self, values_M: Tensor) -> Tensor:
         """The values of all ranks, [A, …]; a gradient goes to the own values alone, since every rank evaluates the same loss."""
-        joined_A: Tensor = _Joined.apply(values_M, self)  # type: ignore[no-untyped-call]
+        joined_A: Tensor = _Joined.apply(values_M, self)
         return joined_A
 
     def candidates(self, mask: CandidateMask | None) -> CandidateMask | None:

@@ -41,7 +41,7 @@ TRL = (
     "urllib3", "charset-normalizer",
 )  # fmt: skip
 """TRL 1.16, which benchmarks/grpo_step.py measures beside Ludic, and what it needs beside vLLM's packages."""
-TRL_UNUSED = ("*/tests/*", "*_flight*", "*substrait*", "pyarrow/include/*")
+TRL_UNUSED = ("*/tests/*", "pyarrow/include/*")
 JOIN = r"""#!/usr/bin/env bash
 # Joins the pieces beside this file below the folder $1. Parts that are not here are left out.
 set -euo pipefail

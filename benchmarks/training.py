@@ -231,10 +231,13 @@ def chunks_against_full_logits() -> None:
 # --- speed on a GPU ---
 
 
-def trained_tokens_per_second(lora_rank: int) -> None:
+SHAPES = {"135m": ("SmolLM2-135M shape", smollm2), "1.5b": ("Qwen2.5-1.5B shape", qwen)}
+
+
+def trained_tokens_per_second(lora_rank: int, shapes: list[str]) -> None:
     """Of all weights, or with a rank of an adapter on every layer (its MFU is not known: frozen weights have no gradient)."""
     peak = 989e12  # bf16 dense, H100/H200
-    for name, build in (("SmolLM2-135M shape", smollm2), ("Qwen2.5-1.5B shape", qwen)):
+    for name, build in (SHAPES[shape] for shape in shapes):
         for way in ("modules", "compiled", "fused"):
             model = make(build, "cuda", torch.bfloat16).train()
             if lora_rank:
@@ -262,6 +265,7 @@ def main() -> None:
     arguments.add_argument(
         "--only", choices=["packing", "memory", "finite", "record", "speed", "lora", "grpo"], default=None
     )
+    arguments.add_argument("--shape", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="of speed and lora")
     arguments.add_argument("--head", choices=["full", "chunks"], default=None, help=argparse.SUPPRESS)
     options = arguments.parse_args()
     if options.head:
@@ -278,9 +282,9 @@ def main() -> None:
     if options.only in (None, "record"):
         token_record()
     if ON_GPU and options.only in (None, "speed"):
-        trained_tokens_per_second(0)
+        trained_tokens_per_second(0, options.shape)
     if ON_GPU and options.only in (None, "lora"):
-        trained_tokens_per_second(16)
+        trained_tokens_per_second(16, options.shape)
     if options.only == "grpo" or (ON_GPU and options.only is None):
         import grpo_step
 

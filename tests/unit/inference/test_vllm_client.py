@@ -12,11 +12,13 @@ import pytest
 from ludic.inference.http import EndpointError
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.command import free_port
-from ludic.inference.vllm.wire import read_completion
+from ludic.inference.vllm.wire import completions_body, generate_body, read_completion
 from ludic.types import (
     BackendExtensions,
     ChatClient,
     ConfigError,
+    Image,
+    ImageSpan,
     PolicyGone,
     PromptTooLong,
     ReturnSpec,
@@ -42,6 +44,40 @@ async def test_tokens_log_probs_and_text_come_back():
     assert response.finish_reason == "length" and response.version_runs == (VersionRun(0, 4),)
     assert info["mode"] == "token_in" and info["used_args"]["token_ids"] == [1, 2, 3]
     assert json.loads(info["raw_response"])["choices"][0]["token_ids"] == [4, 5, 6, 7]
+
+
+IMAGES = tuple(
+    ImageSpan(Image.of(np.full((2, 2), shade, dtype=np.uint8)), start, 3) for shade, start in ((9, 1), (7, 5))
+)
+SEEN = (1, 50, 50, 50, 2, 50, 50, 50, 3)
+"""A prompt with two pictures of three tokens each."""
+
+
+async def test_pictures_are_sent_beside_one_placeholder_each():
+    async with fake() as server, client_of(server) as client:
+        with pytest.raises(
+            TokenMismatch, match="differs from the 9 tokens"
+        ):  # this server does not repeat the placeholders
+            await client.complete_tokens(a_request(SEEN, images=IMAGES))
+    body = server.requests[0][1]
+    assert body["token_ids"] == [1, 50, 2, 50, 3]
+    assert body["content_parts"] == [{"type": "image_url", "url": span.image.url} for span in IMAGES]
+
+
+def test_a_prompt_with_pictures_that_the_server_has_repeated_is_accepted():
+    answer = {
+        "choices": [{"text": "", "token_ids": [4], "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": len(SEEN)},
+    }
+    request = a_request(SEEN, images=IMAGES)
+    assert read_completion("", msgspec.json.encode(answer), request).prompt_token_ids is request.prompt_token_ids
+
+
+def test_a_sampled_placeholder_and_an_endpoint_without_pictures_are_refused():
+    with pytest.raises(ConfigError, match="sampled the placeholder"):
+        generate_body(a_request((*SEEN, 50), images=IMAGES))
+    with pytest.raises(ConfigError, match="only /inference/v1/generate"):
+        completions_body(a_request(SEEN, images=IMAGES))
 
 
 async def test_weights_that_change_in_the_middle_show_in_the_version_runs():

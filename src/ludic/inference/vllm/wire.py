@@ -51,7 +51,9 @@ def generate_body(request: TokenCompletionRequest) -> Body:
     sampling = _sampling_fields(request, extensions)
     if extensions.max_think is not None:
         sampling["extra_args"] = {"max_think": extensions.max_think}
-    body: Body = {"model": request.model, "token_ids": request.prompt_token_ids.tolist(), "output_mode": "text"}
+    body: Body = {"model": request.model, "token_ids": _sent_ids(request), "output_mode": "text"}
+    if request.images:
+        body["content_parts"] = [{"type": "image_url", "url": span.image.url} for span in request.images]
     for name, value in extensions.extra_body_overrides.items():
         if name == "vllm_xargs":
             sampling["extra_args"] = {**sampling.get("extra_args", {}), **value}
@@ -60,8 +62,31 @@ def generate_body(request: TokenCompletionRequest) -> Body:
     return {**body, "sampling_params": sampling}
 
 
+def _sent_ids(request: TokenCompletionRequest) -> list[int]:
+    """The prompt's ids. vLLM takes one placeholder per picture and repeats it itself; the number of tokens that it saw is compared
+    with the whole prompt's when it answers."""
+    ids, images = request.prompt_token_ids, request.images
+    if not images:
+        return ids.tolist()
+    keeps = np.ones(len(ids), dtype=np.bool_)
+    for span in images:
+        keeps[span.start + 1 : span.end] = False
+    sent = ids[keeps]
+    if np.count_nonzero(sent == ids[images[0].start]) != len(images):
+        raise ConfigError(
+            "The model has sampled the placeholder of a picture, and vLLM would take it for one. Forbid it: "
+            'VLLMExtensions(extra_body_overrides={"logit_bias": {…}}).'
+        )
+    return sent.tolist()
+
+
 def completions_body(request: TokenCompletionRequest) -> Body:
     extensions = _extensions_of(request)
+    if request.images:
+        raise ConfigError(
+            f"The prompt holds pictures, which only {GENERATE} takes with token ids. Start vLLM 0.32 or newer with its token "
+            "endpoints."
+        )
     body: Body = {
         "model": request.model,
         "prompt": request.prompt_token_ids.tolist(),

@@ -11,6 +11,7 @@ With one thread times are CPU time, which other programs on the machine change l
     .venv/bin/python benchmarks/engine.py            # what this machine has
     .venv/bin/python benchmarks/engine.py --threads 1 --repeat 3
     .venv/bin/python benchmarks/engine.py --shape 1.5b --only fixed128 ragged --vllm --json engine.jsonl   # on a GPU
+    .venv/bin/python benchmarks/engine.py --hybrids --threads 1   # states beside the block cache, against transformers' cache
     .venv/bin/python benchmarks/engine.py --sampler   # drawing alone, per step, against torch.softmax and torch.multinomial
 """
 
@@ -24,11 +25,22 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 from ludic.inference.local import LocalEngine
+from ludic.inference.local.cached import CachedBackend
 from ludic.inference.local.sampling import sample
 from ludic.inference.local.sequence import Sequence
+from ludic.models.weights import shared_view
 from ludic.types import ReturnSpec, SamplingParams, TokenCompletionRequest
 
 
@@ -64,6 +76,26 @@ def tiny() -> Any:
         LlamaConfig(
             vocab_size=1024, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
             num_key_value_heads=4, max_position_embeddings=2048,
+        )
+    )  # fmt: skip
+
+
+def tiny_falcon_h1() -> Any:
+    return FalconH1ForCausalLM(
+        FalconH1Config(
+            vocab_size=1024, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=2048, mamba_n_heads=8, mamba_d_head=32, mamba_d_ssm=256,
+            mamba_d_state=64, mamba_chunk_size=64,
+        )
+    )  # fmt: skip
+
+
+def tiny_qwen3_next() -> Any:
+    return Qwen3NextForCausalLM(
+        Qwen3NextConfig(
+            vocab_size=1024, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, num_experts=0, linear_key_head_dim=32,
+            linear_value_head_dim=32, linear_num_key_heads=4, linear_num_value_heads=8,
         )
     )  # fmt: skip
 
@@ -178,6 +210,36 @@ def on_cpu(repeat: int) -> None:
         compare("tiny (4 layers, width 128), 16 → 64", model, rng.integers(3, 1024, size=(batch, 16)).tolist(), 64, 5)
 
 
+def hybrids(repeat: int) -> None:
+    """The engine with states beside its block cache, and the same engine through transformers' own cache."""
+    print(
+        f"{'':38} {'batch':>5} {'fallback':>9} {'ours':>9} {'ratio':>7} {'of pairs':>11}\n(tokens per second, medians)"
+    )
+    rng, num_new = np.random.default_rng(0), 64
+    ragged = [rng.integers(3, 1024, size=length).tolist() for length in rng.integers(16, 64, size=32)]
+    work = {"32 prompts of 16 to 63 → 64": ragged, "2 groups of 16, 128 → 64": [ragged[i % 2] * 4 for i in range(32)]}
+    for name, build in {"Falcon-H1": tiny_falcon_h1, "Qwen3-Next": tiny_qwen3_next}.items():
+        model = make(build, "cpu", torch.float32)
+        ours, fallback = (LocalEngine(model, max_sequences=32, max_model_len=512) for _ in range(2))
+        fallback._backend = CachedBackend(shared_view(model), 512)
+        for what, prompts in work.items():
+            seconds: dict[LocalEngine, list[float]] = {ours: [], fallback: []}
+            for engine in seconds:
+                run_engine(engine, prompts[:2], 4)  # the first use packs weights
+            for _ in range(repeat):
+                for engine, times in seconds.items():
+                    engine.new_version()
+                    times.append(run_engine(engine, prompts, num_new))
+            ratios = [slow / fast for fast, slow in zip(*seconds.values(), strict=True)]
+            speeds = [len(prompts) * num_new / median(seconds[engine]) for engine in (fallback, ours)]
+            print(
+                f"{name + ', ' + what:38} {len(prompts):5d} {speeds[0]:9,.0f} {speeds[1]:9,.0f} {median(ratios):6.2f}x "
+                f"{min(ratios):6.2f}–{max(ratios):.2f}",
+                flush=True,
+            )
+        ours.close(), fallback.close()
+
+
 def time_ms(draw: Callable[[Tensor], Any], logits_NV: Tensor) -> float:
     """Best time of several calls, each on fresh logits, since sampling changes them in place."""
     seconds = []
@@ -237,6 +299,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--threads", type=int, default=None)
     arguments.add_argument("--sampler", action="store_true", help="time drawing alone")
+    arguments.add_argument("--hybrids", action="store_true", help="tiny hybrids on a CPU")
     engine_gpu.add_flags(arguments)
     options = arguments.parse_args()
     if options.threads:
@@ -245,6 +308,9 @@ def main() -> None:
     print(f"torch {torch.__version__}, {device}")
     if options.sampler:
         sampler("cuda" if torch.cuda.is_available() else "cpu")
+        return
+    if options.hybrids:
+        hybrids(options.repeat)
         return
     if torch.cuda.is_available() or options.shape:
         engine_gpu.run(options)

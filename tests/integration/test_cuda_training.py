@@ -8,6 +8,7 @@ import torch
 from ludic.training.learner.gradients import accumulate_gradients
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import CISPOLoss, CompositeLoss, EntropyBonus, LossTerm
+from tests.tiny_families import family_model
 from tests.unit.inference.local.tiny_models import new_model
 from tests.unit.training.samples import random_items
 
@@ -43,6 +44,17 @@ def assert_close(found, expected, cosine):
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral-sliding", "gemma2-softcap"])
 def test_gradients_in_fp32_are_those_of_the_cpu(family):
     assert_close(gradients(family, "cuda"), gradients(family, "cpu"), 0.9999)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "jamba", "lfm2"])
+def test_log_probs_of_packed_hybrids_are_those_of_the_cpu(family):
+    found = []
+    for device in ("cuda", "cpu"):
+        policy = TrainedPolicy(family_model(family).to(device), mixed_precision_dtype=None)
+        assert policy.packed
+        with torch.no_grad():
+            found.append(policy.logps(policy.batch(random_items(LENGTHS)))[0].cpu())
+    torch.testing.assert_close(*found, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral-sliding"])

@@ -19,7 +19,7 @@ EQUAL = 1e-5
 
 def random_lengths(seed):
     """Samples from two tokens to more than one chunk of a scan (64 tokens in a gated delta net), some of one length."""
-    lengths = np.random.default_rng(seed).integers(2, 24, size=3).tolist()
+    lengths = np.random.default_rng(seed).integers(2, 24, size=2).tolist()
     return [*lengths, lengths[0], 70]
 
 
@@ -69,7 +69,7 @@ def assert_packed_equals_alone(model, items, **how):
         assert float((found[name] - grad).abs().max()) <= EQUAL * scale, name
 
 
-@pytest.mark.parametrize(("seed", "family"), [*enumerate(HYBRIDS), *((seed, "lfm2") for seed in range(20, 24))])
+@pytest.mark.parametrize(("seed", "family"), [*enumerate(HYBRIDS), *((seed, "lfm2") for seed in range(20, 23))])
 def test_packed_samples_of_any_lengths_equal_single_ones_in_value_and_gradient(seed, family):
     items = random_items(random_lengths(seed), seed=seed, temperature=0.7)
     assert_packed_equals_alone(trainable(family), items)
@@ -82,12 +82,11 @@ def test_packed_samples_equal_single_ones_with_adapters_and_recomputed_activatio
     assert_packed_equals_alone(model, random_items(random_lengths(3), seed=3, temperature=1.3))
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1"])
-def test_samples_that_share_a_prefix_equal_single_ones(family):
-    items = random_items([5, 9, 12, 7, 6], seed=1)
+def test_samples_that_share_a_prefix_equal_single_ones():
+    items = random_items([5, 9, 7], seed=1)
     prompt = np.arange(3, 23, dtype=np.int32)
-    items = [with_prefix(item, prompt) for item in items[:3]] + items[3:]
-    model = trainable(family)
+    items = [with_prefix(item, prompt) for item in items[:2]] + items[2:]
+    model = trainable("qwen3_5")
     assert TrainedPolicy(model, share_prefixes=True).batch(items).tree is not None
     assert_packed_equals_alone(model, items, share_prefixes=True)
 

@@ -25,8 +25,8 @@ from tests.unit.inference.local.tiny_models import (
 )
 from tests.unit.models.test_recurrent import HYBRIDS
 
-PROMPTS = [some_prompt(9), some_prompt(9), some_prompt(9), some_prompt(21, 1), some_prompt(1), some_prompt(14)]
-NUM_NEW = [10, 10, 4, 7, 10, 6]
+PROMPTS = [some_prompt(9), some_prompt(9), some_prompt(21, 1), some_prompt(1)]
+NUM_NEW = [7, 4, 5, 6]
 
 
 def requests():
@@ -43,7 +43,7 @@ def assert_equal_to_generate(model, answers):
 @pytest.mark.parametrize("family", HYBRIDS)
 async def test_prompts_in_parts_copies_and_preempted_sequences_equal_generate(family):
     model = family_model(family)
-    async with make_engine(model, max_prefill_tokens=8, kv_tokens=64) as engine:
+    async with make_engine(model, max_prefill_tokens=8, kv_tokens=40) as engine:
         assert_equal_to_generate(model, await ask_all(engine, requests()))
         assert isinstance(engine._runner, RecurrentRunner)
         assert engine.stats["preemptions"] > 0
@@ -52,44 +52,43 @@ async def test_prompts_in_parts_copies_and_preempted_sequences_equal_generate(fa
 
 async def test_a_group_computes_its_prompt_once_even_if_that_takes_several_steps():
     model = family_model("qwen3_next")
-    prompt = some_prompt(40)
-    async with make_engine(model, max_prefill_tokens=16) as engine:
-        members = [request(prompt, temperature=1.0, seed=seed, max_tokens=6) for seed in range(4)]
+    prompt = some_prompt(30)
+    async with make_engine(model, max_prefill_tokens=12) as engine:
+        members = [request(prompt, temperature=1.0, seed=seed, max_tokens=5) for seed in range(3)]
         together = await ask_all(engine, members)
-        assert engine.stats["prefix_tokens_reused"] == 3 * len(prompt)
+        assert engine.stats["prefix_tokens_reused"] == 2 * len(prompt)
         alone = [(await ask_all(engine, [member]))[0] for member in members]
         # Keys and values of the first requests are no help without their states.
-        assert engine.stats["prefix_tokens_reused"] == 3 * len(prompt)
+        assert engine.stats["prefix_tokens_reused"] == 2 * len(prompt)
     assert [tokens(answer) for answer in together] == [tokens(answer) for answer in alone]
-    assert len({tuple(tokens(answer)) for answer in together}) == 4
+    assert len({tuple(tokens(answer)) for answer in together}) == 3
     for answer in together:
         np.testing.assert_allclose(answer.completion_logprobs, plain_logprobs(model, prompt, tokens(answer)), atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["falcon_h1", "jamba"])
-async def test_scores_are_those_of_a_plain_forward_pass_beside_running_requests(family):
-    model = family_model(family)
+async def test_scores_are_those_of_a_plain_forward_pass_beside_running_requests():
+    model = family_model("jamba")
     async with make_engine(model) as engine:
-        running = asyncio.gather(*(ask(engine, p, max_tokens=12) for p in PROMPTS[2:]))
+        running = asyncio.gather(*(ask(engine, p, max_tokens=8) for p in PROMPTS[1:]))
         texts = [(some_prompt(3, 2), some_prompt(8, 3)), (some_prompt(11, 4), some_prompt(2, 5))]
         scores = await asyncio.gather(*(engine.score_tokens(a, b, temperature=0.8) for a, b in texts))
         for (prompt, completion), score in zip(texts, scores, strict=True):
             expected = plain_logprobs(model, prompt, completion, temperature=0.8)
             np.testing.assert_allclose(score, expected, atol=1e-4)
         answers = await running
-    assert [tokens(answer) for answer in answers] == [greedy(model, p, 12) for p in PROMPTS[2:]]
+    assert [tokens(answer) for answer in answers] == [greedy(model, p, 8) for p in PROMPTS[1:]]
 
 
 async def test_states_of_old_weights_are_dropped():
     model = family_model("qwen3_5")
     async with make_engine(model) as engine:
         gate = Gate(model, at_call=4)
-        asked = [asyncio.create_task(ask(engine, p, max_tokens=10)) for p in PROMPTS[2:5]]
+        asked = [asyncio.create_task(ask(engine, p, max_tokens=10)) for p in PROMPTS[1:]]
         await gate.reached()
         change = asyncio.create_task(asyncio.to_thread(_halve_the_embedding, engine, model))
         gate.open()
         await change
-        for prompt, task in zip(PROMPTS[2:5], asked, strict=True):
+        for prompt, task in zip(PROMPTS[1:], asked, strict=True):
             answer = await task
             old, new = answer.version_runs
             assert (old.version, new.version) == (0, 1) and old.length + new.length == 10
@@ -107,13 +106,13 @@ async def test_a_cancelled_request_gives_its_row_back_and_the_others_are_unchang
     model = family_model("bamba")
     async with make_engine(model) as engine:
         gate = Gate(model, at_call=4)
-        asked = [asyncio.create_task(ask(engine, p, max_tokens=8)) for p in PROMPTS[2:5]]
+        asked = [asyncio.create_task(ask(engine, p, max_tokens=8)) for p in PROMPTS[1:]]
         await gate.reached()
         asked[0].cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked[0]
         gate.open()
-        assert [tokens(await task) for task in asked[1:]] == [greedy(model, p, 8) for p in PROMPTS[3:5]]
+        assert [tokens(await task) for task in asked[1:]] == [greedy(model, p, 8) for p in PROMPTS[2:]]
         await eventually(lambda: engine.stats["kv_blocks_used"] == 0 and not engine._runner._states._row_of, "rows")
 
 

@@ -192,3 +192,42 @@ def with_template(style: str, template: str | None) -> Any:
     tokenizer = deepcopy(make_tokenizer(style))
     tokenizer.chat_template = template
     return tokenizer
+
+
+# --- the `renderers` package: what a tokenizer must have for one of its renderers ---
+
+_TOOL_TOKENS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+_QWEN_VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+_GLM_TEXTS = [*_TOOL_TOKENS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
+_DEEPSEEK_TOOLS = [f"<｜tool▁{part}｜>" for part in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep", "outputs▁begin",
+                                                    "outputs▁end", "output▁begin", "output▁end")]  # fmt: skip
+
+RENDERERS: dict[str, tuple[str, list[str], list[str]]] = {
+    "qwen3": ("qwen", [], _TOOL_TOKENS),
+    "qwen3.5": ("qwen", _QWEN_VISION, _TOOL_TOKENS),
+    "glm-5": ("qwen", ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"], _GLM_TEXTS),
+    "llama-3": ("llama3", ["<|end_of_text|>"], []),
+    "deepseek-v3": (
+        "qwen",
+        ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"],
+        _DEEPSEEK_TOOLS,
+    ),
+    "minimax-m2": (
+        "qwen",
+        ["]~!b[", "]~b]", "[e~["],
+        ["<think>", "</think>", "<minimax:tool_call>", "</minimax:tool_call>"],
+    ),
+}
+"""Renderer -> style of the tokenizer, added special tokens, and added tokens that are text."""
+
+
+@cache
+def make_renderer_tokenizer(name: str) -> Any:
+    """A small tokenizer with the tokens that this renderer looks up."""
+    from copy import deepcopy
+
+    style, special, texts = RENDERERS[name]
+    tokenizer = deepcopy(make_tokenizer(style))
+    tokenizer.add_tokens(special, special_tokens=True)
+    tokenizer.add_tokens(texts)
+    return tokenizer

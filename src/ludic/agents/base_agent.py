@@ -219,7 +219,9 @@ class Agent:
         if self._tokens_left is not None:
             inference = self._within_budget(inference, self._tokens_left)
         sampling = inference.sampling
-        prompt = self._conversation.next_prompt(self.ctx.on_before_act(), tools=tools)
+        prompt = self._conversation.next_prompt(
+            self.ctx.on_before_act(), tools=tools, with_spans=inference.message_spans
+        )
         self._check_prompt(prompt)
         # Positional arguments here and below: Python passes keywords to a class in a dict, which doubles the time.
         request = TokenCompletionRequest(
@@ -243,6 +245,7 @@ class Agent:
             untrainable_sampling,
             prompt.images,
             response.experts,
+            prompt.message_spans,
         )
         info = {key: value for key, value in client_info.items() if key not in _TOO_BIG_FOR_INFO} if client_info else {}
         if response.finish_reason is not None:

@@ -17,6 +17,7 @@ from ludic.types import (
     CandidateSets,
     ExpertArray,
     FloatArray,
+    MessageSpan,
     Rollout,
     RolloutStepKey,
     SampleAttachments,
@@ -29,6 +30,7 @@ from ludic.types import (
     is_parse_failure,
     was_rejected_as_cut_off,
 )
+from ludic.types.messages import spans_with_reply
 
 MAX_INFO_TEXT = 256
 """Longer texts of a step's info are not copied into an item's meta."""
@@ -190,6 +192,7 @@ def _item(
             version_runs=_version_runs(calls),
             images=last.images,
             experts=_experts(calls),
+            message_spans=_message_spans(last),
         ),
         origin=_origin(origin, calls, number),
     )
@@ -257,6 +260,13 @@ def _version_runs(calls: list[_Call]) -> tuple[VersionRun, ...]:
         else:
             merged.append(run)
     return tuple(merged)
+
+
+def _message_spans(last: TokenTrace) -> tuple[MessageSpan, ...]:
+    """Of the whole item: the last prompt contains the calls before it."""
+    if not last.message_spans:
+        return ()
+    return tuple(spans_with_reply(last.message_spans, len(last.completion_token_ids)))
 
 
 def _origin(whole: SampleOrigin, calls: list[_Call], number: int) -> SampleOrigin:

@@ -220,7 +220,8 @@ def request_key(plan: EpisodePlan, *, max_steps: int, rewards: Rewards | None = 
 def _plain(value: Any) -> Any:
     """For json.dumps: the parts of an inference spec as dicts. Faster than `asdict`, which copies every value."""
     if isinstance(value, InferenceSpec | SamplingParams | ReturnSpec | BackendExtensions):
-        return {field.name: getattr(value, field.name) for field in fields(value)}
+        # Spans are notes about an episode and do not change it.
+        return {field.name: getattr(value, field.name) for field in fields(value) if field.name != "message_spans"}
     return json_number(value)
 
 

@@ -33,7 +33,7 @@ FILE_SECTIONS = frozenset({"league", "replay"})
 """Sections whose settings are no flags, like lists of tables: a file has them."""
 
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
-Engine: TypeAlias = Literal["local", "vllm", "pipeline"]
+Engine: TypeAlias = Literal["local", "vllm", "sglang", "pipeline"]
 Push: TypeAlias = Literal["merged", "adapter"]
 Transport: TypeAlias = Literal["auto", "shared_memory", "cuda_ipc", "file", "gloo", "nccl"]
 AgentSandbox: TypeAlias = Literal["bubblewrap", "none"]
@@ -138,6 +138,9 @@ class AgentSettings:
     """Registered agent (`ludic parts agent`), or file.py:Class; or file.py:function, an agent of any kind that is called with the
     task and the address of a model server (docs/gateway.md). Default: what suits the env, else agent: one model call per turn;
     react where there are --tools."""
+    renderer: str | None = None
+    """Write prompts with this renderer of the renderers package (docs/renderers.md), such as qwen3; auto: that of the model's hub
+    id. Default: the tokenizer's own chat template."""
     agent_command: str | None = None
     """Instead of --agent: a command such as 'my-agent {task}', which gets the address of a model server in $OPENAI_BASE_URL and
     prints its answer (docs/gateway.md)."""
@@ -310,6 +313,9 @@ class AlgoSettings:
     """For algorithms that learn from a teacher (opd, grpo_opd, mopd): a model as for --model, or the URL of a vLLM server."""
     teacher_tokenizer: str | None = None
     """For a teacher behind a URL: its folder or hub id, where the server does not name one that can be read here."""
+    train_on: tuple[str, ...] = ()
+    """For sft, rft and echo: the roles whose texts are learned, such as assistant tool (docs/renderers.md). Default: what the
+    policy sampled; for echo also all that answers it."""
 
     def __post_init__(self) -> None:
         at_least(1, group_size=self.group_size)
@@ -353,11 +359,11 @@ class RolloutSettings:
     """Above 0, the next batch is generated while this one is trained on, at most so many versions behind; each update makes one.
     Default: 0; in a pipeline those of 4 batches; with close_batch_at those of 1."""
     engine: Engine = "local"
-    """What generates: local is the engine inside this process; vllm a server, or several; pipeline separate actor processes
-    (`ludic actor`, or `ludic launch` for all of it)."""
+    """What generates: local is the engine inside this process; vllm a server, or several; sglang servers that are running
+    (untested against a real one: docs/serving.md); pipeline separate actor processes (`ludic actor`, or `ludic launch` for all)."""
     server: tuple[str, ...] = ()
-    """For vllm, also as actor_engine: servers that are running (`ludic serve --engine vllm`). Default: one is started for the
-    run, in a pipeline by `ludic launch`."""
+    """For sglang, and for vllm, also as actor_engine: servers that are running (`ludic serve --engine vllm`). Default: one is
+    started for the run, in a pipeline by `ludic launch`; not for sglang."""
     control_token: Path | None = None
     """For vllm: the file with the servers' control token, or the run folder it is in. Default: $LUDIC_CONTROL_TOKEN."""
     server_memory: float = 0.4

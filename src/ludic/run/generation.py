@@ -2,6 +2,7 @@
 
 - `EmbeddedGeneration` (engine = local): the engine in this process, which shares the trainer's weights.
 - `VLLMGeneration` (engine = vllm): vLLM servers, given or started for the run.
+- `SGLangGeneration` (engine = sglang): SGLang servers that are running.
 - `PipelineGeneration` (engine = pipeline): actors push samples to a queue in Redis; weights go to a folder or to servers.
 - `PreferenceGeneration` (--preferences): comparisons of a file, for DPO and its relatives.
 """
@@ -26,7 +27,7 @@ from ludic.batch_gen.pipeline.source import PipelineBatchSource
 from ludic.distributed.publish.folder import FolderPublisher
 from ludic.eval import EvalReport, SnapshotEvaluator
 from ludic.gateway.protocol import close_gateways
-from ludic.inference import ByteTemplate, ChatTemplate, HFChatTemplate, LocalTeacher, VLLMTeacher, tokenizer_fingerprint
+from ludic.inference import ByteTemplate, ChatTemplate, LocalTeacher, VLLMTeacher, tokenizer_fingerprint
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot
 from ludic.models.loading import LoadedModel
@@ -152,9 +153,9 @@ class Generation(ABC):
             made.append(setup if not self._run.envs else replace(setup, protocol=f"play {len(made)}"))
         return replace(made[0], beside=tuple(made[1:]))
 
-    def _template(self, agent: AgentSettings) -> HFChatTemplate:
+    def _template(self, agent: AgentSettings) -> ChatTemplate:
         with_tools = agent.may_call_tools or bool(self._run.parts.tools)
-        return make_template(self._loaded.tokenizer, with_tools=with_tools)
+        return make_template(self._loaded.tokenizer, with_tools=with_tools, renderer=agent.renderer)
 
 
 class EmbeddedGeneration(Generation):
@@ -171,7 +172,8 @@ class EmbeddedGeneration(Generation):
         if league is not None:
             self._closing.callback(league.close)
             self._episodes = with_league(run, self._episodes, league, self._template(run.config.agent))
-        played = make_source(run, self._episodes, self.algorithm, jsonl_path=path, league=league)
+        template = self._template(run.config.agent) if self.algorithm.needs_message_spans else None
+        played = make_source(run, self._episodes, self.algorithm, jsonl_path=path, league=league, spans_by=template)
         source = with_replay(run, with_recorded(run, played, loaded.tokenizer))
         if self.algorithm.loss.needs.teacher_kl is not None:
             self.teacher = load_teacher(run)
@@ -224,6 +226,15 @@ class VLLMGeneration(EmbeddedGeneration):
         from ludic.run.vllm import serve_on_vllm
 
         return serve_on_vllm(self._run, self._loaded)
+
+
+class SGLangGeneration(EmbeddedGeneration):
+    """SGLang servers answer the agents; they get the weights after every update."""
+
+    def _serve(self) -> ServedPolicy:
+        from ludic.run.vllm import serve_on_sglang
+
+        return serve_on_sglang(self._run, self._loaded)
 
 
 class PreferenceGeneration(Generation):
@@ -461,6 +472,7 @@ class FolderAndEngine:
 GENERATIONS: Mapping[str, type[EmbeddedGeneration] | type[PipelineGeneration]] = {
     "local": EmbeddedGeneration,
     "vllm": VLLMGeneration,
+    "sglang": SGLangGeneration,
     "pipeline": PipelineGeneration,
 }
 """Engine of the settings -> what generates."""

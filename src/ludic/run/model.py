@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from ludic.distributed import SharedWeightsPublisher
-from ludic.inference import HFChatTemplate
+from ludic.inference import ChatTemplate, HFChatTemplate
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot
+from ludic.inference.templates.renderers import renderers_template
 from ludic.inference.templates.vision import VisionTemplate
 from ludic.models import SMOLLM2, TINY
 from ludic.models.head import plain_model
@@ -260,8 +261,13 @@ def use_threads(settings: ModelSettings) -> None:
         torch.set_num_threads(settings.num_threads)
 
 
-def make_template(tokenizer: Any, *, with_tools: bool = False) -> HFChatTemplate:
-    """The model's own chat template, and its own way of calling tools; a model without a template cannot play."""
+def make_template(tokenizer: Any, *, with_tools: bool = False, renderer: str | None = None) -> ChatTemplate:
+    """The model's own chat template, and its own way of calling tools; a model without a template cannot play.
+
+    `renderer`: one of the renderers package instead, or "auto".
+    """
+    if renderer is not None:
+        return renderers_template(tokenizer, None if renderer == "auto" else renderer)
     processor = image_processor_of(tokenizer)
     if processor is not None:
         made: HFChatTemplate = VisionTemplate(tokenizer, image_token(tokenizer), Pictures(processor).num_tokens)
@@ -318,7 +324,7 @@ _JUDGE_SEQUENCES = 16
 """A judge's cache holds so many of the longest prompts, or more short ones: the policy needs the memory, too."""
 
 
-def load_judge(model: str, *, device: str | None = None) -> tuple[LocalEngine, HFChatTemplate, str]:
+def load_judge(model: str, *, device: str | None = None) -> tuple[LocalEngine, ChatTemplate, str]:
     """A frozen model that judges on an engine in this process: client, chat template, name."""
     loaded = load_policy(ModelSettings(model=model, device=device))
     engine = local_engine(loaded, max_length=_JUDGE_CONTEXT, kv_tokens=_JUDGE_SEQUENCES * _JUDGE_CONTEXT)

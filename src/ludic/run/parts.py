@@ -446,12 +446,22 @@ def agent_factory(
 _EVAL_ENV_SEEDS, _EVAL_SAMPLING_SEEDS = 101, 102
 
 
+def train_inference(run: ResolvedRun) -> InferenceSpec:
+    """How the policy that is trained is sampled from."""
+    algo = run.config.algo
+    return InferenceSpec(
+        sampling=run.sampling,
+        return_=ReturnSpec.for_rl(),
+        message_spans=bool(algo.train_on or algo.algo_set.get("train_on")),
+    )
+
+
 def train_requests(
     run: ResolvedRun, setup: EpisodeSetup, seed: int | None = None, num_groups: int | None = None
 ) -> RequestsFn:
     """The tasks of one update: the next samples of the data, or new seeds (which strategy and engine give out)."""
     num_groups = run.num_groups if num_groups is None else num_groups
-    inference = InferenceSpec(sampling=run.sampling, return_=ReturnSpec.for_rl())
+    inference = train_inference(run)
     seed = run.seed if seed is None else seed
     samples, stream = train_samples(run), train_stream(run)
     if stream is not None:
@@ -540,6 +550,8 @@ def _played_algorithm(run: ResolvedRun) -> RLAlgorithm:
             arguments.setdefault("group_size", run.group_size)
         if config.reduction is not None:
             arguments["reduction"] = config.reduction
+        if config.train_on:
+            arguments["train_on"] = _trained_roles(config)
         given = registry.algorithms.make(config.algo, **arguments)
     if not isinstance(given, RLAlgorithm):
         raise ConfigError(
@@ -549,6 +561,16 @@ def _played_algorithm(run: ResolvedRun) -> RLAlgorithm:
         given = with_episode_credit(given)  # a session with several threads counts once
     given = given if run.parts.loss is None else replace(given, loss=run.parts.loss)
     return _regularised(_corrected(given, config), config)
+
+
+def _trained_roles(settings: AlgoSettings) -> tuple[str, ...]:
+    """`train_on` for an algorithm that takes it; commas may stand between roles."""
+    if "train_on" not in inspect.signature(registry.algorithms.spec(settings.algo).load()).parameters:
+        raise ConfigError(
+            f"train_on = {list(settings.train_on)}, but {settings.algo} learns from sampled tokens alone. Take sft or rft, which "
+            "imitate texts, or echo, which also predicts the answers to its replies."
+        )
+    return tuple(role for part in settings.train_on for role in part.split(",") if role)
 
 
 def _corrected(algorithm: RLAlgorithm, settings: AlgoSettings) -> RLAlgorithm:

@@ -29,7 +29,7 @@ from ludic.batch_gen.requests.dataset import AssignedRequests, WeightedPart, Wei
 from ludic.batch_gen.requests.streams import StreamFunction, first_samples
 from ludic.batch_gen.sources.mixed import MixedBatchSource, MixedPart, ReplayBatchSource
 from ludic.batch_gen.sources.stragglers import Stragglers
-from ludic.inference import ChatTemplate
+from ludic.inference import ChatTemplate, HFChatTemplate
 from ludic.interaction import Policies
 from ludic.run.parts import (
     PLAYED,
@@ -42,6 +42,7 @@ from ludic.run.parts import (
     make_rewards,
     recorded_algorithm,
     request_strategy,
+    train_inference,
     train_requests,
     train_samples,
     train_stream,
@@ -53,9 +54,7 @@ from ludic.types import (
     ConfigError,
     EnvSpec,
     FollowsDrift,
-    InferenceSpec,
     ProtocolSpec,
-    ReturnSpec,
     RolloutRequest,
     SampleFilter,
     SAWItem,
@@ -80,8 +79,10 @@ def make_source(
     *,
     jsonl_path: Path | None,
     league: League | None = None,
+    spans_by: ChatTemplate | None = None,
 ) -> BatchSource:
-    """Fresh rollouts by the engine of this run, or the stored ones of the settings."""
+    """Fresh rollouts by the engine of this run, or the stored ones of the settings. `spans_by` finds the message of each token of
+    stored ones that do not say it."""
     rollouts = run.config.rollouts
     if rollouts.rollouts:
         return OfflineBatchSource(
@@ -92,6 +93,7 @@ def make_source(
             group_size=run.group_size if run.group_size > 1 else None,
             sample_filter=make_filter(run),
             seed=run.seed,
+            spans_by=spans_by,
         )
     curriculum = make_curriculum(run, algorithm)
     requests: RequestsFn | None = None
@@ -148,11 +150,15 @@ def with_recorded(run: ResolvedRun, source: BatchSource, tokenizer: Any) -> Batc
         return source
     parts = [MixedPart(name=PLAYED, source=source, share=1.0)]
     for index, entry in enumerate(run.config.recorded):
+        algorithm = recorded_algorithm(entry)
         offline = OfflineBatchSource(
             entry.files,
-            make_chat_template_step_to_item(tokenizer) if entry.render else None,
-            algorithm=recorded_algorithm(entry),
+            make_chat_template_step_to_item(tokenizer, with_spans=algorithm.needs_message_spans)
+            if entry.render
+            else None,
+            algorithm=algorithm,
             seed=derive_seed(run.seed, _RECORDED_SEEDS, index),
+            spans_by=HFChatTemplate(tokenizer) if algorithm.needs_message_spans else None,
         )
         parts.append(MixedPart(name=entry.name, source=offline, share=entry.share, objective=entry.name))
     return MixedBatchSource(parts)
@@ -301,7 +307,7 @@ def _task(run: ResolvedRun, index: int, sample: Any) -> RolloutRequest:
     return RolloutRequest(
         env=EnvSpec(run.config.env.id, env_arguments(run.config.env, sample)),
         protocol=ProtocolSpec(PROTOCOL),
-        inference=InferenceSpec(sampling=run.sampling, return_=ReturnSpec.for_rl()),
+        inference=train_inference(run),
         env_seed=derive_seed(run.seed, _TASK_SEEDS, index),
         meta={"sample_index": index},
     )
@@ -384,7 +390,7 @@ class SeededRequests:
 
     def __init__(self, run: ResolvedRun, setup: EpisodeSetup) -> None:
         self._run, self._setup = run, setup
-        self._inference = InferenceSpec(sampling=run.sampling, return_=ReturnSpec.for_rl())
+        self._inference = train_inference(run)
         self._num_drawn = 0
 
     def __call__(self) -> list[RolloutRequest]:

@@ -9,15 +9,16 @@ import importlib.util
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from ludic.inference.templates.attribution import text_spans, token_spans, token_starts
 from ludic.inference.templates.chat import ChatTemplate, TemplateResult, ToolSchemas
 from ludic.inference.templates.hf import END_OF_TURN, HFChatTemplate, tool_parser_for
 from ludic.inference.templates.tool_calls import ToolParseResult, make_tool_call
-from ludic.types import ConfigError, Message, SamplingParams, TokenArray, TokenIds, token_array
+from ludic.types import ConfigError, Message, MessageSpan, SamplingParams, TokenArray, TokenIds, token_array
 
 _REPLY = "LudicReplyGoesHere7f3a9c"
 """Placeholder of a reply while the messages around it are rendered."""
@@ -63,6 +64,8 @@ class CookbookTemplate(ChatTemplate):
         stops = renderer.get_stop_sequences()
         self._stop_ids = tuple(stop for stop in stops if isinstance(stop, int))
         self._stop_texts = tuple(stop for stop in stops if isinstance(stop, str))
+        ends = [re.escape(tokenizer.decode([stop])) for stop in self._stop_ids]
+        self._closings = re.compile(rf"(?:{'|'.join([*ends, '<[|]end[|]>'])})\s*")
         opened = re.search(r"<think>\s*\Z", self.apply([{"role": "user", "content": "Hello"}]).prompt_text)
         self.reply_prefix = opened.group(0) if opened else ""
         try:
@@ -148,6 +151,65 @@ class CookbookTemplate(ChatTemplate):
                 for call in message["tool_calls"]
             ]
         return kept
+
+    # --- which message each token came from ---
+
+    def spans(
+        self, messages: Sequence[Message], *, tools: ToolSchemas | None = None, add_generation_prompt: bool = True
+    ) -> list[MessageSpan]:
+        ids = self.apply(messages, tools=tools, add_generation_prompt=add_generation_prompt).prompt_token_ids
+        return self._spans(ids, lambda shown: self._rendered(shown, tools), messages, head=0, first=0)
+
+    def delta_spans(
+        self,
+        messages: Sequence[Message],
+        *,
+        num_sent: int,
+        completion_token_ids: TokenIds,
+        tools: ToolSchemas | None = None,
+    ) -> list[MessageSpan]:
+        def following(shown: Sequence[Message]) -> TokenArray | None:
+            whole = [*messages[: num_sent + 1], *shown]
+            return self.delta(whole, num_sent=num_sent, completion_token_ids=completion_token_ids, tools=tools)
+
+        ids, new = following(messages[num_sent + 1 :]), messages[num_sent + 1 :]
+        if ids is None:
+            return []
+        text = self.tokenizer.decode(ids.tolist())
+        closing = self._closings.match(text)
+        head = closing.end() if closing is not None else len(text) - len(text.lstrip())
+        if not new:
+            return [MessageSpan(num_sent, "assistant", 0, len(ids), 0, 0)]
+        return self._spans(ids, following, new, head=head, first=num_sent + 1)
+
+    def _spans(
+        self,
+        ids: TokenArray,
+        rendered: Callable[[Sequence[Message]], TokenArray | None],
+        messages: Sequence[Message],
+        *,
+        head: int,
+        first: int,
+    ) -> list[MessageSpan]:
+        """A renderer of the cookbook always opens the next reply, so only whole conversations can be compared."""
+        text = self.tokenizer.decode(ids.tolist())
+
+        def render(shown: Sequence[Message]) -> str | None:
+            found = rendered(shown) if len(shown) == len(messages) else None
+            return None if found is None else self.tokenizer.decode(found.tolist())
+
+        spans = text_spans(
+            text, render, messages, head=head, first=first, closings=self._closings, common=lambda *_: ""
+        )
+        last = spans[-1]
+        is_found = last.text_end < len(text)
+        closing = self._closings.search(text, last.text_end) if is_found else None
+        end = closing.end() if closing is not None else last.text_end
+        opened = MessageSpan(first + len(messages), "assistant", end, len(text), len(text), len(text))
+        spans[-1:] = [last._replace(end=end), opened]
+        if head:
+            spans.insert(0, MessageSpan(first - 1, "assistant", 0, head, 0, 0))
+        return token_spans(spans, token_starts(self.tokenizer, text, ids.tolist()))
 
     # --- tool calls ---
 

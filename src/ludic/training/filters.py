@@ -17,6 +17,7 @@ from ludic.types import (
     ConfigError,
     FloatArray,
     GroupKey,
+    MessageSpan,
     SampleAttachments,
     SampleFilter,
     SAWBatch,
@@ -25,6 +26,7 @@ from ludic.types import (
     is_parse_failure,
     samples_by_session,
 )
+from ludic.types.samples import PER_TOKEN
 
 PreprocessFn: TypeAlias = Callable[[SAWBatch], SAWBatch]
 
@@ -222,6 +224,64 @@ def _reduced(batch: SAWBatch, kept: list[SAWItem], share_key: str) -> SAWBatch:
 def _check_eps(function: str, eps: float) -> None:
     if not eps >= 0:
         raise ConfigError(f"{function}(eps={eps}); it must be 0 or more.")
+
+
+# --- roles: hooks that choose by the message that a token came from ---
+
+
+_NOTHING_SAMPLED: dict[str, Any] = {
+    **dict.fromkeys(("actor_logps", "candidates", "temperature", "untrainable_sampling", *PER_TOKEN)),
+    "version_runs": (),
+}
+
+
+def train_on_messages(batch: SAWBatch, *, choose: Callable[[MessageSpan], bool]) -> SAWBatch:
+    """The batch with other action tokens: the texts of the chosen messages; for imitation, which needs no sampler.
+
+    Of a sampled reply these are its sampled tokens, of another message of an assistant its text and its closing. Numbers per
+    action token (log-probs, rewards) do not fit the new ones and are dropped; samples without a chosen message are left out.
+    """
+    items = []
+    for item in batch.items:
+        mask = item.span_mask(choose)
+        for span in item.attachments.message_spans:
+            own = item.action_mask[span.start : span.end]
+            if choose(span) and own.any():
+                mask[span.start : span.end] = own
+            elif choose(span) and span.role == "assistant":
+                mask[span.text_start : span.end] = True
+        mask[:1] = False  # nothing comes before the first token that could predict it
+        if mask.any():
+            attachments = replace(item.attachments, **_NOTHING_SAMPLED)
+            items.append(replace(item, action_mask=mask, attachments=attachments))
+    return SAWBatch(items=items, meta=dict(batch.meta))
+
+
+def train_on_roles(batch: SAWBatch, *, roles: Sequence[str]) -> SAWBatch:
+    """`train_on_messages` of these roles: system, user, assistant, tool."""
+    wanted = frozenset(roles)
+    return train_on_messages(batch, choose=lambda span: span.role in wanted)
+
+
+def observe_roles(batch: SAWBatch, *, roles: Sequence[str]) -> SAWBatch:
+    """The batch whose observation tokens (`SAWItem.observation_mask`) are only the texts of messages of these roles."""
+    named = tuple(roles)
+    items = [replace(item, attachments=replace(item.attachments, observed_roles=named)) for item in batch.items]
+    for item in items:
+        item.observation_mask  # noqa: B018 - raises if a sample does not know its messages
+    return SAWBatch(items=items, meta=dict(batch.meta))
+
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def checked_roles(roles: str | Sequence[str]) -> tuple[str, ...]:
+    """The roles of `train_on`; ConfigError for an unknown one."""
+    given = (roles,) if isinstance(roles, str) else tuple(roles)
+    for role in given:
+        if role not in ROLES:
+            raise ConfigError(f"train_on = {list(given)}: there is no role {role!r}; there are {', '.join(ROLES)}.")
+    return given
 
 
 # --- rejection: hooks that choose which samples are good enough to be imitated ---

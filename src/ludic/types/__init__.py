@@ -57,7 +57,18 @@ from ludic.types.interfaces import (
     TrainingLogger,
     VersionedClient,
 )
-from ludic.types.messages import JSON, Content, Image, ImageSpan, Message, MessageView, ToolCall, content_of, images_in
+from ludic.types.messages import (
+    JSON,
+    Content,
+    Image,
+    ImageSpan,
+    Message,
+    MessageSpan,
+    MessageView,
+    ToolCall,
+    content_of,
+    images_in,
+)
 from ludic.types.metrics import (
     NormalizeBy,
     Reducer,
@@ -133,7 +144,7 @@ from ludic.types.tokens import (
 from ludic.types.urls import shown_url
 
 __all__ = [
-    "JSON", "Message", "Content", "MessageView", "ToolCall", "Image", "ImageSpan", "content_of", "images_in",
+    "JSON", "Message", "MessageSpan", "Content", "MessageView", "ToolCall", "Image", "ImageSpan", "content_of", "images_in",
     "Stateful", "FollowsVersions", "InPlacePublisher", "ChecksServers",
     "ChecksSamples", "FollowsDrift", "AccountsForItems", "AdapterPublisher", "TakesSnapshots", "RequestsExhausted",
     "TokenArray", "TokenIds", "FloatArray", "LogprobArray", "TurnNumbers", "TokenLog", "TokenTrace", "CandidateSets", "VersionRun",

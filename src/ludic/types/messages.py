@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeAlias, overload
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -78,6 +78,63 @@ class MessageView(Sequence[Message]):
 
 
 # --- pictures ---
+class MessageSpan(NamedTuple):
+    """Consecutive tokens of a prompt or sample that came from one message, with the template's tokens around its text.
+
+    The spans of a prompt follow each other without gaps, so every token is in exactly one.
+    """
+
+    message: int
+    """Position of the message in the conversation. -1: tokens that the template writes for no message (a header of tools)."""
+    role: str
+    """Of the message; `TEMPLATE` where there is none. The opening of a reply belongs to the reply's message."""
+    start: int
+    end: int
+    """The first token behind the span."""
+    text_start: int
+    """Tokens of the message's own text; the whole span where the text could not be located."""
+    text_end: int
+
+    def moved(self, by: int) -> "MessageSpan":
+        """The same span, `by` tokens further on."""
+        return self._replace(
+            start=self.start + by, end=self.end + by, text_start=self.text_start + by, text_end=self.text_end + by
+        )
+
+
+TEMPLATE = "template"
+"""Role of the tokens that belong to no message."""
+
+
+def joined_spans(spans: Iterable[MessageSpan]) -> list[MessageSpan]:
+    """The spans with neighbours of the same message joined; empty spans are left out."""
+    joined: list[MessageSpan] = []
+    for span in spans:
+        if span.start == span.end:
+            continue
+        if not joined or joined[-1].message != span.message:
+            joined.append(span)
+            continue
+        before = joined[-1]
+        texts = [part for part in (before, span) if part.text_start < part.text_end] or [before]
+        joined[-1] = before._replace(end=span.end, text_start=texts[0].text_start, text_end=texts[-1].text_end)
+    return joined
+
+
+def spans_with_reply(spans: Sequence[MessageSpan], num_tokens: int) -> list[MessageSpan]:
+    """The spans of a prompt and of the `num_tokens` sampled after it, which are the text of the reply that the prompt opens."""
+    last = spans[-1]
+    is_open = last.role == "assistant" and last.text_start == last.text_end
+    reply = MessageSpan(
+        message=last.message if is_open else last.message + 1,
+        role="assistant",
+        start=last.end,
+        end=last.end + num_tokens,
+        text_start=last.end,
+        text_end=last.end + num_tokens,
+    )
+    return joined_spans([*spans, reply])
+
 
 _MAGIC = {"image/png": b"\x89PNG\r\n\x1a\n", "image/jpeg": b"\xff\xd8\xff"}
 

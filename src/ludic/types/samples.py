@@ -4,14 +4,15 @@ One item is a token sequence, a mask of the tokens that the policy chose, the we
 origin (`SampleOrigin`). Arrays are numpy; this file knows neither tensors nor environments.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from ludic.types.messages import ImageSpan
+from ludic.types.errors import ConfigError
+from ludic.types.messages import ImageSpan, MessageSpan
 from ludic.types.rollout import THREAD, GroupKey, Rollout, with_threads
 from ludic.types.steps import StopReason
 from ludic.types.tokens import (
@@ -80,6 +81,10 @@ class SampleAttachments:
     """The pictures among its state tokens, in order."""
     experts: ExpertArray | None = None
     """Of a mixture: the experts of every token of `SAWItem.input_ids`, not of action tokens alone; −1 where not known."""
+    message_spans: tuple[MessageSpan, ...] = ()
+    """Which message each token of the sample came from; empty if not known."""
+    observed_roles: tuple[str, ...] | None = None
+    """Roles whose messages count as observations; None: everything after the first action. An algorithm's preprocessing sets it."""
 
     def __post_init__(self) -> None:
         for name in PER_TOKEN:
@@ -289,7 +294,26 @@ class SAWItem:
     def observation_mask(self) -> npt.NDArray[np.bool_]:
         """State tokens behind its first action token: answers of the env and of tools, with the template's tokens around them."""
         state = ~self.action_mask if self.attention_mask is None else self.attention_mask & ~self.action_mask
-        return np.logical_or.accumulate(self.action_mask) & state
+        observed = np.logical_or.accumulate(self.action_mask) & state
+        roles = self.attachments.observed_roles
+        return observed if roles is None else observed & self.text_mask(roles)
+
+    def text_mask(self, roles: Iterable[str]) -> npt.NDArray[np.bool_]:
+        """True on the text of the messages of these roles, without the template's tokens around it."""
+        wanted = frozenset(roles)
+        return self.span_mask(lambda span: span.role in wanted)
+
+    def span_mask(self, choose: Callable[[MessageSpan], bool]) -> npt.NDArray[np.bool_]:
+        """True on the text of the messages that are chosen; ConfigError if the sample does not say which messages it holds."""
+        if not self.attachments.message_spans:
+            raise ConfigError(
+                f"A sample of rollout {self.origin.rollout_id} does not say which message its tokens came from. Record it while "
+                "playing, by InferenceSpec(message_spans=True); `ludic train --train-on …` does."
+            )
+        mask = np.zeros(len(self.input_ids), dtype=np.bool_)
+        for span in filter(choose, self.attachments.message_spans):
+            mask[span.text_start : span.text_end] = True
+        return mask
 
     def record(self) -> dict[str, Any]:
         """Meta and origin as one mapping, for reducers. Known facts of the origin win over keys of meta."""

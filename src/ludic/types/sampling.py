@@ -181,6 +181,8 @@ class InferenceSpec:
     sampling: SamplingParams = SamplingParams()
     return_: ReturnSpec = ReturnSpec()
     extensions: BackendExtensions | None = None
+    message_spans: bool = False
+    """Keep which message each token of a prompt came from (`TokenTrace.message_spans`), for training on chosen roles."""
 
 
 @dataclass(slots=True, eq=False)

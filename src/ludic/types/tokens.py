@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ludic.types.messages import Image, ImageSpan
+from ludic.types.messages import Image, ImageSpan, MessageSpan
 
 TokenArray: TypeAlias = npt.NDArray[np.int32]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
@@ -264,6 +264,8 @@ class TokenTrace:
     """The pictures of the prompt, in order, and the tokens that stand for them."""
     experts: ExpertArray | None = None
     """Of a mixture: the experts of each token of prompt and completion, if the server records them."""
+    message_spans: tuple[MessageSpan, ...] = ()
+    """Which message each token of the prompt came from; empty if the request did not ask for it."""
 
     def __init__(
         self,
@@ -277,6 +279,7 @@ class TokenTrace:
         untrainable_sampling: str | None = None,
         images: Sequence[ImageSpan] = (),
         experts: npt.ArrayLike | None = None,
+        message_spans: Sequence[tuple[int, str, int, int, int, int]] = (),
     ) -> None:
         prompt = token_array(prompt_token_ids, "prompt_token_ids")
         completion = token_array(completion_token_ids, "completion_token_ids")
@@ -300,6 +303,7 @@ class TokenTrace:
         _put_untrainable_sampling(self, untrainable_sampling)
         _put_images(self, tuple(images) if images else ())
         _put_experts(self, None if experts is None else expert_array(experts, len(prompt) + num_tokens))
+        _put_message_spans(self, _checked_spans(message_spans, len(prompt)) if message_spans else ())
 
     @property
     def policy_version(self) -> int | None:
@@ -307,8 +311,8 @@ class TokenTrace:
         return min((run.version for run in self.version_runs), default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON; `candidates`, `untrainable_sampling`, `images` and `experts` only if they are set. A picture is named by its
-        hash: its bytes are in the prompt's messages."""
+        """As JSON; fields from `candidates` on only if they are set. A picture is named by its hash: its bytes are in the
+        prompt's messages."""
         data = {
             "prompt_token_ids": self.prompt_token_ids.tolist(),
             "completion_token_ids": self.completion_token_ids.tolist(),
@@ -325,6 +329,8 @@ class TokenTrace:
             data["images"] = [[span.image.sha256, span.start, span.length] for span in self.images]
         if self.experts is not None:
             data["experts"] = experts_to_dict(self.experts)
+        if self.message_spans:
+            data["message_spans"] = [list(span) for span in self.message_spans]
         return data
 
     @classmethod
@@ -344,12 +350,21 @@ class TokenTrace:
             untrainable_sampling=data.get("untrainable_sampling"),
             images=_placed(data["images"], images) if data.get("images") else (),
             experts=None if data.get("experts") is None else experts_from_dict(data["experts"]),
+            message_spans=data.get("message_spans") or (),
         )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TokenTrace):
             return NotImplemented
-        plain = ("finish_reason", "version_runs", "temperature", "candidates", "untrainable_sampling", "images")
+        plain = (
+            "finish_reason",
+            "version_runs",
+            "temperature",
+            "candidates",
+            "untrainable_sampling",
+            "images",
+            "message_spans",
+        )
         return (
             np.array_equal(self.prompt_token_ids, other.prompt_token_ids)
             and np.array_equal(self.completion_token_ids, other.completion_token_ids)
@@ -366,9 +381,25 @@ _put_prompt, _put_completion, _put_logprobs, _put_finish_reason = (
     getattr(TokenTrace, name).__set__
     for name in ("prompt_token_ids", "completion_token_ids", "completion_logprobs", "finish_reason")
 )
-_put_version_runs, _put_temperature, _put_candidates, _put_untrainable_sampling, _put_images, _put_experts = (
+(
+    _put_version_runs,
+    _put_temperature,
+    _put_candidates,
+    _put_untrainable_sampling,
+    _put_images,
+    _put_experts,
+    _put_message_spans,
+) = (
     getattr(TokenTrace, name).__set__
-    for name in ("version_runs", "temperature", "candidates", "untrainable_sampling", "images", "experts")
+    for name in (
+        "version_runs",
+        "temperature",
+        "candidates",
+        "untrainable_sampling",
+        "images",
+        "experts",
+        "message_spans",
+    )
 )
 
 
@@ -396,6 +427,14 @@ def _checked_runs(runs: Sequence[tuple[int, int]], num_tokens: int) -> tuple[Ver
 def same_experts(a: ExpertArray | None, b: ExpertArray | None) -> bool:
     """Whether both are missing or equal."""
     return a is b or (a is not None and b is not None and np.array_equal(a, b))
+
+
+def _checked_spans(spans: Sequence[tuple[int, str, int, int, int, int]], num_tokens: int) -> tuple[MessageSpan, ...]:
+    checked = tuple(MessageSpan(*span) for span in spans)
+    starts, ends = [0, *(span.end for span in checked)], [*(span.start for span in checked), num_tokens]
+    if starts != ends:
+        raise ValueError(f"message_spans {[tuple(s) for s in checked[:8]]} do not cover {num_tokens} tokens once each.")
+    return checked
 
 
 def _same_logprobs(a: LogprobArray | None, b: LogprobArray | None) -> bool:

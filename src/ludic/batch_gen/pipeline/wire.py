@@ -46,7 +46,16 @@ from ludic.batch_gen.pipeline.wire_columns import (
     unpacked,
 )
 from ludic.batch_gen.pipeline.wire_meta import decode_metas, decode_origins, encode_metas, encode_origins
-from ludic.types import ActorTokenLogps, MissingExtra, SampleAttachments, SampleOrigin, SAWItem, TokenArray, VersionRun
+from ludic.types import (
+    ActorTokenLogps,
+    MessageSpan,
+    MissingExtra,
+    SampleAttachments,
+    SampleOrigin,
+    SAWItem,
+    TokenArray,
+    VersionRun,
+)
 from ludic.types.errors import how_to_install
 
 __all__ = [
@@ -124,6 +133,8 @@ class _Group(msgspec.Struct, gc=False, omit_defaults=True):
     run_lengths: memoryview = memoryview(b"")
     """uint32."""
     images: PictureColumn | None = None
+    message_spans: list[list[tuple[int, str, int, int, int, int]]] | None = None
+    """Of each item; None when no item has any."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -149,6 +160,7 @@ def encode_group(items: Sequence[SAWItem], *, compress: bool = False, limits: Wi
         **_version_fields([item.attachments.version_runs for item in items], limits),
         experts=encode_experts([item.attachments.experts for item in items]),
         images=encode_pictures([item.attachments.images for item in items]),
+        message_spans=_span_lists(items),
     )
     if (size := len(group.metas) + len(group.origins)) > limits.max_meta_bytes:
         raise _too_large("bytes of meta", size, limits.max_meta_bytes, "Put less into meta.")
@@ -253,6 +265,11 @@ def _version_fields(runs_of_items: list[tuple[VersionRun, ...]], limits: WireLim
         raise UnwritableGroup(
             f"version_runs {runs[:8]} are not all a version and a length of tokens: {error}."
         ) from None
+
+
+def _span_lists(items: Sequence[SAWItem]) -> list[list[tuple[int, str, int, int, int, int]]] | None:
+    spans: list[list[tuple[int, str, int, int, int, int]]] = [list(item.attachments.message_spans) for item in items]
+    return spans if any(spans) else None
 
 
 def _compressed(body: bytes) -> bytes:
@@ -394,7 +411,23 @@ def _attachments(
         [None] * len(counts),  # proximal_logps, which the trainer computes
         decode_pictures(group.images, lengths),
         decode_experts(group.experts, lengths),
+        _message_spans(group, lengths),
+        [None] * len(counts),  # observed_roles, which an algorithm sets
     )
+
+
+def _message_spans(group: _Group, lengths: list[int]) -> list[tuple[MessageSpan, ...]]:
+    if group.message_spans is None:
+        return [()] * len(lengths)
+    if len(group.message_spans) != len(lengths):
+        raise UnreadableGroup(f"There are {len(lengths)} items, but message spans of {len(group.message_spans)}.")
+    made = [tuple(MessageSpan(*span) for span in own) for own in group.message_spans]
+    for spans, length in zip(made, lengths, strict=True):
+        edges = [0, *(span.end for span in spans)]
+        texts = [span.start <= span.text_start <= span.text_end <= span.end for span in spans]
+        if spans and ([*(span.start for span in spans), length] != edges or not all(texts)):
+            raise UnreadableGroup(f"The message spans of an item do not cover its {length} tokens once each.")
+    return made
 
 
 def _actor_logps(group: _Group, counts: list[int]) -> list[ActorTokenLogps | None]:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ludic.batch_gen.build_batch import HasCreditAssigner, credit_of
+from ludic.batch_gen.message_spans import with_message_spans
 from ludic.batch_gen.stitching import stitch_rollouts
 from ludic.batch_gen.store import index_lines
 from ludic.inference import ChatTemplate, HFChatTemplate
@@ -24,6 +25,7 @@ from ludic.types import (
     CreditAssigner,
     Message,
     Rollout,
+    SampleAttachments,
     SampleFilter,
     SampleOrigin,
     SAWBatch,
@@ -72,9 +74,11 @@ class OfflineBatchSource:
         per_turn: bool = False,
         chunk_rollouts: int = 64,
         group_size: int | None = None,
+        spans_by: ChatTemplate | None = None,
     ) -> None:
         """`chunk_rollouts`: minimum number of rollouts that are credited, shuffled and held in memory at a time. `group_size`:
-        leave out groups with another number of finished episodes, which rules that compare siblings refuse."""
+        leave out groups with another number of finished episodes, which rules that compare siblings refuse. `spans_by`: the
+        template of the rollouts' model, which finds the message of each token where the rollouts do not say it."""
         if batch_size < 1 or chunk_rollouts < 1:
             raise ConfigError(f"batch_size={batch_size}, chunk_rollouts={chunk_rollouts}; both must be at least 1.")
         if step_selector is not None and step_to_item is None:
@@ -88,6 +92,7 @@ class OfflineBatchSource:
         self._seed = seed
         self._drop_last = drop_last
         self._per_turn = per_turn
+        self._spans_by = spans_by
         self._chunk_rollouts = chunk_rollouts
         paths = [jsonl_paths] if isinstance(jsonl_paths, (str, Path)) else list(jsonl_paths)
         self._groups = _index(paths, group_size)
@@ -182,6 +187,8 @@ class OfflineBatchSource:
         weights = self._credit.compute(rollouts)
         to_item = self._step_to_item
         if to_item is None:
+            if self._spans_by is not None:
+                rollouts = [with_message_spans(rollout, self._spans_by) for rollout in rollouts]
             items = stitch_rollouts(rollouts, weights, per_turn=self._per_turn)
         else:
             items = [
@@ -276,11 +283,14 @@ def _index(paths: Sequence[str | Path], group_size: int | None) -> list[list[Lin
 # --- items of rendered messages, for rollouts without stored tokens ---
 
 
-def make_chat_template_step_to_item(tokenizer: Any = None, *, chat_template: ChatTemplate | None = None) -> StepToItem:
+def make_chat_template_step_to_item(
+    tokenizer: Any = None, *, chat_template: ChatTemplate | None = None, with_spans: bool = False
+) -> StepToItem:
     """Return a function that renders a step's prompt and reply with a chat template.
 
     The prompt is the messages of the model call, the completion its raw text; `info["chat_prompt_messages"]` and
-    `info["chat_completion"]` of the step override them. Give either a tokenizer or a chat template.
+    `info["chat_completion"]` of the step override them. Give either a tokenizer or a chat template. `with_spans` notes which
+    message each token came from, for algorithms with `train_on`.
     """
     if (tokenizer is None) == (chat_template is None):
         raise ConfigError("make_chat_template_step_to_item needs either a tokenizer or a chat_template.")
@@ -288,11 +298,16 @@ def make_chat_template_step_to_item(tokenizer: Any = None, *, chat_template: Cha
 
     def step_to_item(rollout: Rollout, step: Step, weight: float) -> SAWItem:
         what = f"step {step.index} of rollout {rollout.id}"
-        full, num_prompt = rendered_reply(template, *_conversation(rollout, step), what)
+        messages, completion = _conversation(rollout, step)
+        full, num_prompt = rendered_reply(template, messages, completion, what)
+        attached = SampleAttachments()
+        if with_spans:
+            shown = [*messages, {"role": "assistant", "content": completion}]
+            attached = SampleAttachments(message_spans=tuple(template.spans(shown, add_generation_prompt=False)))
         mask = np.zeros(len(full), dtype=np.bool_)
         mask[num_prompt:] = True
         meta = {"request_meta": rollout.request_meta}
-        return SAWItem(full, None, mask, weight, meta, origin=_origin(rollout, step))
+        return SAWItem(full, None, mask, weight, meta, attached, _origin(rollout, step))
 
     return step_to_item
 

@@ -78,7 +78,7 @@ def _with_an_engine(run: ResolvedRun, stack: contextlib.ExitStack) -> ActorPolic
     loaded = load_policy(without_adapter(config.model), seed=run.seed)
     engine = local_engine(loaded, max_length=run.trainer.max_seq_len, concurrency=config.rollouts.concurrency)
     stack.callback(engine.close)
-    template = make_template(loaded.tokenizer, with_tools=config.agent.may_call_tools)
+    template = make_template(loaded.tokenizer, with_tools=config.agent.may_call_tools, renderer=config.agent.renderer)
     follower = FolderFollower(run.folder / WEIGHTS, engine)
     setup = make_episode_setup(config.env, config.agent, run.env, engine, template, loaded.name, reward=config.reward)
     stack.callback(setup.close)
@@ -93,7 +93,9 @@ def _with_an_engine(run: ResolvedRun, stack: contextlib.ExitStack) -> ActorPolic
 def _on_servers(run: ResolvedRun, stack: contextlib.ExitStack) -> ActorPolicy:
     config = run.config
     required_servers(config.rollouts.server)
-    template = make_template(load_tokenizer(config.model), with_tools=config.agent.may_call_tools)
+    template = make_template(
+        load_tokenizer(config.model), with_tools=config.agent.may_call_tools, renderer=config.agent.renderer
+    )
     client, model = connect_to_servers(run)
     stack.callback(lambda: asyncio.run(client.close()))
     setup = make_episode_setup(config.env, config.agent, run.env, client, template, model, reward=config.reward)

@@ -76,7 +76,7 @@ class FolderPublisher:
 
         path = self.folder / f"weights_{version}.safetensors"
         weights = {}
-        for name, weight in _distinct(state_dict):
+        for name, weight in distinct_weights(state_dict):
             dtype = self._dtype if self._dtype and weight.is_floating_point() else weight.dtype
             weights[name] = weight.detach().to("cpu", dtype).contiguous()
         with replacing(path) as unfinished:
@@ -91,7 +91,7 @@ class FolderPublisher:
             path.unlink(missing_ok=True)
 
 
-def _distinct(state_dict: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def distinct_weights(state_dict: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Tied weights once, under their first name: safetensors stores no two names for one tensor."""
     seen: set[tuple[object, ...]] = set()
     for name, weight in state_dict.items():

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from ludic.inference.templates.tool_calls import READABLE_CALLS, ToolParser, ToolParseResult
-from ludic.types import ConfigError, ImageSpan, Message, TemplateError, TokenArray, TokenIds, token_array
-from ludic.types.messages import text_of
+from ludic.types import ConfigError, ImageSpan, Message, MessageSpan, TemplateError, TokenArray, TokenIds, token_array
+from ludic.types.messages import TEMPLATE, joined_spans, text_of
 
 ToolSchemas = Sequence[dict[str, Any]]
 
@@ -60,6 +60,25 @@ class ChatTemplate(Protocol):
         """The pictures of these messages within the tokens that `apply` or `delta` made of them. A template for text has none:
         it refuses messages with pictures, or writes them as text."""
         return ()
+
+    def spans(
+        self, messages: Sequence[Message], *, tools: ToolSchemas | None = None, add_generation_prompt: bool = True
+    ) -> list[MessageSpan]:
+        """Which message each token of `apply` came from. The opening of the next reply is the message behind the last one."""
+        raise TemplateError(f"{type(self).__name__} cannot say which token came from which message: it has no `spans`.")
+
+    def delta_spans(
+        self,
+        messages: Sequence[Message],
+        *,
+        num_sent: int,
+        completion_token_ids: TokenIds,
+        tools: ToolSchemas | None = None,
+    ) -> list[MessageSpan]:
+        """The same of the tokens of `delta`, counted from its first one; the reply's closing is part of the reply's message."""
+        raise TemplateError(
+            f"{type(self).__name__} cannot say which token came from which message: it has no `delta_spans`."
+        )
 
     def parse_tool_calls(self, text: str) -> ToolParseResult:
         return ToolParseResult(content=text)
@@ -129,6 +148,34 @@ class ByteTemplate(ChatTemplate):
             pieces.insert(0, _CLOSE)
         return np.concatenate(pieces)
 
+    def spans(
+        self, messages: Sequence[Message], *, tools: ToolSchemas | None = None, add_generation_prompt: bool = True
+    ) -> list[MessageSpan]:
+        header = len(self.apply([], tools=tools, add_generation_prompt=False).prompt_token_ids) if tools else 0
+        spans = [MessageSpan(-1, TEMPLATE, 0, header, 0, header), *self._message_spans(messages, header, 0)]
+        return joined_spans([*spans, *_opening(len(messages), spans[-1].end)] if add_generation_prompt else spans)
+
+    def delta_spans(
+        self,
+        messages: Sequence[Message],
+        *,
+        num_sent: int,
+        completion_token_ids: TokenIds,
+        tools: ToolSchemas | None = None,
+    ) -> list[MessageSpan]:
+        is_closed = bool(len(completion_token_ids)) and completion_token_ids[-1] == self.END
+        closing = MessageSpan(num_sent, "assistant", 0, 0 if is_closed else 1, 0, 0)
+        spans = [closing, *self._message_spans(messages[num_sent + 1 :], closing.end, num_sent + 1)]
+        return joined_spans([*spans, *_opening(len(messages), spans[-1].end)])
+
+    def _message_spans(self, messages: Sequence[Message], start: int, first: int) -> list[MessageSpan]:
+        spans = []
+        for index, message in enumerate(messages, start=first):
+            end = start + len(self.encode_message(message))
+            spans.append(MessageSpan(index, message["role"], start, end, start + 1, end - 1))
+            start = end
+        return spans
+
     def parse_tool_calls(self, text: str) -> ToolParseResult:
         return ToolParseResult(content=text) if self.tool_parser is None else self.tool_parser.parse(text)
 
@@ -167,6 +214,10 @@ class ByteTemplate(ChatTemplate):
         ids[1:-1] = np.frombuffer(data, dtype=np.uint8)
         ids[-1] = self.END
         return ids
+
+
+def _opening(index: int, start: int) -> list[MessageSpan]:
+    return [MessageSpan(index, "assistant", start, start + 1, start + 1, start + 1)]
 
 
 def _text(ids: TokenArray) -> str:

@@ -15,6 +15,7 @@ from ludic.types import (
     ChatClient,
     ImageSpan,
     Message,
+    MessageSpan,
     MessageView,
     ReturnSpec,
     SamplingParams,
@@ -26,6 +27,7 @@ from ludic.types import (
     require_trainable_reply,
     token_array,
 )
+from ludic.types.messages import joined_spans, spans_with_reply
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +44,8 @@ class Prompt:
     """A full rendering in the middle of a conversation, for any reason."""
     images: tuple[ImageSpan, ...] = ()
     """Pictures of all its messages, and the tokens that stand for them."""
+    message_spans: tuple[MessageSpan, ...] = ()
+    """Which message each token came from, if it was asked for."""
 
 
 class Conversation:
@@ -58,6 +62,7 @@ class Conversation:
         self._reply: str | None = None
         self._completion: TokenIds = ()
         self._images: tuple[ImageSpan, ...] = ()
+        self._spans: list[MessageSpan] = []
 
     def copy(self) -> "Conversation":
         """The conversation as it is now, to go back to."""
@@ -65,22 +70,35 @@ class Conversation:
         made._tokens = None if self._tokens is None else TokenLog(self._tokens.view())
         made._messages, made._tools = list(self._messages), self._tools
         made._reply, made._completion, made._images = self._reply, self._completion, self._images
+        made._spans = list(self._spans)
         return made
 
-    def next_prompt(self, messages: list[Message], *, tools: ToolSchemas | None = None) -> Prompt:
-        """The prompt for these messages. Call `record` after it; otherwise the next prompt starts a new segment."""
+    def next_prompt(
+        self, messages: list[Message], *, tools: ToolSchemas | None = None, with_spans: bool = False
+    ) -> Prompt:
+        """The prompt for these messages. Call `record` after it; otherwise the next prompt starts a new segment.
+
+        `with_spans` asks for `Prompt.message_spans`; ask for it in all calls of a conversation, or in none.
+        """
         continues = self._continues(messages, tools)
         delta = self._delta(messages, tools) if continues else None
         if delta is None:
-            return self._start(messages, tools, rewrote=self._reply is not None and not continues)
+            return self._start(messages, tools, with_spans, rewrote=self._reply is not None and not continues)
         assert self._tokens is not None, "a recorded reply follows a prompt"
         found = self._template.place_images(messages[len(self._messages) + 1 :], delta)
         if found:
             self._images = (*self._images, *(span.moved(len(self._tokens)) for span in found))
+        if self._spans:
+            added = self._template.delta_spans(
+                messages, num_sent=len(self._messages), completion_token_ids=self._completion, tools=tools
+            )
+            self._spans = joined_spans([*self._spans, *(span.moved(len(self._tokens)) for span in added)])
         self._tokens.append(delta)
         self._messages.extend(map(dict.copy, messages[len(self._messages) :]))
         self._reply = None
-        return Prompt(self._tokens.view(), MessageView(self._messages), images=self._images)
+        return Prompt(
+            self._tokens.view(), MessageView(self._messages), images=self._images, message_spans=tuple(self._spans)
+        )
 
     def num_tokens(self, messages: list[Message], *, tools: ToolSchemas | None = None) -> int:
         """Number of tokens of the prompt for these messages; changes no state."""
@@ -94,6 +112,8 @@ class Conversation:
         """Store the sampled tokens, and the text that the context keeps as the reply's message."""
         assert self._tokens is not None, "a reply follows a prompt"
         self._tokens.append(completion_token_ids)
+        if self._spans:
+            self._spans = spans_with_reply(self._spans, len(completion_token_ids))
         self._completion = completion_token_ids
         self._reply = content
 
@@ -114,10 +134,11 @@ class Conversation:
             and (tools is self._tools or tools == self._tools)
         )
 
-    def _start(self, messages: list[Message], tools: ToolSchemas | None, *, rewrote: bool) -> Prompt:
+    def _start(self, messages: list[Message], tools: ToolSchemas | None, with_spans: bool, *, rewrote: bool) -> Prompt:
         is_first = self._tokens is None
         rendered = self._template.apply(messages, tools=tools)
         self._tokens = TokenLog(rendered.prompt_token_ids)
+        self._spans = self._template.spans(messages, tools=tools) if with_spans else []
         # Copies: a context that edits a message in place must not change the record of what was sent.
         self._messages = list(map(dict.copy, messages))
         self._tools = tools
@@ -130,6 +151,7 @@ class Conversation:
             rewrote_history=rewrote,
             is_new_segment=not is_first,
             images=rendered.images,
+            message_spans=tuple(self._spans),
         )
 
 

@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from ludic.inference.templates.attribution import text_spans, token_spans, token_starts
 from ludic.inference.templates.chat import ChatTemplate, TemplateResult, ToolSchemas
 from ludic.inference.templates.conversation import encode_text
 from ludic.inference.templates.tool_calls import TOOL_PARSERS, ToolParser, ToolParseResult, make_tool_call
 from ludic.types import (
     Message,
+    MessageSpan,
     MissingExtra,
     SamplingParams,
     TemplateError,
@@ -23,7 +25,7 @@ from ludic.types import (
     images_in,
     token_array,
 )
-from ludic.types.messages import text_of
+from ludic.types.messages import TEMPLATE, text_of
 
 # Placeholder for a reply while its surroundings are rendered. Letters and digits only, so that no template's
 # trimming, escaping or thinking rules change it.
@@ -89,15 +91,18 @@ class HFChatTemplate(ChatTemplate):
     def apply(
         self, messages: Sequence[Message], *, tools: ToolSchemas | None = None, add_generation_prompt: bool = True
     ) -> TemplateResult:
+        text = self._text(messages, tools, add_generation_prompt)
+        ids = self._encode(text)
+        return TemplateResult(prompt_token_ids=ids, prompt_text=text, images=self.place_images(messages, ids))
+
+    def _text(self, messages: Sequence[Message], tools: ToolSchemas | None, add_generation_prompt: bool) -> str:
         try:
-            text = self._render(messages, tools, add_generation_prompt)
+            return self._render(messages, tools, add_generation_prompt)
         except TemplateError:
             if not any(message.get("tool_calls") for message in messages):
                 raise
             # A model may call two tools at once where its template allows one; the history must still show what it wrote.
-            text = self._render([_as_prose(message) for message in messages], tools, add_generation_prompt)
-        ids = self._encode(text)
-        return TemplateResult(prompt_token_ids=ids, prompt_text=text, images=self.place_images(messages, ids))
+            return self._render([_as_prose(message) for message in messages], tools, add_generation_prompt)
 
     def parse_tool_calls(self, text: str) -> ToolParseResult:
         return ToolParseResult(content=text) if self.tool_parser is None else self.tool_parser.parse(text)
@@ -201,6 +206,105 @@ class HFChatTemplate(ChatTemplate):
                 ends = np.flatnonzero(np.isin(closing, list(self._special_ids)))[::-1]
             return int(ends[0]) + 1 if len(ends) else 0
         return 0
+
+    # --- which message each token came from ---
+
+    def spans(
+        self, messages: Sequence[Message], *, tools: ToolSchemas | None = None, add_generation_prompt: bool = True
+    ) -> list[MessageSpan]:
+        text = self._text(messages, tools, add_generation_prompt)
+        opening = self._opening if add_generation_prompt and text.endswith(self._opening) else ""
+
+        def render(shown: Sequence[Message]) -> str | None:
+            try:
+                return self._text(shown, tools, add_generation_prompt).removesuffix(opening)
+            except TemplateError:
+                return None
+
+        header = self._header(messages[0]["role"])
+        spans = text_spans(
+            text.removesuffix(opening),
+            render,
+            messages,
+            head=0,
+            first=0,
+            closings=self._closings,
+            common=self._common_start,
+        )
+        first = spans[0]
+        if header and first.message == 0 and text[: first.text_start].endswith(header):
+            head = first.text_start - len(header)  # the template wrote something before the first message
+            spans[:1] = [MessageSpan(-1, TEMPLATE, 0, head, 0, head), first._replace(start=head)]
+        spans += self._opened(len(messages), text, opening)
+        return token_spans(spans, token_starts(self.tokenizer, text, self._encode(text).tolist()))
+
+    def delta_spans(
+        self,
+        messages: Sequence[Message],
+        *,
+        num_sent: int,
+        completion_token_ids: TokenIds,
+        tools: ToolSchemas | None = None,
+    ) -> list[MessageSpan]:
+        completion = token_array(completion_token_ids)
+        found = self._text_after_reply(messages, num_sent, completion, tools)
+        if found is None:
+            return []
+        text, closing = found
+        opening = self._opening if text.endswith(self._opening) else ""
+
+        def render(shown: Sequence[Message]) -> str | None:
+            after = self._text_after_reply([*messages[: num_sent + 1], *shown], num_sent, completion, tools)
+            return None if after is None else after[0].removesuffix(opening)
+
+        alone = render([])
+        head = len(closing) if alone is None else max(len(self._common_start(text, alone)), len(closing))
+        spans = [MessageSpan(num_sent, "assistant", 0, head, 0, 0)]
+        new = messages[num_sent + 1 :]
+        if new:
+            spans += text_spans(
+                text.removesuffix(opening),
+                render,
+                new,
+                head=head,
+                first=num_sent + 1,
+                closings=self._closings,
+                common=self._common_start,
+            )
+        spans += self._opened(len(messages), text, opening)
+        ids = self._encode_fragment(text)
+        num_dropped = self._num_already_sampled(completion, ids, self._encode_fragment(closing))
+        anchor, num_anchor = self._anchor or ("", 0)
+        starts = token_starts(
+            self.tokenizer, anchor + text, [*self._encode(anchor), *ids.tolist()] if anchor else ids.tolist()
+        )
+        return token_spans(spans, starts[num_anchor:] - len(anchor), num_dropped)
+
+    def _opened(self, index: int, text: str, opening: str) -> list[MessageSpan]:
+        """The span of the opening of a reply at the end of a text."""
+        end = len(text)
+        return [MessageSpan(index, "assistant", end - len(opening), end, end, end)] if opening else []
+
+    @cached_property
+    def _opening(self) -> str:
+        """What the template writes to open a reply."""
+        prompt = self._render([_HELLO], None, True)
+        return prompt[len(self._common_start(prompt, self._render([_HELLO], None, False))) :]
+
+    def _header(self, role: str) -> str:
+        """What the template writes before the text of a message of this role."""
+        shown = self._try_render([_HELLO, _STAND_IN, {"role": role, "content": _PROSE}], None, False)
+        alone = self._try_render([_HELLO, _STAND_IN], None, False)
+        if shown is None or alone is None or _PROSE not in shown:
+            return ""
+        after, ending = shown.partition(_PROSE)[0].partition(_REPLY)[2], alone.partition(_REPLY)[2]
+        return after[len(self._common_start(after, ending)) :]
+
+    @cached_property
+    def _closings(self) -> re.Pattern[str]:
+        """End-of-turn tokens, with the white space behind them."""
+        texts = [re.escape(self._texts[i]) for i in self._end_ids if i in self._texts]
+        return re.compile(rf"(?:{'|'.join(texts)})\s*" if texts else "(?!)")
 
     # --- template properties, determined once ---
 

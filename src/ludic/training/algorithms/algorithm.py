@@ -41,6 +41,8 @@ class RLAlgorithm:
     """Checks and filters on the samples before they become tensors."""
     needs_teacher_logps: bool = False
     """Whether samples must come with a teacher's log-probs."""
+    needs_message_spans: bool = False
+    """Whether samples must say which message each token came from (`InferenceSpec.message_spans`)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss", as_loss(self.loss))

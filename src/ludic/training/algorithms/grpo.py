@@ -1,6 +1,7 @@
 """GRPO (arXiv 2402.03300) and its variants: a group of samples per prompt, each compared with its siblings, under PPO's clip."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from ludic.training.algorithms.algorithm import RLAlgorithm, checked
 from ludic.training.credit_assignment import (
@@ -14,6 +15,7 @@ from ludic.training.credit_assignment import (
     fold_penalties,
     observation_before,
 )
+from ludic.training.filters import checked_roles, compose_preprocess, observe_roles
 from ludic.training.losses import (
     BatchNormalized,
     CompositeLoss,
@@ -22,6 +24,7 @@ from ludic.training.losses import (
     Reduction,
     TokenClippedSurrogateLoss,
 )
+from ludic.types import ConfigError
 
 
 def make_grpo(
@@ -124,12 +127,21 @@ def make_echo(
     clip_eps_high: float = 0.2,
     reduction: Reduction | str | None = None,
     ratio_clip: float | None = None,
+    train_on: str | Sequence[str] = (),
     name: str = "echo",
 ) -> RLAlgorithm:
     """ECHO (arXiv 2605.24517): GRPO plus `observation_coeff` · cross-entropy on what the env answered, in the same forward pass.
 
-    No sample is dropped: a group that all solve, or none, still says how the env responds.
+    No sample is dropped: a group that all solve, or none, still says how the env responds. With `train_on`, the cross-entropy is
+    on the texts of messages of these roles: ("assistant", "tool") leaves out the env's own observations and the template's tokens.
     """
+    roles = checked_roles(train_on)
+    if roles and ("assistant" not in roles or len(roles) == 1):
+        raise ConfigError(
+            f"train_on = {list(roles)}: echo trains on replies of the assistant and on what answers them; name assistant and "
+            "at least one of user, tool and system. For replies alone take grpo, for texts alone sft."
+        )
+    observed_roles = [role for role in roles if role != "assistant"]
     policy = TokenClippedSurrogateLoss(
         clip_eps_low=clip_eps_low, clip_eps_high=clip_eps_high, ratio_clip=ratio_clip, reduction=reduction
     )
@@ -138,7 +150,8 @@ def make_echo(
         name=name,
         credit_assigner=GroupNormalizedReturn(group_size, group_normalize_adv),
         loss=CompositeLoss([LossTerm(name="policy", loss=policy), LossTerm(name="observation", loss=observed)]),
-        preprocess=checked(),
+        preprocess=compose_preprocess(checked(), partial(observe_roles, roles=observed_roles)) if roles else checked(),
+        needs_message_spans=bool(roles),
     )
 
 

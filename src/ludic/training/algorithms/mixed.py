@@ -44,6 +44,7 @@ def mix_objectives(
         loss=RoutedLoss(terms),
         preprocess=_routed({key: part.algorithm for key, part in objectives.items()}, default),
         needs_teacher_logps=any(part.algorithm.needs_teacher_logps for part in objectives.values()),
+        needs_message_spans=any(part.algorithm.needs_message_spans for part in objectives.values()),
     )
 
 

@@ -105,15 +105,20 @@ def _merge(layer: Any) -> nn.Module:
 
     On a single rank `full_tensor` shares the weight's memory, so it is cloned: merging would change the frozen base.
     """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     memo: dict[int, Any] = {
         id(p): nn.Parameter(p.full_tensor().clone(), requires_grad=False)
         for p in layer.parameters()
         if isinstance(p, DTensor)
     }
     merged = copy.deepcopy(layer, memo)
-    if not merged.disable_adapters and set(merged.active_adapters) - set(merged.merged_adapters):
-        merged.merge()
-    base: nn.Module = merged.get_base_layer()
+    inner = merged
+    while isinstance(inner, BaseTunerLayer):  # the adapters of a module's several parameters lie inside each other
+        if not inner.disable_adapters and set(inner.active_adapters) - set(inner.merged_adapters):
+            inner.merge()
+        inner = inner.base_layer
+    base: nn.Module = inner
     return base
 
 

@@ -106,6 +106,8 @@ class ModelSettings:
     """Train a LoRA adapter of this rank; 0 trains all weights."""
     lora_alpha_mult: float = 2.0
     """LoRA's alpha, in units of the rank."""
+    lora_experts: bool = False
+    """Of a mixture: the adapter is on the experts, too, each with its own matrices of that rank."""
     lora_dropout: float = 0.0
     """Dropout before the adapter, while training."""
     freeze_vision: bool = False
@@ -122,6 +124,11 @@ class ModelSettings:
     def __post_init__(self) -> None:
         at_least(0, lora_rank=self.lora_rank, lora_dropout=self.lora_dropout)
         at_least(1, threads=self.threads)
+        if self.lora_experts and (not self.lora_rank or self.lora_dropout):
+            raise ConfigError(
+                f"lora_experts with lora_rank = {self.lora_rank} and lora_dropout = {self.lora_dropout}: adapters on experts need "
+                "a rank, and cannot drop out. Give --lora-rank, and leave --lora-dropout out."
+            )
         if self.lora_alpha_mult <= 0:
             raise ConfigError(f"lora_alpha_mult = {self.lora_alpha_mult}; it must be above 0.")
 
@@ -539,7 +546,7 @@ class RunConfig:
                 for name in (
                     "critic_lr", "weight_decay", "max_grad_norm", "max_seq_len", "too_long", "micro_token_budget",
                     "share_prefixes", "gradient_checkpointing", "offload_activations", "context_parallel", "compile", "bitwise",
-                    "seed", "updates_per_batch", "mini_batches",
+                    "seed", "balance_experts", "replay_experts", "updates_per_batch", "mini_batches",
                 )
             },
         },

@@ -210,6 +210,7 @@ class EmbeddedGeneration(Generation):
             max_length=run.trainer.max_seq_len,
             concurrency=concurrency or None,
             bitwise=run.trainer.bitwise,
+            record_experts=run.trainer.replay_experts,
         )
 
     def _evaluation(self) -> tuple[ServedPolicy, EpisodeSetup]:

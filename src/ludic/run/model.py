@@ -19,6 +19,7 @@ from ludic.inference.local.snapshot import EngineSnapshot
 from ludic.inference.templates.renderers import renderers_template
 from ludic.inference.templates.vision import VisionTemplate
 from ludic.models import SMOLLM2, TINY
+from ludic.models.experts.adapters import expert_parameters
 from ludic.models.head import plain_model
 from ludic.models.loading import LoadedModel, best_dtype, load_gguf_tokenizer, load_model
 from ludic.models.tiny import character_tokenizer
@@ -76,6 +77,9 @@ def _with_lora(model: Any, settings: ModelSettings, seed: int) -> Any:
     except ImportError as error:
         raise MissingExtra("lora", f"--lora-rank {settings.lora_rank}") from error
     alpha = settings.lora_rank * settings.lora_alpha_mult
+    experts = expert_parameters(model) if settings.lora_experts else []
+    if settings.lora_experts and not experts:
+        raise ConfigError(f"--lora-experts: {type(model).__name__} is no mixture of experts. Leave it out.")
     config = LoraConfig(
         r=settings.lora_rank,
         # peft says int, but only divides it by the rank.
@@ -83,6 +87,7 @@ def _with_lora(model: Any, settings: ModelSettings, seed: int) -> Any:
         lora_dropout=settings.lora_dropout,
         target_modules="all-linear",
         exclude_modules=vision_modules(model),
+        target_parameters=experts or None,
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng():
@@ -303,6 +308,7 @@ def local_engine(
     kv_tokens: int | None = None,
     concurrency: int | None = None,
     bitwise: bool = False,
+    record_experts: bool = False,
 ) -> LocalEngine:
     """`concurrency`: episodes at a time. A GPU computes so many requests together; a CPU is not faster above its default."""
     longest = loaded.model.config.get_text_config().max_position_embeddings
@@ -315,6 +321,7 @@ def local_engine(
         keep_room=True,
         max_sequences=None if concurrency is None or not on_gpu else min(max(concurrency, 512), _MAX_SEQUENCES),
         bitwise=bitwise,
+        record_experts=record_experts,
     )
 
 
@@ -332,9 +339,16 @@ def load_judge(model: str, *, device: str | None = None) -> tuple[LocalEngine, C
 
 
 def serve_locally(
-    loaded: LoadedModel, *, max_length: int, concurrency: int | None = None, bitwise: bool = False
+    loaded: LoadedModel,
+    *,
+    max_length: int,
+    concurrency: int | None = None,
+    bitwise: bool = False,
+    record_experts: bool = False,
 ) -> ServedPolicy:
-    engine = local_engine(loaded, max_length=max_length, concurrency=concurrency, bitwise=bitwise)
+    engine = local_engine(
+        loaded, max_length=max_length, concurrency=concurrency, bitwise=bitwise, record_experts=record_experts
+    )
     return ServedPolicy(
         client=engine,
         publisher=SharedWeightsPublisher(engine),

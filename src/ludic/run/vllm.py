@@ -45,7 +45,7 @@ def serve_on_vllm(run: ResolvedRun, loaded: LoadedModel) -> ServedPolicy:
         client = client_of(settings, settings.server, run.folder)
     else:
         limit = RestartLimit(max_restarts=run.config.pipeline.max_restarts)
-        process = _start(loaded, settings, run.trainer.max_seq_len, places)
+        process = _start(loaded, run, places)
         watch = ServerWatch(process, Restarts(limit), hung_after_s=settings.server_hung_after, start_s=_START_S)
         client = VLLMChatClient(servers=[process.url], control_token=process.control_token, watch=watch)
         patience = {"wait_s": math.inf, "attempts": limit.max_restarts + 2}  # the watch says when waiting is pointless
@@ -105,12 +105,14 @@ def save_for_server(loaded: LoadedModel, folder: Path, *, is_alone: bool = False
     return ["--dtype", str(next(model.parameters()).dtype).removeprefix("torch."), *flags]
 
 
-def _start(loaded: LoadedModel, settings: RolloutSettings, max_length: int, folder: Path) -> VLLMServerProcess:
+def _start(loaded: LoadedModel, run: ResolvedRun, folder: Path) -> VLLMServerProcess:
+    settings = run.config.rollouts
     flags = save_for_server(loaded, folder / "model", is_alone=settings.push == "adapter")
+    flags += ["--enable-return-routed-experts"] if run.trainer.replay_experts else []
     process = start_vllm_server(
         folder / "model",
         port=0,
-        max_model_len=max_length,
+        max_model_len=run.trainer.max_seq_len,
         gpu_memory_utilization=settings.server_memory,
         stream_output=False,
         extra_args=flags,

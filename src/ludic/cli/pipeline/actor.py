@@ -76,7 +76,12 @@ def _with_an_engine(run: ResolvedRun, stack: contextlib.ExitStack) -> ActorPolic
     """An engine in this process, which follows the learner's folder."""
     config = run.config
     loaded = load_policy(without_adapter(config.model), seed=run.seed)
-    engine = local_engine(loaded, max_length=run.trainer.max_seq_len, concurrency=config.rollouts.concurrency)
+    engine = local_engine(
+        loaded,
+        max_length=run.trainer.max_seq_len,
+        concurrency=config.rollouts.concurrency,
+        record_experts=run.trainer.replay_experts,
+    )
     stack.callback(engine.close)
     template = make_template(loaded.tokenizer, with_tools=config.agent.may_call_tools, renderer=config.agent.renderer)
     follower = FolderFollower(run.folder / WEIGHTS, engine)

@@ -37,6 +37,7 @@ from ludic.inference.local.scheduler import Limits, Scheduler
 from ludic.inference.local.sequence import Sampled, Sequence, StopRule
 from ludic.inference.templates.conversation import decode_reply
 from ludic.models.bitwise.decoder import BitwiseDecoder
+from ludic.models.experts.adapters import MergedExperts, merge_experts
 from ludic.models.head import plain_model
 from ludic.models.loading import load_model
 from ludic.models.vision.inputs import image_processor_of, is_vision_model
@@ -149,6 +150,8 @@ class LocalEngine:
         self._scheduler = Scheduler(BlockPool(pool_blocks, block_size), limits)
         self._scheduler.version = version
         self._runner: Runner | None = None
+        self._merged: list[MergedExperts] = []
+        """Of a LoRA adapter on experts."""
         self._launched: list[Read] = []
         """Computations whose tokens the worker has not read."""
         self._unread: FiniteCheck | None = None
@@ -446,6 +449,8 @@ class LocalEngine:
         if self._watch.is_replaced(self.model):
             self._runner = None
         elif self._runner is not None:
+            for experts in self._merged:
+                experts.refresh()
             self._runner.weights_changed()
         self._watch = WeightsWatch(self.model)
 
@@ -671,7 +676,9 @@ class LocalEngine:
             compile_layers=self._compile_layers,
             pack_weights=self._pack_weights,
         )
-        runner = self._backend.runner(shared_view(self.model), settings)  # separate modules over the same parameters
+        view = shared_view(self.model)  # separate modules over the same parameters
+        self._merged = merge_experts(view)
+        runner = self._backend.runner(view, settings)
         if self._device.type == "cuda":
             # A pass of the garbage collector over torch, transformers and a model stops this thread for 0.2 s. `close` undoes it.
             gc.collect()

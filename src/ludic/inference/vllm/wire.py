@@ -4,6 +4,8 @@
 servers without it. Pure functions: `client.py` sends the requests.
 """
 
+import base64
+import io
 import re
 from typing import Any
 
@@ -15,6 +17,7 @@ from ludic.types import (
     CandidateSets,
     ChatResponse,
     ConfigError,
+    ExpertArray,
     LogprobArray,
     LudicError,
     PromptTooLong,
@@ -178,6 +181,8 @@ class _Choice(msgspec.Struct, gc=False):
     logprobs: _Logprobs | None = None
     weight_versions: list[_Span] | None = None
     prompt_token_ids: list[int] | None = None
+    routed_experts: str | None = None
+    """Of a server with --enable-return-routed-experts: base64 of a .npy file, [tokens, layers, experts per token]."""
 
 
 class _Usage(msgspec.Struct, gc=False):
@@ -225,6 +230,7 @@ class CompletionStream:
             whole.token_ids += ids
             whole.finish_reason = part.finish_reason or whole.finish_reason
             whole.weight_versions = part.weight_versions or whole.weight_versions
+            whole.routed_experts = part.routed_experts or whole.routed_experts
             if part.logprobs is not None:
                 logprobs = _chosen_logprobs(part.logprobs)
                 whole.logprobs = whole.logprobs or _Logprobs(token_logprobs=[])
@@ -270,7 +276,26 @@ def _response_of(answer: _Completion, request: TokenCompletionRequest, version: 
         finish_reason=choice.finish_reason,
         version_runs=_version_runs(choice, version),
         candidates=None if logprobs is None else _forced(request, ids, logprobs),
+        experts=_experts(choice.routed_experts, len(request.prompt_token_ids) + len(ids)),
     )
+
+
+def _experts(encoded: str | None, num_tokens: int) -> ExpertArray | None:
+    """The server computes all tokens but the last, whose experts are not known."""
+    if encoded is None:
+        return None
+    try:
+        given = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+        experts = np.full((num_tokens, *given.shape[1:]), -1, dtype=np.int16)
+        experts[: len(given)] = given[:num_tokens]
+    except (ValueError, TypeError, EOFError) as error:
+        raise EndpointError(f"The server's routed experts cannot be read: {error}.") from error
+    if experts.ndim != 3 or len(given) < num_tokens - 1:
+        raise EndpointError(
+            f"The server returned experts of the shape {list(given.shape)} for {num_tokens} tokens; [tokens, layers, experts per "
+            "token] was expected."
+        )
+    return experts
 
 
 def check_not_cut(response: ChatResponse, max_tokens: int) -> None:

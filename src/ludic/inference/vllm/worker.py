@@ -80,6 +80,8 @@ class LudicTransfer(WeightTransferEngine):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.expected: dict[str, list[int]] | None = None
+        self._plain: Any = None
+        """transformers' model, without values."""
         self.checksums: dict[str, int] = {}
         """Of sampled weights at arrival: on a CPU the loader packs matrices, so they cannot be compared later."""
         self.differing: list[str] = []
@@ -124,7 +126,7 @@ class LudicTransfer(WeightTransferEngine):
         self._vectors |= {name: weight.clone() for name, weight in weights if weight.dim() == 1}
         self._arrived |= {name for name, _ in weights}
         with self._configured():
-            self.model.load_weights(weights)
+            self.model.load_weights(self._as_in_checkpoints(weights))
 
     def finish_weight_update(self) -> None:
         missing = sorted(self.parameters().keys() - self._arrived)
@@ -155,8 +157,18 @@ class LudicTransfer(WeightTransferEngine):
     def parameters(self) -> dict[str, list[int]]:
         """Names and shapes of all weights that a push must contain."""
         if self.expected is None:
-            self.expected = checkpoint_parameters(self.model_config.hf_config)
+            self._plain = without_values(self.model_config.hf_config)
+            self.expected = {name: list(parameter.shape) for name, parameter in self._plain.named_parameters()}
         return self.expected
+
+    def _as_in_checkpoints(self, weights: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """A mixture's experts under the names that its checkpoints have, one tensor for each expert, which vLLM's loader reads;
+        transformers holds those of a layer as one."""
+        if not any(len(shape) == 3 for shape in self.parameters().values()):
+            return weights
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return list(revert_weight_conversion(self._plain, dict(weights)).items())
 
     def _read(self, bucket: Bucket, source: dict[str, Any]) -> list[tuple[str, Tensor]]:
         if source["kind"] == "file":
@@ -185,13 +197,12 @@ class LudicTransfer(WeightTransferEngine):
         )
 
 
-def checkpoint_parameters(config: Any) -> dict[str, list[int]]:
-    """Names and shapes as transformers (and so the trainer) has them, tied weights once. Takes no memory."""
+def without_values(config: Any) -> Any:
+    """transformers' (and so the trainer's) model of this config. Takes no memory."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+        return AutoModelForCausalLM.from_config(config)
 
 
 def forget_unfinished(model: nn.Module) -> None:

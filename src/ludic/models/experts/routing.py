@@ -44,7 +44,8 @@ class Routers:
     """The routers of one mixture, each with a hook that does nothing outside of `watched`."""
 
     def __init__(self, model: Any) -> None:
-        found = _routers(model)
+        named = _routers(model)
+        found = [module for _, module in named]
         if not found:
             raise ConfigError(
                 f"{type(plain_model(model)).__name__} has no routers that Ludic can watch: it is no mixture of experts, or not "
@@ -53,6 +54,8 @@ class Routers:
         self._hooks = [_Hook(number) for number in range(len(found))]
         self._handles = [m.register_forward_hook(h, with_kwargs=True) for m, h in zip(found, self._hooks, strict=True)]
         self.num_layers = len(found)
+        self._depths = [_depth(name) for name, _ in named]
+        self._num_decoder_layers = int(plain_model(model).config.get_text_config().num_hidden_layers)
         first: Any = found[0]
         self.num_experts, self.num_chosen = int(first.num_experts), int(first.top_k)
 
@@ -66,7 +69,7 @@ class Routers:
         """Forward passes inside are recorded, the last one of each layer. With `given_TLK` they take these experts, and so do
         recomputations of checkpointed layers: a backward pass belongs inside, too."""
         if given_TLK is not None:
-            self._check(given_TLK)
+            given_TLK = self._of_mixture_layers(given_TLK)
         now = RouterPass(None if given_TLK is None else given_TLK.long())
         before = [hook.now for hook in self._hooks]
         for hook in self._hooks:
@@ -88,13 +91,18 @@ class Routers:
         for handle in self._handles:
             handle.remove()
 
-    def _check(self, given_TLK: Tensor) -> None:
+    def _of_mixture_layers(self, given_TLK: Tensor) -> Tensor:
+        """vLLM has a column for every layer, also for those without experts."""
         wanted = (self.num_layers, self.num_chosen)
+        is_of_all = tuple(given_TLK.shape[1:]) == (self._num_decoder_layers, self.num_chosen)
+        if is_of_all and self.num_layers < self._num_decoder_layers and None not in self._depths:
+            return given_TLK[:, self._depths]
         if given_TLK.dim() != 3 or tuple(given_TLK.shape[1:]) != wanted:
             raise ConfigError(
                 f"The recorded experts have the shape {list(given_TLK.shape)}; this model has [tokens, {wanted[0]} mixture layers, "
                 f"{wanted[1]} experts per token]. They were recorded by another model."
             )
+        return given_TLK
 
 
 @contextlib.contextmanager
@@ -115,19 +123,28 @@ def replaying(model: Any, experts_TLK: Tensor | None) -> Iterator[RouterPass]:
         routers.remove()
 
 
-def _routers(model: Any) -> list[nn.Module]:
-    """Routers in the order of the layers, by the classes whose logits transformers itself can record."""
+def _depth(name: str) -> int | None:
+    """The layer of a module, by its name."""
+    numbers = [part for part in name.split(".") if part.isdecimal()]
+    return int(numbers[0]) if numbers else None
+
+
+def _routers(model: Any) -> list[tuple[str, nn.Module]]:
+    """Routers with their names, in the order of the layers, by the classes whose logits transformers itself can record."""
     classes: list[type[nn.Module]] = []
-    modules: list[nn.Module] = list(model.modules())
-    for module in modules:
+    modules: list[tuple[str, nn.Module]] = list(model.named_modules())
+    for _, module in modules:
         recorded: Mapping[str, Any] = getattr(module, "_can_record_outputs", None) or {}
         recorders = recorded.get("router_logits") or []
         for recorder in recorders if isinstance(recorders, list) else [recorders]:
             # An index of 0: the logits come first. Others (Llama 4, Switch) return something else.
             if getattr(recorder, "index", None) == 0:
                 classes.append(recorder.target_class)
-    found = [module for module in modules if isinstance(module, tuple(classes))] if classes else []
-    return [module for module in found if hasattr(module, "top_k") and hasattr(module, "num_experts")]
+    return [
+        (name, module)
+        for name, module in modules
+        if isinstance(module, tuple(classes)) and hasattr(module, "top_k") and hasattr(module, "num_experts")
+    ]
 
 
 class _Hook(HookOfOneTree):

@@ -113,11 +113,11 @@ def _merge(layer: Any) -> nn.Module:
         if isinstance(p, DTensor)
     }
     merged = copy.deepcopy(layer, memo)
-    inner = merged
+    inner: Any = merged
     while isinstance(inner, BaseTunerLayer):  # the adapters of a module's several parameters lie inside each other
         if not inner.disable_adapters and set(inner.active_adapters) - set(inner.merged_adapters):
             inner.merge()
-        inner = inner.base_layer
+        inner = inner.base_layer  # type: ignore[attr-defined]
     base: nn.Module = inner
     return base
 

@@ -230,7 +230,7 @@ class PagedBackend:
         return CUDARunner(
             view, shape, *blocks, max_sequences=settings.max_sequences, max_length=settings.max_length,
             max_rounds=self.max_rounds, compile_layers=settings.compile_layers,
-            fuse=pack and settings.compile_layers and is_plain_rope,
+            fuse=pack and settings.compile_layers and is_plain_rope, routers=routers,
         )  # fmt: skip
 
 

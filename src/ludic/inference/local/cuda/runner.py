@@ -9,7 +9,7 @@ their many small kernels; the compiled code exists only in the graphs, and the m
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from ludic.inference.local.sampling import sample
 from ludic.inference.local.sequence import Chunk, Sampled, Sequence
 from ludic.models.attention import SKIP_MASK, AttentionRules
 from ludic.models.execution import CAPTURING, decoder_layers, raise_recompile_limits
+from ludic.models.experts import Routers
 from ludic.models.packed_attention import varlen_attention
 
 
@@ -109,8 +110,11 @@ class CUDARunner:
         max_rounds: int,
         compile_layers: bool = True,
         fuse: bool = True,
+        routers: Routers | None = None,
     ) -> None:
+        """`routers` of a mixture whose experts are recorded."""
         self.model = model
+        self._routers = routers
         # Rounds may run past the end of a sequence; there they write to the scratch block.
         self._num_extra = -(-max_rounds // block_size) + 1
         max_blocks = -(-max_length // block_size) + self._num_extra
@@ -241,16 +245,32 @@ class CUDARunner:
         if self._fused is not None:
             hidden_TD = self._fused.hidden(ids_T, positions_T, state.attend_stored, self._store(slots_T))
             return self._fused.logits(hidden_TD.index_select(0, where_N)) if len(where) else hidden_TD[:0]
-        out = self.model(
-            input_ids=ids_T[None],
-            position_ids=positions_T[None],
-            attention_mask=self._mask,
-            use_cache=False,
-            logits_to_keep=where_N if len(where) else 1,
-            ludic_state=state,
-        )
+        with self._recording(slots_T):
+            out = self.model(
+                input_ids=ids_T[None],
+                position_ids=positions_T[None],
+                attention_mask=self._mask,
+                use_cache=False,
+                logits_to_keep=where_N if len(where) else 1,
+                ludic_state=state,
+            )
         logits: Tensor = out.logits[0, : len(where)]
         return logits
+
+    @contextlib.contextmanager
+    def _recording(self, slots_T: Tensor | None) -> Iterator[None]:
+        """The experts of the tokens of a forward pass inside go to these slots; in a graph, too."""
+        if self._routers is None or slots_T is None:
+            yield
+            return
+        with self._routers.watched() as routed:
+            yield
+        assert self.pool.experts is not None, "made for a shape with experts"
+        self.pool.experts.index_copy_(0, slots_T, routed.experts_TLK())
+
+    def experts(self, sequence: Sequence) -> np.ndarray[Any, Any] | None:
+        """Of all its tokens but the last, which has not been computed."""
+        return self.pool.experts_of(sequence.blocks, len(sequence.tokens) - 1)
 
     def _store(self, slots: Tensor | None) -> Callable[[int], tuple[Tensor, Tensor, Tensor]] | None:
         if slots is None:
@@ -423,13 +443,14 @@ class CUDARunner:
         if self._fused is not None:
             logits = self._fused.logits(self._fused.hidden(tokens, positions, state.attend_stored, self._store(slots)))
         else:
-            logits = self.model(
-                input_ids=tokens[None],
-                position_ids=positions[None],
-                attention_mask=self._mask,
-                use_cache=False,
-                ludic_state=state,
-            ).logits[0]
+            with self._recording(slots):
+                logits = self.model(
+                    input_ids=tokens[None],
+                    position_ids=positions[None],
+                    attention_mask=self._mask,
+                    use_cache=False,
+                    ludic_state=state,
+                ).logits[0]
         sample_round(logits, rows, self.pool.block_size)
         return logits
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import logging
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from ludic.types import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
+logger = logging.getLogger(__name__)
 NUM_PROMPT, NUM_NEW = 24, 48
 
 
@@ -83,9 +85,7 @@ def test_experts_are_recorded_in_graphs_and_replay_lowers_the_mismatch(model, co
         loss = TokenClippedSurrogateLoss()
         stats = accumulate_gradients(policy, loss, items, micro_token_budget=1024, balance_experts=0.01).means()
         found.append(stats["kl_actor_policy"])
-        print(
-            compile_layers,
-            replays,
-            {n: v for n, v in stats.items() if n.startswith(("experts/", "kl_actor", "logp_d"))},
+        logger.info(
+            "replay %s: %s", replays, {n: v for n, v in stats.items() if n.startswith(("experts/", "kl_actor"))}
         )
     assert found[1] < found[0]

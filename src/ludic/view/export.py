@@ -110,7 +110,8 @@ def page_of(answers: Mapping[str, Any], *, title: str) -> str:
     """The page with these answers inside."""
     script, style = bundled(PAGE / "main.js"), (PAGE / "style.css").read_text()
     policy = (
-        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; base-uri 'none'; "
+        "form-action 'none'"
     )
     data = json.dumps(answers, allow_nan=False).replace("<", "\\u003c")
     page = (PAGE / "index.html").read_text()

@@ -71,8 +71,8 @@ _FLAGS: dict[str, Callable[[Card], bool]] = {
 
 class _TextStep(msgspec.Struct):
     action: str = ""
-    next_obs: str | None = None
-    prev_obs: str | None = None
+    next_obs: Any = None
+    prev_obs: Any = None
     prompt_messages: msgspec.Raw = msgspec.Raw(b"")
     tool_results: msgspec.Raw = msgspec.Raw(b"")
 
@@ -105,8 +105,7 @@ def _with_text(index: RunIndex, cards: list[Card], wanted: str) -> list[Card]:
 
 def _texts_in(step: _TextStep) -> Iterable[str]:
     yield step.action
-    yield step.next_obs or ""
-    yield step.prev_obs or ""
+    yield from _strings([step.next_obs, step.prev_obs])
     for raw in (step.prompt_messages, step.tool_results):
         if bytes(raw):
             yield from _strings(msgspec.json.decode(raw))

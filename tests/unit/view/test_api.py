@@ -9,7 +9,17 @@ import shutil
 import numpy as np
 import pytest
 
-from ludic.types import AgentStep, EnvironmentStep, Failure, Rollout, TokenTrace, save_rollouts
+from ludic.envs.picture_grid import draw_grid
+from ludic.types import (
+    AgentStep,
+    EnvironmentStep,
+    Failure,
+    ImageSpan,
+    Rollout,
+    TokenTrace,
+    content_of,
+    save_rollouts,
+)
 from ludic.view import api
 from ludic.view.index import Runs
 from ludic.view.tokens import TokenTexts
@@ -103,6 +113,27 @@ def test_text_is_found_in_replies_and_prompts_and_not_in_the_json_around_them(ru
     assert rollout.id in {card["id"] for card in found["rollouts"]}
     assert ask(runs, "/api/runs/letters/rollouts?text=spell+ABC")["total"] == 3 * NUM_ROLLOUTS
     assert ask(runs, "/api/runs/letters/rollouts?text=prompt_messages")["total"] == 0
+
+
+def test_a_rollout_with_pictures_is_searched_and_shows_them(recorded, tmp_path):
+    shutil.copytree(recorded / "letters", tmp_path / "letters")
+    picture = draw_grid(2, 8, 1)
+    content = content_of("Which cell is red?", picture)
+    trace = TokenTrace([1, 2, 3], [4], [-1.0], images=[ImageSpan(picture, 1, 2)])
+    call = AgentStep(
+        index=0, prompt_messages=[{"role": "user", "content": content}], action="2", trace=trace, turn_id="t"
+    )
+    then = EnvironmentStep(
+        index=1, prev_obs=content, action="2", parsed_action="2", next_obs=content, source_agent_step_id=call.id,
+        agent_step_ids=[call.id], reward=1.0, trace=trace, turn_id="t",
+    )  # fmt: skip
+    rollout = Rollout(steps=[call, then], meta={"engine": {}})
+    save_rollouts([rollout], next((tmp_path / "letters" / "rollouts").iterdir()))
+    runs = Runs(tmp_path)
+    assert ask(runs, "/api/runs/letters/rollouts?text=cell+is+red")["total"] == 1
+    (turn,) = ask(runs, f"/api/runs/letters/rollouts/{rollout.id}")["turns"]
+    shown, env = turn["steps"]
+    assert shown["messages_new"][0]["content"] == content and env["obs"] == content
 
 
 def test_histogram_covers_every_reward(runs):

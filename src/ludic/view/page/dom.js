@@ -136,6 +136,18 @@ export function prose(text) {
 export function textOf(content) {
   if (content === null || content === undefined) return "";
   if (typeof content === "string") return content;
-  if (Array.isArray(content)) return content.map((part) => (typeof part === "string" ? part : part?.text ?? JSON.stringify(part))).join("\n");
+  if (Array.isArray(content)) return content.map((part) => (typeof part === "string" ? part : pictureOf(part) ? "[picture]" : part?.text ?? JSON.stringify(part))).join("\n");
   return JSON.stringify(content, null, 2);
+}
+
+/** The data URL of a part that is a picture, else null. */
+function pictureOf(part) {
+  const url = part?.type === "image_url" ? part.image_url?.url : null;
+  return typeof url === "string" && /^data:image\/(png|jpeg);base64,/.test(url) ? url : null;
+}
+
+/** A message's content as nodes: its texts, and its pictures in their places. */
+export function contentOf(content) {
+  if (!Array.isArray(content)) return prose(textOf(content));
+  return content.map((part) => (pictureOf(part) ? el("img.picture", { src: pictureOf(part), alt: "picture in the prompt" }) : prose(textOf([part]))));
 }

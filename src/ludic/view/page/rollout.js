@@ -1,6 +1,6 @@
 // One rollout: turns with rewards and credit, messages or exact tokens, every value of a token.
 
-import { count, el, facts, fill, json, link, num, prose, reward, seconds, segmented, signed, textOf } from "./dom.js";
+import { contentOf, count, el, facts, fill, json, link, num, prose, reward, seconds, segmented, signed, textOf } from "./dom.js";
 import { get, remember, runHash, runUrl } from "./data.js";
 import { COLORINGS, legend, painter, rangeOf } from "./colors.js";
 import { prepared } from "./chart.js";
@@ -166,7 +166,7 @@ class RolloutView {
   }
 
   env(step) {
-    return el("div.env", {}, el("div.role", {}, "environment", step.terminated ? " · ended the episode" : "", step.truncated ? " · truncated" : ""), step.obs ? prose(textOf(step.obs)) : null, this.outcome(step));
+    return el("div.env", {}, el("div.role", {}, "environment", step.terminated ? " · ended the episode" : "", step.truncated ? " · truncated" : ""), step.obs ? contentOf(step.obs) : null, this.outcome(step));
   }
 
   outcome(step) {
@@ -256,7 +256,7 @@ function shown(text) {
 
 function message(m) {
   const long = textOf(m.content).length > 3000;
-  const body = [prose(textOf(m.content)), (m.tool_calls || []).map((c) => el("pre.tool-call", {}, JSON.stringify(c.function || c, null, 2)))];
+  const body = [contentOf(m.content), (m.tool_calls || []).map((c) => el("pre.tool-call", {}, JSON.stringify(c.function || c, null, 2)))];
   const role = String(m.role || "message");
   return el(`div.message.${["system", "user", "assistant", "tool"].includes(role) ? role : "other"}`, {}, el("div.role", {}, role, m.name ? ` · ${m.name}` : ""), long ? el("details", {}, el("summary", {}, `${num(textOf(m.content).length)} characters: ${textOf(m.content).slice(0, 160)} …`), body) : body);
 }

@@ -110,6 +110,8 @@ class LudicTransfer(WeightTransferEngine):
         self._block = None
         with self._configured():
             forget_unfinished(self.model)
+            if self.device.type == "cpu":
+                pack_experts_again(self.model)
             initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -212,6 +214,15 @@ def forget_unfinished(model: nn.Module) -> None:
         if info.can_load() and info.kernel_tensors is not None:
             _place_kernel_tensors(layer, info)
             info.reset()
+
+
+def pack_experts_again(model: nn.Module) -> None:
+    """On a CPU experts compute with a packed layout. vLLM packs them where it makes their kernel, and a kernel that is there
+    already would read what the loader copied without packing; without one it makes another."""
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def repack_tied_heads(model: nn.Module) -> None:

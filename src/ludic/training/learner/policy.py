@@ -87,8 +87,12 @@ class TrainedPolicy:
         share each row with this one."""
         self.model = model
         self._vision = _vision_of(model, images)
-        self.routers = Routers(model) if replay_experts else Routers.of(model)
-        """Of a mixture of experts; None for other models."""
+        if context is not None and replay_experts:
+            raise ConfigError(
+                "replay_experts does not work with context_parallel, where ranks share a row. Leave one out."
+            )
+        self.routers = Routers(model) if replay_experts else None if context is not None else Routers.of(model)
+        """Of a mixture of experts; None for other models, and if ranks share rows."""
         self._replays = replay_experts
         self.packed = packed and self._vision is None and is_decoder(model) and _can_pack(model)
         self._is_hybrid = self.packed and bool(recurrent_layers(model))

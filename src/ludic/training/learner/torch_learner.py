@@ -116,7 +116,8 @@ class TorchLearner(Learner):
         )
         if cfg.balance_experts and self.policy.routers is None:
             raise ConfigError(
-                f"balance_experts={cfg.balance_experts}, but {type(plain_model(model)).__name__} is no mixture of experts."
+                f"balance_experts={cfg.balance_experts}, but {type(plain_model(model)).__name__} is no mixture of experts, or "
+                "ranks share its rows (context_parallel)."
             )
         self._is_sharing_checked = not self.policy.share_prefixes
         is_compiled = cfg.compile or (is_sharded(model) and settings_of(model).compile)

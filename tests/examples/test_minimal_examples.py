@@ -24,6 +24,7 @@ from ludic.minimal import (
 )
 from ludic.minimal.examples import gsm8k, musique_search
 from ludic.types import ConfigError, SamplingParams, TokenTrace
+from tests import warm_python
 
 pytestmark = pytest.mark.slow
 
@@ -131,7 +132,7 @@ def test_problems_of_another_form_are_named_before_a_model_is_loaded(tmp_path):
 
 def test_a_mistyped_flag_or_file_ends_the_program_with_one_line(tmp_path):
     command = [
-        sys.executable,
+        warm_python.executable(),
         "-m",
         "ludic.minimal.examples.gsm8k",
         "--data",

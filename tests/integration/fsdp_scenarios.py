@@ -4,6 +4,7 @@ A test runs a scenario in its own process, torchrun runs it on ranks (`python -m
 two records are compared.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -265,18 +266,31 @@ LOSSES: dict[str, Loss] = {
 REFERENCES = ("frozen", "adapter_off")
 
 
+@functools.cache
+def _policy_and_reference(
+    ranks: Ranks | None, *, lora: bool, context: ContextParallel | None
+) -> tuple[TrainedPolicy, Reference]:
+    """They are made once, for all losses."""
+    model, other = llama(tied=True, lora=lora), llama(seed=1).requires_grad_(False)
+    if ranks is not None:
+        model, other = shard_model(model), shard_model(other)
+    policy = TrainedPolicy(model, context=context)
+    return policy, Reference(policy, adapter_off=True) if lora else Reference(TrainedPolicy(other))
+
+
+@functools.cache
+def _sharing_rows(ranks: Ranks) -> ContextParallel:
+    return ContextParallel(ranks.world_size, ranks)
+
+
 def gradients(
     loss: Loss, ranks: Ranks | None, *, reference: str = "frozen", budget: int = 64, shares_rows: bool = False
 ) -> dict[str, Any]:
     """Whole gradients of one batch that is dealt out unevenly; or whose rows all ranks share (context parallel)."""
     items = in_three_episodes(random_items([40, 5, 31, 12, 9, 22, 17, 60, 3], seed=3))
-    lora = reference == "adapter_off"
-    model, other = llama(tied=True, lora=lora), llama(seed=1)
-    if ranks is not None:
-        model, other = shard_model(model), shard_model(other.requires_grad_(False))
-    context = ContextParallel(ranks.world_size, ranks) if shares_rows and ranks is not None else None
-    policy = TrainedPolicy(model, context=context)
-    anchor = Reference(policy, adapter_off=True) if lora else Reference(TrainedPolicy(other.requires_grad_(False)))
+    context = _sharing_rows(ranks) if shares_rows and ranks is not None else None
+    policy, anchor = _policy_and_reference(ranks, lora=reference == "adapter_off", context=context)
+    policy.model.zero_grad()
     share = items if ranks is None else balanced_shares(items[4:], ranks.world_size)[ranks.rank]
     if context is not None:
         share = items
@@ -289,5 +303,5 @@ def gradients(
     return {
         "loss": sums.totals().sums.get("loss", (0.0, 0.0))[0],
         "micro_batches": sums.totals().sums["num_micro_batches"][0],
-        "grads": {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None},
+        "grads": {name: whole(p.grad) for name, p in policy.model.named_parameters() if p.grad is not None},
     }

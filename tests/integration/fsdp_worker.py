@@ -1,7 +1,8 @@
 """One rank of a group: `torchrun … -m tests.integration.fsdp_worker FOLDER JOB…`; rank 0 writes FOLDER/JOB.pt.
 
-A job is run:NAME, gradients:NAME:REFERENCE (as in fsdp_scenarios), context:NAME:REFERENCE (the same by context parallel), tensor_parallel, resumed (in the middle of a batch), or tokens
-and tokens_cut (what TokenRecorder writes, with the model sharded and cut).
+A job is run:NAME, gradients:NAME:REFERENCE (as in fsdp_scenarios), context:NAME:REFERENCE (the same by context parallel), resumed
+(in the middle of a batch), or tokens and tokens_cut (the scenario "full" and what TokenRecorder writes of it, with the model
+sharded and cut by tensor parallelism).
 """
 
 import sys
@@ -22,8 +23,6 @@ from tests.integration.fsdp_scenarios import LOSSES, RUNS, SPECIAL_RUNS, gradien
 
 def done(job: str, ranks: Ranks | None) -> Any:
     kind, *rest = job.split(":")
-    if kind == "tensor_parallel":
-        return train(RUNS["full"], ranks, model=cut_over(ranks))
     if kind in ("tokens", "tokens_cut"):
         return recorded_tokens(ranks, {} if kind == "tokens" else {"model": cut_over(ranks)})
     if kind == "resumed":
@@ -61,11 +60,11 @@ def resumed_in_the_middle_of_a_batch(ranks: Ranks | None) -> dict[str, int]:
 
 
 def recorded_tokens(ranks: Ranks | None, parts: dict[str, Any]) -> dict[str, Any]:
-    """The records of a whole run, of all ranks together: by step, rollout and segment."""
+    """A whole run, and its records of all ranks together: by step, rollout and segment."""
     made = tempfile.mkdtemp() if ranks is None or ranks.is_first else None
     folder = Path(made if ranks is None else ranks.broadcast(made))
     recorder = TokenRecorder(folder)
-    train(RUNS["full"], ranks, token_recorder=recorder, **parts)
+    run = train(RUNS["full"], ranks, token_recorder=recorder, **parts)
     recorder.close()
     if ranks is not None:
         ranks.barrier()
@@ -77,7 +76,7 @@ def recorded_tokens(ranks: Ranks | None, parts: dict[str, Any]) -> dict[str, Any
                 key = f"{path.name[:11]} {id.decode()} {record['segment'][n]}"
                 assert key not in samples, "each sample is computed by one rank"
                 samples[key] = record["logp"][ends[n] - record["num_tokens"][n] : ends[n]].tolist()
-    return {"files": sorted(path.name for path in folder.iterdir()), "samples": samples}
+    return {"run": run, "files": sorted(path.name for path in folder.iterdir()), "samples": samples}
 
 
 def main(folder: Path, jobs: list[str]) -> None:

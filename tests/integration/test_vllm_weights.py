@@ -200,7 +200,7 @@ async def push_among_requests(server: Any, other: Any, version: int, pause: str)
     async def ask_until_pushed(slot: int) -> None:
         prompt = np.random.default_rng(100 + slot).integers(256, size=5 + slot).tolist()
         while not is_pushed:
-            length = 210 + 3 * slot
+            length = 70 + 3 * slot
             response, _ = await client.complete_tokens(request(prompt, temperature=1.0, max_tokens=length))
             assert len(response.completion_token_ids) == length and response.finish_reason == "length"
             responses.append(response)

@@ -75,12 +75,13 @@ def parse_with_settings(
 ) -> tuple[A, T]:
     """The arguments of a command (a target, switches such as --dry-run), and the settings, over those of `default`."""
     rest, pairs = _take_pairs(type(default), args)
-    sections: dict[str, list[Setting]] = {}
     for setting in settings_of(type(default)):
         if _is_in_a_file_only(setting):
             _refuse_flag(setting, rest)
-        else:
-            sections.setdefault(setting.section, []).append(setting)
+    flags = [setting for setting in settings_of(type(default)) if not _is_in_a_file_only(setting)]
+    sections: dict[str, list[Setting]] = {}
+    for setting in _given(flags, arguments, rest):
+        sections.setdefault(setting.section, []).append(setting)
     kinds = typing.get_type_hints(type(default))
     fields: list[Any] = [("command", arguments)]
     for section, settings in sections.items():
@@ -90,12 +91,33 @@ def parse_with_settings(
     typed: Any = parse(
         dataclasses.make_dataclass("typed", fields, frozen=True), rest, prog=prog, description=description
     )
-    values = {s.name: getattr(getattr(typed, s.section), s.name) for s in settings_of(type(default)) if _is_flag(s)}
+    shown = [setting for settings in sections.values() for setting in settings if _is_flag(setting)]
+    values = {setting.name: getattr(getattr(typed, setting.section), setting.name) for setting in shown}
     check_numbers(values)
     config = with_values(default, values)
     config = with_values(config, _merged_pairs(config, default, pairs))
     check_numbers(values_of(config))
     return typed.command, config
+
+
+def _given(settings: list[Setting], arguments: type, args: Sequence[str]) -> list[Setting]:
+    """The settings that tyro needs: it takes milliseconds for each, so those that the command line names. All of them for --help,
+    and where a flag is unknown: tyro then suggests similar ones."""
+    asked = {arg.partition("=")[0].replace("_", "-") for arg in args if arg.startswith("-") and not _is_number(arg)}
+    by_flag = {flag: setting for setting in settings for flag in (setting.flag, f"--no-{setting.flag[2:]}")}
+    switches = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(arguments)}
+    if asked - switches - by_flag.keys():
+        return settings
+    named = {by_flag[flag].name for flag in asked - switches}
+    return [setting for setting in settings if setting.name in named]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_in_a_file_only(setting: Setting) -> bool:

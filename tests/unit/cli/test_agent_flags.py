@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from ludic.run.settings import read_toml
 from ludic.sandbox import is_bubblewrap_available
 from ludic.training.loggers import read_metrics
 from ludic.types import load_rollouts
+from tests import warm_python
 from tests.unit.cli.train_parts import AGENT, RUN, SMALL, command_in
 
 COMMAND = """
@@ -121,7 +121,7 @@ def test_an_env_for_two_is_refused(ludic):
 def test_the_gateway_command_records_sessions(tmp_path):
     """The real command in a real process; its sessions by the requests that it prints."""
     command = [
-        sys.executable,
+        warm_python.executable(),
         "-m",
         "ludic.cli.main",
         "gateway",

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ludic.inference.local import recurrent
+from ludic.inference.local.cached import CachedRunner
 from ludic.inference.local.recurrent import RecurrentRunner, StateRows, probe_mixers
 from tests.tiny_families import family_model
 from tests.unit.inference.local.tiny_models import (
@@ -125,6 +126,14 @@ def test_only_jamba_does_not_continue_a_state_by_several_tokens():
 def test_a_layer_that_forgets_its_state_is_found_out(monkeypatch):
     monkeypatch.setattr(recurrent, "_cache", lambda layer, *states: None)
     assert probe_mixers(family_model("lfm2")) == (False, False)
+
+
+async def test_a_model_whose_layers_fail_the_probe_runs_through_transformers_cache(monkeypatch):
+    monkeypatch.setattr(recurrent, "probe_mixers", lambda model: (False, False))
+    model = family_model("falcon_h1")
+    async with make_engine(model) as engine:
+        assert_equal_to_generate(model, await ask_all(engine, requests()))
+        assert isinstance(engine._runner, CachedRunner)
 
 
 @pytest.mark.parametrize("seed", range(5))

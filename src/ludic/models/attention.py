@@ -9,6 +9,7 @@ argument of the forward pass, so one module can serve several callers at the sam
 import logging
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,8 +25,8 @@ logger = logging.getLogger(__name__)
 NAME = "ludic"
 SKIP_MASK = torch.empty(0, 0, 0, 0)
 """Passed as attention_mask: transformers forwards a 4D mask unchanged, so it builds none."""
-_NOT_SUPPORTED = ("s_aux", "position_bias", "indices", "block_indices")
-"""Arguments of some models' attention that Ludic does not implement: sinks, biases, key selection."""
+_NOT_SUPPORTED = ("position_bias", "indices", "block_indices")
+"""Arguments of some models' attention that Ludic does not implement: biases, key selection."""
 
 
 class NotRoutable(ConfigError):
@@ -52,6 +53,8 @@ class AttentionRules(NamedTuple):
     scaling: float
     sliding_window: int | None = None
     softcap: float | None = None
+    sinks_H: Tensor | None = None
+    """A logit of each query head beside those of its keys, with no value: part of the attention goes nowhere (gpt-oss)."""
 
 
 # Letters: T flat tokens of all sequences, H query heads, K key/value heads, D head size.
@@ -76,17 +79,18 @@ def ludic_attention(
     ludic_state: AttentionState | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The registered function: takes tensors as [1, heads, T, D], returns [1, T, heads, D]."""
+    rules = AttentionRules(scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window, softcap, s_aux)
     if ludic_state is None:
-        if softcap is not None:
+        if softcap is not None or s_aux is not None:
             mask = attention_mask
             if mask is None:
                 num_new, length = query.shape[-2], key.shape[-2]
                 mask = torch.ones(num_new, length, dtype=torch.bool, device=query.device).tril(length - num_new)
-            scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
-            attended = softcapped_attention(query, key, value, mask, scaling, softcap, dropout)
+            attended = explicit_attention(query, key, value, mask, rules, dropout=dropout)
             return attended.transpose(1, 2).contiguous(), None
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -94,31 +98,55 @@ def ludic_attention(
     special = [name for name in _NOT_SUPPORTED if kwargs.get(name) is not None]
     if special:
         raise NotImplementedError(f"it uses {', '.join(special)}")
+    # Latent attention (DeepSeek) has values narrower than keys: a cache and a kernel for one head size hold zeros beside them.
+    num_missing = key.shape[-1] - value.shape[-1]
+    if num_missing > 0:
+        value = F.pad(value, (0, num_missing))
     attended = ludic_state.attend(
         module.layer_idx,  # type: ignore[arg-type]
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        AttentionRules(scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window, softcap),
+        rules,
     )
-    return attended.unsqueeze(0), None
+    return (attended[..., :-num_missing] if num_missing > 0 else attended).unsqueeze(0), None
 
 
-def softcapped_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: float, dropout: float = 0.0
+def explicit_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    rules: AttentionRules,
+    *,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
-    """Attention [..., H, T, D] that soft-caps the scores before masking, which SDPA cannot do.
+    """Attention [..., H, T, D] whose scores are soft-capped before masking, or beside which a sink has a logit: SDPA cannot.
 
-    Key heads are repeated to match the query heads. A bool mask marks visible keys; any other mask is added.
+    Key heads are repeated to match the query heads. A bool mask marks visible keys; any other mask is added. `sinks` are those
+    of the rules in another form, [..., H, T].
     """
     num_groups = query.shape[-3] // key.shape[-3]
     if num_groups > 1:
         key, value = (x.repeat_interleave(num_groups, dim=-3) for x in (key, value))
-    scores = torch.tanh(query @ key.transpose(-1, -2) * (scaling / softcap)) * softcap
+    scores = query @ key.transpose(-1, -2)
+    softcap = rules.softcap
+    scores = scores * rules.scaling if softcap is None else torch.tanh(scores * (rules.scaling / softcap)) * softcap
     is_bool = mask.dtype is torch.bool
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if is_bool else scores + mask
+    if sinks is None and rules.sinks_H is not None:
+        sinks = rules.sinks_H[:, None]
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).expand(scores.shape[:-1])[..., None]], dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    return F.dropout(weights, dropout) @ value
+    return F.dropout(weights if sinks is None else weights[..., :-1], dropout) @ value
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention [..., D] and its log-sum-exp [...] with a sink's logit among the scores, from attention without it."""
+    sinks = sinks.to(lse.dtype)
+    return out * torch.sigmoid(lse - sinks)[..., None].to(out.dtype), torch.logaddexp(lse, sinks)
 
 
 AttentionInterface.register(NAME, ludic_attention)
@@ -141,7 +169,7 @@ class _Probe:
         self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
     ) -> Tensor:
         if query_THD.shape[-1] != value_TKD.shape[-1] or key_TKD.shape != value_TKD.shape:
-            raise NotImplementedError("its keys and values differ in size")
+            raise NotImplementedError("its values are wider than its keys")
         self.heads[layer] = (key_TKD.shape[1], key_TKD.shape[2])
         self.windows[layer] = rules.sliding_window
         return query_THD
@@ -174,12 +202,48 @@ def route_attention(model: Any) -> tuple[tuple[int, int], ...]:
                 ludic_state=probe,
             )
         _check_probe(probe, model)
+        _check_packing(model, before)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         model.config._attn_implementation = before
         raise NotRoutable(
             f"its layers do not all compute attention by transformers' AttentionInterface in the usual way ({error})"
         ) from error
     return tuple(probe.heads.get(layer, (0, 0)) for layer in range(config.num_hidden_layers))
+
+
+_PROBED_LENGTHS = (9, 7)
+
+
+@torch.no_grad()
+def _check_packing(model: Any, own_attention: str) -> None:
+    """Raise unless two sequences in one flat row get the logits that each gets alone with the model's own attention."""
+    from ludic.models.packed_attention import PackedSequences  # these modules import this one
+    from ludic.models.recurrent.packed import HybridSequences
+
+    embedding = model.get_input_embeddings().weight
+    device = embedding.device
+    if device.type == "meta":
+        return
+    was_training = model.training
+    model.eval()
+    try:
+        ids_T = (torch.arange(sum(_PROBED_LENGTHS), device=device) * 7 + 1) % embedding.shape[0]
+        positions_T = torch.cat([torch.arange(length, device=device) for length in _PROBED_LENGTHS])
+        paths = np.split(np.arange(len(ids_T)), [_PROBED_LENGTHS[0]])
+        state = HybridSequences(PackedSequences(_PROBED_LENGTHS, device), paths, device)
+        options = {"position_ids": positions_T[None], "attention_mask": SKIP_MASK.to(device), "ludic_state": state}
+        packed_TV = model(input_ids=ids_T[None], use_cache=False, **options).logits[0].float()
+        model.set_attn_implementation(own_attention)
+        alone = [model(input_ids=own[None], use_cache=False).logits[0].float() for own in ids_T.split(_PROBED_LENGTHS)]
+        model.set_attn_implementation(NAME)
+    finally:
+        model.train(was_training)
+    # In half precision both ways round differently, and a token near the border of two experts may go to either.
+    tolerance = 1e-3 if embedding.dtype is torch.float32 else 0.1
+    alone_TV = torch.cat(alone)
+    difference = float((packed_TV - alone_TV).nan_to_num().abs().mean() / (alone_TV.nan_to_num().abs().mean() + 1e-9))
+    if difference > tolerance:
+        raise ValueError(f"packed samples get other logits, by {difference:.0%} on average")
 
 
 def _check_probe(probe: _Probe, model: Any) -> None:

@@ -70,6 +70,8 @@ class Head:
     read only at use."""
     softcap: float | None = None
     """Gemma 2 squashes its logits: softcap · tanh(logits / softcap)."""
+    scale: float = 1.0
+    """Granite and Falcon-H1 multiply their logits; here the hidden states are multiplied."""
 
     @property
     def weight_VD(self) -> Tensor:
@@ -88,9 +90,13 @@ class Head:
         weight = self.source if isinstance(self.source, Tensor) else self.source.weight
         return weight.shape[0], weight.shape[1]
 
+    def inputs(self, hidden: Tensor) -> Tensor:
+        """The hidden states as the layer takes them."""
+        return hidden if self.scale == 1 else hidden * self.scale
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of these hidden states, in fp32."""
-        logits = raw_logits(hidden, self.weight_VD, self.bias_V).float()
+        logits = raw_logits(self.inputs(hidden), self.weight_VD, self.bias_V).float()
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
@@ -133,9 +139,13 @@ def find_head(model: Any) -> Head:
     if linear is None or type(linear) is not torch.nn.Linear:
         raise ConfigError(
             f"{type(inner).__name__} has no plain output layer (found {type(linear).__name__}); its log-probabilities cannot be "
-            "computed in chunks. Train it with TrainerConfig(packed=False), on its own logits."
+            "computed in chunks."
         )
-    head = Head(linear, inner.config.get_text_config().to_dict().get("final_logit_softcapping"))
+    settings = inner.config.get_text_config().to_dict()
+    scale = (
+        settings.get("lm_head_multiplier") or settings.get("logit_scale") or 1 / (settings.get("logits_scaling") or 1)
+    )
+    head = Head(linear, settings.get("final_logit_softcapping"), scale)
     with torch.no_grad():
         compute(model, lambda: _check_head(inner, head))
     return head
@@ -148,7 +158,7 @@ def _check_head(model: Any, head: Head) -> None:
     was_training = model.training
     model.eval()
     ids = torch.arange(4, device=device)[None] % head.shape[0]
-    ours = head.logits(model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state)
+    ours = head.logits(decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state)
     theirs = model(input_ids=ids, use_cache=False).logits.float()
     model.train(was_training)
     if not torch.allclose(
@@ -156,13 +166,13 @@ def _check_head(model: Any, head: Head) -> None:
     ):
         raise ConfigError(
             f"{type(model).__name__} transforms its logits in a way that Ludic does not know (a scale, a shift), so its "
-            "log-probabilities would be wrong. Train it with TrainerConfig(packed=False), on its own logits."
+            "log-probabilities cannot be computed in chunks."
         )
 
 
 def hidden_states(model: Any, ids_T: Tensor, positions_T: Tensor, state: AttentionState) -> Tensor:
     """The decoder's last hidden states [T, D] of flat tokens."""
-    out = plain_model(model).get_decoder()(
+    out = decoder_of(model)(
         input_ids=ids_T[None],
         position_ids=positions_T[None],
         attention_mask=torch.empty(0, 0, 0, 0, device=ids_T.device),
@@ -171,6 +181,13 @@ def hidden_states(model: Any, ids_T: Tensor, positions_T: Tensor, state: Attenti
     )
     hidden_TD: Tensor = out.last_hidden_state[0]
     return hidden_TD
+
+
+def decoder_of(model: Any) -> Any:
+    """The module whose output is the last hidden states."""
+    inner = plain_model(model)
+    found = inner.get_decoder()
+    return inner.model if found is inner else found  # Llama 4 names itself
 
 
 def is_decoder(model: Any) -> bool:
@@ -226,7 +243,7 @@ def chosen_logps(
         dtype = torch.get_autocast_dtype(hidden_AD.device.type)
         hidden_AD = hidden_AD.to(dtype)  # the weight is converted inside: its gradient stays unrounded
     logps, entropies = _ChosenLogps.apply(
-        hidden_AD, head.weight_VD, head.bias_V, targets_A, scale, head.softcap, entropy, candidates
+        head.inputs(hidden_AD), head.weight_VD, head.bias_V, targets_A, scale, head.softcap, entropy, candidates
     )
     return logps, entropies if entropy is not None else None
 

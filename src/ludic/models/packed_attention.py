@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ludic.models.attention import AttentionRules, softcapped_attention
+from ludic.models.attention import AttentionRules, explicit_attention, with_sinks
 
 aten = torch.ops.aten
 _SHORT = 32
@@ -83,6 +83,10 @@ class PackedSequences:
         query_THD, key_TKD = query_THD.to(value_TKD.dtype), key_TKD.to(value_TKD.dtype)
         if query_THD.is_cuda and query_THD.dtype in (torch.bfloat16, torch.float16):
             longest = self._max_length
+            if rules.sinks_H is not None and rules.softcap is None:
+                from ludic.models.tree_attention import varlen_with_sinks  # that module imports this one
+
+                return varlen_with_sinks(query_THD, key_TKD, value_TKD, self._cu, longest, rules)
             return varlen_attention(query_THD, key_TKD, value_TKD, self._cu, self._cu, longest, longest, rules)
         groups = self._groups_on_gpu() if self._length_groups is None else self._length_groups
         return attend_groups(groups, query_THD, key_TKD, value_TKD, rules)
@@ -183,20 +187,21 @@ def _behind_shared(group: LengthGroup, flat_TKD: Tensor) -> Tensor:
 
 
 def causal_attention(query_NHLD: Tensor, key_NKLD: Tensor, value_NKLD: Tensor, rules: AttentionRules) -> Tensor:
-    """Attention of sequences whose last tokens ask, with the sliding window and soft-capping that SDPA lacks."""
-    scaling, window, softcap = rules
+    """Attention of sequences whose last tokens ask, with the sliding window, soft-capping and sinks that SDPA lacks."""
+    scaling, window = rules.scaling, rules.sliding_window
+    is_plain = rules.softcap is None and rules.sinks_H is None
     num_queries, num_keys = query_NHLD.shape[2], key_NKLD.shape[2]
-    if softcap is None and num_queries == num_keys and (window is None or window >= num_keys):
+    if is_plain and num_queries == num_keys and (window is None or window >= num_keys):
         out: Tensor = F.scaled_dot_product_attention(
             query_NHLD, key_NKLD, value_NKLD, is_causal=True, scale=scaling, enable_gqa=True
         )
         return out
     mask = _visible(num_queries, num_keys, window, query_NHLD.device)
-    if softcap is None:
+    if is_plain:
         return F.scaled_dot_product_attention(
             query_NHLD, key_NKLD, value_NKLD, attn_mask=mask, scale=scaling, enable_gqa=True
         )
-    return softcapped_attention(query_NHLD, key_NKLD, value_NKLD, mask, scaling, softcap)
+    return explicit_attention(query_NHLD, key_NKLD, value_NKLD, mask, rules)
 
 
 def _visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
@@ -221,34 +226,35 @@ def varlen_attention(
     rules: AttentionRules,
 ) -> Tensor:
     """Attention over concatenated sequences on a GPU: PyTorch's variable-length flash attention, or SDPA for each sequence
-    where flash attention cannot express the case (logit soft-capping).
+    where flash attention cannot express the case (logit soft-capping). With sinks, only the forward pass.
 
     The queries of a sequence are its last tokens: query i of n sees all keys except the last n − i − 1.
     """
     if rules.softcap is None and query_THD.dtype in (torch.bfloat16, torch.float16):
         window_left = -1 if rules.sliding_window is None else rules.sliding_window - 1
-        out = torch.ops.aten._flash_attention_forward(
+        out, lse_HT = torch.ops.aten._flash_attention_forward(
             query_THD.contiguous(), key_LKD.contiguous(), value_LKD.contiguous(), cu_q, cu_k, max_q, max_k, 0.0, True, False,
             scale=rules.scaling, window_size_left=window_left, window_size_right=0,
-        )[0]  # fmt: skip
-        return out
+        )[:2]  # fmt: skip
+        return out if rules.sinks_H is None else with_sinks(out, lse_HT.t(), rules.sinks_H)[0]
     return _one_by_one(query_THD, key_LKD, value_LKD, cu_q, cu_k, rules)
 
 
 def _one_by_one(
     query_THD: Tensor, key_LKD: Tensor, value_LKD: Tensor, cu_q: Tensor, cu_k: Tensor, rules: AttentionRules
 ) -> Tensor:  # fmt: skip
-    scaling, window, softcap = rules
     outs = []
     bounds_q, bounds_k = cu_q.tolist(), cu_k.tolist()
     for (q0, q1), (k0, k1) in zip(zip(bounds_q, bounds_q[1:]), zip(bounds_k, bounds_k[1:]), strict=True):  # noqa: B905, RUF007
         query, key, value = (x.transpose(0, 1) for x in (query_THD[q0:q1], key_LKD[k0:k1], value_LKD[k0:k1]))
-        mask = _visible(q1 - q0, k1 - k0, window, query.device)
-        if softcap is None:
+        mask = _visible(q1 - q0, k1 - k0, rules.sliding_window, query.device)
+        if rules.softcap is None and rules.sinks_H is None:
             group = query.shape[0] // key.shape[0]
             key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
-            out = F.scaled_dot_product_attention(query[None], key[None], value[None], attn_mask=mask, scale=scaling)[0]
+            out = F.scaled_dot_product_attention(
+                query[None], key[None], value[None], attn_mask=mask, scale=rules.scaling
+            )[0]
         else:
-            out = softcapped_attention(query, key, value, mask, scaling, softcap)
+            out = explicit_attention(query, key, value, mask, rules)
         outs.append(out.transpose(0, 1))
     return torch.cat(outs)

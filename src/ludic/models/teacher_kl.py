@@ -66,13 +66,13 @@ def vocabulary_kl(
         hidden_AD, teacher_hidden_AE = hidden_AD.to(dtype), teacher_hidden_AE.to(dtype)
     bias_V = teacher_head.bias_V
     teacher = _Frozen(
-        teacher_hidden_AE.detach(),
+        teacher_head.inputs(teacher_hidden_AE).detach(),
         teacher_head.weight_VD.detach(),
         None if bias_V is None else bias_V.detach(),
         teacher_head.softcap,
     )
     kl_A: Tensor = _ChunkedKL.apply(
-        hidden_AD, head.weight_VD, head.bias_V, teacher, inverse_temperature_A, head.softcap, how
+        head.inputs(hidden_AD), head.weight_VD, head.bias_V, teacher, inverse_temperature_A, head.softcap, how
     )
     return kl_A
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ludic.models.attention import AttentionRules
+from ludic.models.attention import AttentionRules, with_sinks
 from ludic.models.packed_attention import Gradients, LengthGroup, attend_groups, length_groups, to_device
 from ludic.models.prefix_tree import TokenTree
 
@@ -47,17 +47,23 @@ class TreeSequences:
         inputs = query_THD, key_TKD, value_TKD
         window = self._window(rules)
         if query_THD.is_cuda and query_THD.dtype in (torch.bfloat16, torch.float16) and rules.softcap is None:
-            return self.attend_varlen(*inputs, rules.scaling, window)
+            return self.attend_varlen(*inputs, rules.scaling, window, rules.sinks_H)
         if not query_THD.is_cuda and rules.softcap is None and window is None and self._is_merged:
-            out: Tensor = _Attention.apply(*inputs, *self._padded_calls, rules.scaling)
+            out: Tensor = _Attention.apply(*inputs, rules.sinks_H, *self._padded_calls, rules.scaling)
             return out
         return attend_groups(self._gathered_groups, *inputs, rules)
 
     def attend_varlen(
-        self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float, window: int | None
+        self,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        scaling: float,
+        window: int | None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """On a GPU in half precision."""
-        out: Tensor = _Attention.apply(query_THD, key_TKD, value_TKD, *self._calls(window), scaling)
+        out: Tensor = _Attention.apply(query_THD, key_TKD, value_TKD, sinks_H, *self._calls(window), scaling)
         return out
 
     def attend_by_hand(
@@ -247,21 +253,43 @@ class _Attention(torch.autograd.Function):
         query_THD: Tensor,
         key_TKD: Tensor,
         value_TKD: Tensor,
+        sinks_H: Tensor | None,
         first: Sequence[_Call],
         further: Sequence[_Call],
         scaling: float,
     ) -> Tensor:
         query, key, value = (x.contiguous() for x in (query_THD, key_TKD, value_TKD))
         out_THD, lse_TH = _merged(query, key, value, first, further, scaling)
-        ctx.save_for_backward(query, key, value, out_THD, lse_TH)
+        if sinks_H is not None:
+            out_THD, lse_TH = with_sinks(out_THD, lse_TH, sinks_H)
+        ctx.save_for_backward(query, key, value, out_THD, lse_TH, sinks_H)
         ctx.first, ctx.further, ctx.scaling = first, further, scaling
         return out_THD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
-        grads = _gradients((grad_THD.contiguous(), *ctx.saved_tensors), ctx.first, ctx.further, ctx.scaling)
-        return *grads, None, None, None
+        *saved, out_THD, lse_TH, sinks_H = ctx.saved_tensors
+        grads = _gradients(
+            (grad_THD.contiguous(), *saved, out_THD, lse_TH.contiguous()), ctx.first, ctx.further, ctx.scaling
+        )
+        grad_sinks = None
+        if sinks_H is not None:
+            # A sink is a key whose value is zero: its probability times −(gradient · output), as for every key.
+            share_TH = torch.exp(sinks_H.to(lse_TH.dtype) - lse_TH)
+            grad_sinks = -(share_TH * (grad_THD.to(lse_TH.dtype) * out_THD).sum(-1)).sum(0).to(sinks_H.dtype)
+        return *grads, grad_sinks, None, None, None
+
+
+def varlen_with_sinks(
+    query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, cu: Tensor, longest: int, rules: AttentionRules
+) -> Tensor:
+    """Whole sequences end to end, on a GPU in half precision, with attention sinks."""
+    whole = slice(0, query_THD.shape[0])
+    window_left = -1 if rules.sliding_window is None else rules.sliding_window - 1
+    call = _VarlenCall(whole, whole, cu, cu, longest, longest, is_causal=True, window_left=window_left)
+    out: Tensor = _Attention.apply(query_THD, key_TKD, value_TKD, rules.sinks_H, [call], [], rules.scaling)
+    return out
 
 
 def _merged(

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ludic.models.attention import AttentionRules, softcapped_attention
+from ludic.models.attention import AttentionRules, explicit_attention
 from ludic.types import ConfigError
 
 # Letters: T flat tokens, L context length, B spans, H query heads, K key/value heads, D head size, S slots.
@@ -113,12 +113,12 @@ class PrefillState:
             alike.setdefault((span.start, _padded_queries(span.end - span.start)), []).append(span)
         self._groups = [_SpanGroup(spans, num_queries, new_slots_T) for (_, num_queries), spans in alike.items()]
         self.is_plain = True
-        """Whether no layer has had a sliding window or soft-capped scores."""
+        """Whether no layer has had a sliding window, soft-capped scores or sinks."""
 
     def attend(
         self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
     ) -> Tensor:
-        self.is_plain &= rules.sliding_window is None and rules.softcap is None
+        self.is_plain &= rules.sliding_window is None and rules.softcap is None and rules.sinks_H is None
         keys, values = key_TKD, value_TKD
         if self._pool is not None and self._new_slots_T is not None:
             keys, values = self._pool.keys[layer], self._pool.values[layer]
@@ -183,12 +183,12 @@ class _SpanGroup:
 
 
 def _attend(query_BHTD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, mask_TL: Tensor, rules: AttentionRules) -> Tensor:
-    if rules.softcap is None:
+    if rules.softcap is None and rules.sinks_H is None:
         out: Tensor = F.scaled_dot_product_attention(
             query_BHTD, key_BKLD, value_BKLD, attn_mask=mask_TL, scale=rules.scaling, enable_gqa=True
         )
         return out
-    return softcapped_attention(query_BHTD, key_BKLD, value_BKLD, mask_TL, rules.scaling, rules.softcap)
+    return explicit_attention(query_BHTD, key_BKLD, value_BKLD, mask_TL, rules)
 
 
 def free_memory(device: torch.device) -> int:

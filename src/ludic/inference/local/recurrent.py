@@ -22,7 +22,7 @@ from ludic.models.attention import NAME as ATTENTION_NAME
 from ludic.models.attention import AttentionState, NotRoutable
 from ludic.models.forward import Forward
 from ludic.models.recurrent.layers import Mix, RecurrentState, mix_of, recurrent_layers
-from ludic.models.recurrent.packed import SequenceRows, packs_exactly
+from ludic.models.recurrent.packed import SequenceRows
 from ludic.models.weights import shared_view
 
 _PROBED_PARTS = ((12,), (5, 1, 1, 1, 1, 1, 1, 1), (5, 4, 1, 2))
@@ -43,7 +43,7 @@ class HybridBackend(PagedBackend):
         view = shared_view(model)
         view.set_attn_implementation(ATTENTION_NAME)
         steps, self._continues = probe_mixers(view)
-        if not (steps and packs_exactly(view)):
+        if not steps:
             raise NotRoutable("its recurrent layers do not repeat its plain forward pass from a state")
 
     def runner(self, view: Any, settings: RunnerSettings) -> "RecurrentRunner":

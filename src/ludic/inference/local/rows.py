@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ludic.inference.local.kv import KEY_MULTIPLE, QUERY_BLOCK, KVPool
 from ludic.inference.local.sequence import Sequence
-from ludic.models.attention import AttentionRules, softcapped_attention
+from ludic.models.attention import AttentionRules, explicit_attention
 
 MIN_SHARED = 128
 """Tokens from which the first part of a prompt has a separate row: for fewer, the second attention call costs too much."""
@@ -225,8 +225,9 @@ class DecodeState:
         query_RKGD = query_THD.view(num_rows, kv_heads, num_heads // kv_heads, size)
         key_RKLD, value_RKLD = keys[:num_rows, :, : self._length], values[:num_rows, :, : self._length]
         mask = self._mask(rules.sliding_window)
-        if rules.softcap is not None:
-            out = softcapped_attention(query_RKGD, key_RKLD, value_RKLD, mask, rules.scaling, rules.softcap)
+        if rules.softcap is not None or rules.sinks_H is not None:
+            sinks_KG = None if rules.sinks_H is None else rules.sinks_H.view(kv_heads, -1)
+            out = explicit_attention(query_RKGD, key_RKLD, value_RKLD, mask, rules, sinks=sinks_KG)
         elif self._shared is not None:
             out, lse_RKG = _attention_with_lse(
                 query_RKGD, key_RKLD, value_RKLD, 0.0, False, attn_mask=mask, scale=rules.scaling

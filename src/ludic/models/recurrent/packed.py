@@ -6,16 +6,13 @@ so every token's output is that of its sequence alone.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ludic.models.attention import AttentionState
-from ludic.models.head import hidden_states
-from ludic.models.packed_attention import PackedSequences, to_device
+from ludic.models.packed_attention import to_device
 from ludic.models.recurrent.layers import Mix
 
 _MAX_WASTE = 1.5
@@ -81,33 +78,3 @@ class _RowGroup:
     def mix(self, mix: Mix, hidden_TD: Tensor) -> Tensor:
         out_ND = mix(hidden_TD[self.tokens_BL], None).flatten(0, 1)
         return out_ND if self.kept_N is None else out_ND.index_select(0, self.kept_N)
-
-
-_PROBED = (9, 7)
-_TOLERANCE, _TOLERANCE_HALF = 1e-4, 5e-2
-"""Difference relative to the largest hidden state, in fp32 and in half precision."""
-
-
-@torch.no_grad()
-def packs_exactly(model: Any) -> bool:
-    """Whether two sequences, packed, have the hidden states of each alone. The model's layers are routed."""
-    embedding = model.get_input_embeddings().weight
-    if embedding.device.type == "meta":
-        return True
-    ids_T = (torch.arange(sum(_PROBED), device=embedding.device) * 7 + 1) % embedding.shape[0]
-    parts = ids_T.split(list(_PROBED))
-    positions = [torch.arange(length, device=embedding.device) for length in _PROBED]
-    bounds = np.cumsum([0, *_PROBED])
-    paths = [np.arange(start, stop) for start, stop in pairwise(bounds.tolist())]
-    was_training = model.training
-    model.eval()
-    try:
-        state = HybridSequences(PackedSequences(_PROBED, embedding.device), paths, embedding.device)
-        together = hidden_states(model, ids_T, torch.cat(positions), state)
-        decoder = model.get_decoder()
-        alone = torch.cat([decoder(input_ids=part[None], use_cache=False).last_hidden_state[0] for part in parts])
-    finally:
-        model.train(was_training)
-    tolerance = _TOLERANCE if alone.dtype is torch.float32 else _TOLERANCE_HALF
-    scale = float(alone.abs().nan_to_num().max()) + 1e-6
-    return torch.allclose(together.float(), alone.float(), rtol=0, atol=tolerance * scale, equal_nan=True)

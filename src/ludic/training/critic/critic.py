@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ludic.models.head import plain_model
+from ludic.models.head import decoder_of
 from ludic.training.learner.packing import PackedBatch
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.types import ConfigError, SAWItem
@@ -122,7 +122,7 @@ class ModelCritic:
         self.head.load_state_dict(state["head"])
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        decoder: nn.Module = plain_model(self._trunk.model).get_decoder()
+        decoder: nn.Module = decoder_of(self._trunk.model)
         return {name: parameter for name, parameter in decoder.named_parameters() if parameter.requires_grad}
 
 

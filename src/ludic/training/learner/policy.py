@@ -12,7 +12,7 @@ from torch import Tensor
 from ludic.distributed.context_parallel import ContextParallel, require_same_in_slices
 from ludic.distributed.fsdp import compute_device, is_sharded
 from ludic.distributed.ranks import Ranks
-from ludic.models.attention import route_attention
+from ludic.models.attention import SKIP_MASK, NotRoutable, route_attention, say_once
 from ludic.models.bitwise.attention import Span, TrainedAttention
 from ludic.models.bitwise.decoder import BitwiseDecoder
 from ludic.models.bitwise.head import chosen_logps as bitwise_logps
@@ -23,6 +23,7 @@ from ludic.models.head import (
     Head,
     chosen_logps,
     compute,
+    decoder_of,
     find_head,
     hidden_states,
     is_decoder,
@@ -35,7 +36,7 @@ from ludic.models.llama.training import fused_decoder
 from ludic.models.memory.offload import ActivationOffload, HostTape
 from ludic.models.packed_attention import PackedSequences
 from ludic.models.recurrent.layers import recurrent_layers
-from ludic.models.recurrent.packed import HybridSequences, packs_exactly
+from ludic.models.recurrent.packed import HybridSequences
 from ludic.models.teacher_kl import VocabularyKL, vocabulary_kl
 from ludic.models.tree_attention import TreeSequences
 from ludic.models.vision.inputs import Pictures, VisionDecoder, is_vision_model
@@ -96,7 +97,7 @@ class TrainedPolicy:
         self._replays = replay_experts
         self.packed = packed and self._vision is None and is_decoder(model) and _can_pack(model)
         self._is_hybrid = self.packed and bool(recurrent_layers(model))
-        self._head = _head_of(model, is_needed=self.packed)
+        self._head = _head_of(model)
         first = next(model.parameters())
         self.device: torch.device = compute_device(model)
         gains = context is None and _gains_by_sharing(model, self.device)
@@ -185,8 +186,10 @@ class TrainedPolicy:
         def work() -> Outputs:
             if self._context is not None and not batch.is_padded:
                 return self._sliced_outputs(self._context, batch, entropy, observations)
-            if self._head is None:
+            if self._head is None and batch.is_padded:
                 return self.outputs_of(self._whole_logits(batch), batch, entropy=entropy, observations=observations)
+            if self._head is None:
+                return self._from_packed_logits(batch, entropy, observations)
             actions = batch.actions
             with self._precision():
                 hidden_TD = self._hidden(batch)
@@ -251,17 +254,46 @@ class TrainedPolicy:
         observations: ObservationFields | None = None,
     ) -> Outputs:
         """`outputs` from the whole logits of a padded micro-batch, without hidden states."""
-        actions, logits_TV = batch.actions, logits_BLV.flatten(0, 1)
+        logits_TV = logits_BLV.flatten(0, 1)
+        logits_AV = logits_TV.index_select(0, batch.actions.predictor_A)
+        logits_OV = None if observations is None else logits_TV.index_select(0, observations.predictor_O)
+        return self._outputs_of_chosen(logits_AV, logits_OV, batch, entropy, observations)
+
+    def _from_packed_logits(
+        self, batch: PackedBatch, entropy: EntropyMode | None, observations: ObservationFields | None
+    ) -> Outputs:
+        """For a model that does more to its hidden states than an output layer: its own logits, of the chosen positions alone."""
+        wanted = [batch.actions.predictor_A, *([] if observations is None else [observations.predictor_O])]
+        with self._precision():
+            logits_NV = self.model(
+                input_ids=batch.ids_T[None],
+                position_ids=batch.positions_T[None],
+                attention_mask=SKIP_MASK.to(self.device),
+                use_cache=False,
+                ludic_state=self._state(batch),
+                logits_to_keep=torch.cat(wanted),
+            ).logits[0]
+        logits_AV, *rest = logits_NV.split([len(part) for part in wanted])
+        return self._outputs_of_chosen(logits_AV, rest[0] if rest else None, batch, entropy, observations)
+
+    def _outputs_of_chosen(
+        self,
+        logits_AV: Tensor,
+        logits_OV: Tensor | None,
+        batch: PackedBatch,
+        entropy: EntropyMode | None,
+        observations: ObservationFields | None,
+    ) -> Outputs:
+        actions = batch.actions
         logps_A, entropy_A = logps_of_logits(
-            logits_TV.index_select(0, actions.predictor_A),
+            logits_AV,
             actions.target_A,
             actions.inverse_temperature_A,
             entropy=entropy,
             candidates=actions.candidates,
         )
-        if observations is None:
+        if observations is None or logits_OV is None:
             return Outputs(None, logps_A, entropy_A)
-        logits_OV = logits_TV.index_select(0, observations.predictor_O)
         scale_O = torch.ones_like(observations.target_O, dtype=torch.float32)
         return Outputs(None, logps_A, entropy_A, logps_of_logits(logits_OV, observations.target_O, scale_O)[0])
 
@@ -309,10 +341,7 @@ class TrainedPolicy:
 
     def _decoded(self, batch: PackedBatch) -> Tensor:
         if not batch.is_padded:
-            tree, lengths = batch.tree, batch.lengths
-            state: Any = PackedSequences(lengths, self.device) if tree is None else TreeSequences(tree, self.device)
-            if self._is_hybrid:
-                state = HybridSequences(state, batch.paths, self.device)
+            state = self._state(batch)
             if self._bitwise is not None:
                 attention = TrainedAttention(_spans(batch), len(batch.ids_T), state, self.device)
                 return self._bitwise.hidden(batch.ids_T, batch.positions_T, attention)
@@ -321,9 +350,16 @@ class TrainedPolicy:
         if self._vision is not None:
             images_B = [item.attachments.images for item in batch.items]
             return self._vision.hidden(ids_BL, mask_BL, images_B).flatten(0, 1)
-        decoder = plain_model(self.model).get_decoder()
-        out: Tensor = decoder(input_ids=ids_BL, attention_mask=mask_BL, use_cache=False).last_hidden_state
+        out: Tensor = decoder_of(self.model)(
+            input_ids=ids_BL, attention_mask=mask_BL, use_cache=False
+        ).last_hidden_state
         return out.flatten(0, 1)
+
+    def _state(self, batch: PackedBatch) -> Any:
+        """Attention, and the recurrent layers, of a packed micro-batch."""
+        tree, lengths = batch.tree, batch.lengths
+        state = PackedSequences(lengths, self.device) if tree is None else TreeSequences(tree, self.device)
+        return HybridSequences(state, batch.paths, self.device) if self._is_hybrid else state
 
     def _rows(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Ids and attention mask [B, L] of a padded micro-batch."""
@@ -394,9 +430,10 @@ def _gains_by_sharing(model: Any, device: torch.device) -> bool:
 def _can_pack(model: Any) -> bool:
     try:
         with torch.no_grad():
-            compute(model, lambda: _route(plain_model(model)))
-    except ConfigError as error:
-        logger.warning("Samples are padded instead of packed, which is slower: %s", error)
+            compute(model, lambda: route_attention(plain_model(model)))
+    except NotRoutable as error:
+        name = type(plain_model(model)).__name__
+        say_once(f"{name} is trained on padded samples instead of packed ones, which is slower: {error.reason}.")
         return False
     return True
 
@@ -406,20 +443,12 @@ def _vision_of(model: Any, images: Any) -> VisionDecoder | None:
     return VisionDecoder(inner, None if images is None else Pictures(images)) if is_vision_model(inner) else None
 
 
-def _route(model: Any) -> None:
-    route_attention(model)
-    if recurrent_layers(model) and not packs_exactly(model):
-        raise ConfigError(f"{type(model).__name__}'s recurrent layers give other results over packed samples.")
-
-
-def _head_of(model: Any, *, is_needed: bool) -> Head | None:
+def _head_of(model: Any) -> Head | None:
     """None: log-probs are taken from the model's own logits, which are held whole."""
-    if is_needed:
-        return find_head(model)
     try:
         return find_head(model) if is_decoder(model) else None
     except ConfigError as error:
-        logger.warning("Log-probs are taken from whole logits, which takes more memory: %s", error)
+        say_once(f"Log-probs are taken from whole logits, which takes more memory: {error}")
         return None
 
 

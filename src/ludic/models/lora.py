@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ludic.models.head import plain_model, whole
+from ludic.models.recurrent.layers import is_recurrent
 from ludic.models.weights import shared_view
 from ludic.types import ConfigError, MissingExtra, derive_seed
 
@@ -120,6 +121,33 @@ def _merge(layer: Any) -> nn.Module:
         inner = inner.base_layer  # type: ignore[attr-defined]
     base: nn.Module = inner
     return base
+
+
+_READ_DIRECTLY = ("out_proj", "dt_proj")
+"""Layers of a Mamba mixer whose weights its kernels (and Jamba's own code) read without calling the layer."""
+
+
+def not_adaptable(model: nn.Module) -> list[str]:
+    """Names of linear layers on which an adapter would be skipped by the forward pass, or that are not called as one."""
+    found = []
+    for name, module in model.named_modules():
+        if is_recurrent(module) and hasattr(module, "D"):  # of the recurrent mixers, only Mamba's have this vector
+            found += [
+                f"{name}.{child}" for child in _READ_DIRECTLY if isinstance(getattr(module, child, None), nn.Linear)
+            ]
+        elif isinstance(module, nn.Linear) and type(module).__module__.startswith("transformers.models."):
+            found.append(name)  # Llama 4's router returns more than a product
+    return found
+
+
+def adapted_layers(model: Any) -> str | list[str]:
+    """peft's `target_modules` for all linear layers but the output layer. peft refuses "all-linear" for some models with Mamba
+    mixers even where those layers are excluded, so there all others are named."""
+    left_out = not_adaptable(model)
+    if not any(name.endswith(_READ_DIRECTLY) for name in left_out):
+        return "all-linear"
+    left_out.append(next(name for name, module in model.named_modules() if module is model.get_output_embeddings()))
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in left_out]
 
 
 def adapter_problem(model: Any) -> str | None:

@@ -22,6 +22,7 @@ from ludic.models import SMOLLM2, TINY
 from ludic.models.experts.adapters import expert_parameters
 from ludic.models.head import plain_model
 from ludic.models.loading import LoadedModel, best_dtype, load_gguf_tokenizer, load_model
+from ludic.models.lora import adapted_layers, not_adaptable
 from ludic.models.tiny import character_tokenizer
 from ludic.models.vision.inputs import (
     Pictures,
@@ -85,8 +86,8 @@ def _with_lora(model: Any, settings: ModelSettings, seed: int) -> Any:
         # peft says int, but only divides it by the rank.
         lora_alpha=int(alpha) if alpha.is_integer() else alpha,  # type: ignore[arg-type]
         lora_dropout=settings.lora_dropout,
-        target_modules="all-linear",
-        exclude_modules=vision_modules(model),
+        target_modules=adapted_layers(model),
+        exclude_modules=vision_modules(model) or not_adaptable(model) or None,
         target_parameters=experts or None,
         task_type="CAUSAL_LM",
     )

@@ -54,7 +54,7 @@ async def test_sequences_that_share_a_cache_or_take_turns_get_what_generate_give
 
 
 async def test_sampled_tokens_have_the_log_probs_of_a_plain_forward_and_repeat_with_their_seed():
-    model = family_model("qwen3_next")
+    model = family_model("llama4")
     async with make_engine(model) as engine:
         asked = [request(p, seed=7 + i, temperature=0.8, max_tokens=8) for i, p in enumerate(prompts())]
         answers = await ask_all(engine, asked)
@@ -68,7 +68,7 @@ async def test_sampled_tokens_have_the_log_probs_of_a_plain_forward_and_repeat_w
 
 
 async def test_preempted_sequences_continue_as_if_nothing_happened():
-    model = family_model("lfm2")
+    model = family_model("llama4")
     async with make_engine(model, kv_tokens=40) as engine:
         answers = await ask_all(engine, [request(p, max_tokens=12) for p in prompts()])
         assert engine.stats["preemptions"] > 0
@@ -99,7 +99,7 @@ def _zero_the_embedding(engine, model) -> None:
 
 
 async def test_a_cancelled_request_leaves_its_row_and_the_others_are_unchanged():
-    model = family_model("bamba")
+    model = family_model(MIXED)
     async with make_engine(model) as engine:
         gate = Gate(model, at_call=4)
         asked = [asyncio.create_task(ask(engine, p, max_tokens=8)) for p in prompts()[:3]]

@@ -18,7 +18,7 @@ TOOLS = [
         "function": {"name": "calculator", "description": "Add.", "parameters": {"type": "object", "properties": {}}},
     }
 ]
-QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 texts = st.sampled_from(
     [
         "ok",

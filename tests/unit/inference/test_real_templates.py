@@ -393,3 +393,30 @@ def test_a_rendered_call_shows_its_arguments_as_the_model_would_write_them(name:
             continue
         assert "calculator" in text and "42 apples" in text
         assert "'y': '42" not in text and '\\"y\\"' not in text
+
+
+def test_spans_of_real_templates_hold_the_text_of_their_messages():
+    """Every token of a first and of a second prompt is in one span, and the text of each message within its own. Of half of the
+    templates, for time."""
+    num_prompts = 0
+    for name in sorted(templates())[::2]:
+        try:
+            template = HFChatTemplate(tokenizer_of(name))
+        except TemplateError:
+            continue
+        tokenizer, conversation = template.tokenizer, Conversation(template)
+        reply = {"role": "assistant", "content": "Let me see."}
+        messages = [{"role": "user", "content": "The capital?"}]
+        prompts = [(conversation.next_prompt(messages, with_spans=True), messages)]
+        conversation.record([*tokenizer.encode(reply["content"]), tokenizer.eos_token_id], reply["content"])
+        messages = [*messages, reply, {"role": "user", "content": "Go on please"}]
+        prompts.append((conversation.next_prompt(messages, with_spans=True), messages))
+        for prompt, shown in prompts:
+            spans, num_prompts = prompt.message_spans, num_prompts + 1
+            assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])], name
+            assert spans[-1].end == len(prompt.token_ids), name
+            for index, message in enumerate(shown):
+                (span,) = [span for span in spans if span.message == index]
+                text = tokenizer.decode(prompt.token_ids[span.text_start : span.text_end].tolist())
+                assert message["content"] in text and len(text) < len(message["content"]) + 24, (name, index)
+    assert not templates() or num_prompts > 40

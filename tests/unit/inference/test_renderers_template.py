@@ -27,7 +27,7 @@ SEARCH = {
         "parameters": {"type": "object", "properties": {"query": {"type": "string", "description": "What."}}},
     },
 }
-QUICK = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+QUICK = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def make(name: str, **fields: Any) -> RenderersTemplate:

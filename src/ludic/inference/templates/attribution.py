@@ -108,9 +108,15 @@ def _in_order(found: dict[int, tuple[int, int]], num_messages: int) -> list[int]
 
 def token_spans(spans: Sequence[MessageSpan], starts: npt.NDArray[np.int64], num_dropped: int = 0) -> list[MessageSpan]:
     """Spans of characters as spans of the tokens that start at these characters, without the first `num_dropped` tokens."""
-    edges = [(span.start, span.end, span.text_start, span.text_end) for span in spans]
-    places = np.maximum(np.searchsorted(starts, np.array(edges, dtype=np.int64)) - num_dropped, 0).tolist()
-    made = [MessageSpan(span.message, span.role, *place) for span, place in zip(spans, places, strict=True)]
+    edges = np.array([(s.start, s.end, s.text_start, s.text_end) for s in spans], dtype=np.int64)
+    places = np.searchsorted(starts, edges)
+    # A token that begins before a text and holds its first characters is part of the text.
+    begins = places[:, 2]
+    is_inside = (edges[:, 2] < edges[:, 3]) & (begins > places[:, 0])
+    is_inside &= np.append(starts, np.iinfo(np.int64).max)[begins] > edges[:, 2]
+    places[:, 2] -= is_inside
+    places = np.maximum(places - num_dropped, 0)
+    made = [MessageSpan(span.message, span.role, *own) for span, own in zip(spans, places.tolist(), strict=True)]
     last = made[-1]
     # Characters behind the last token's start belong to it.
     made[-1] = last._replace(end=max(len(starts) - num_dropped, 0))

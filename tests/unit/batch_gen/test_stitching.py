@@ -90,6 +90,21 @@ def test_turns_that_weigh_differently_give_token_weights_and_their_mean():
     assert item.weight == pytest.approx(5 / 3)
 
 
+def test_experts_of_a_token_are_those_of_the_call_that_first_computed_it():
+    """The second call knows the last token of the first completion, and would say otherwise of earlier ones."""
+    first = np.array([1, 1, 1, -1]).repeat(2).reshape(4, 1, 2)
+    second = np.array([2, 2, 2, 2, 2, -1]).repeat(2).reshape(6, 1, 2)
+    rollout = two_turns()
+    traces = [step.trace for step in rollout.steps if step.trace is not None]
+    for trace, experts in zip(traces, (first, second), strict=True):
+        object.__setattr__(trace, "experts", experts.astype(np.int16))
+    (item,) = stitch_rollout(rollout, _constant(rollout))
+    assert item.attachments.experts[:, 0, 0].tolist() == [1, 1, 1, 2, 2, -1]
+    object.__setattr__(traces[1], "experts", None)
+    (item,) = stitch_rollout(rollout, _constant(rollout))
+    assert item.attachments.experts is None, "a call without them leaves the item without"
+
+
 def test_candidates_of_turns_are_put_together_and_what_cannot_be_repeated_is_said_of_the_item():
     (item,) = stitch_rollout(
         rollout := two_turns(drawn=(CandidateSets.of([[6, 8]]), "min_tokens=1")), _constant(rollout)

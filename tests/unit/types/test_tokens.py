@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 
@@ -60,3 +62,15 @@ def test_views_of_a_token_log_do_not_change_with_later_appends():
     log.append(list(range(1000)))
     assert early.tolist() == [1, 2] and len(log) == 1002
     assert log.view()[:4].tolist() == [1, 2, 0, 1]
+
+
+def test_experts_of_a_trace_come_back_from_json_and_are_checked():
+    experts = np.arange(5 * 2 * 3).reshape(5, 2, 3) - 1
+    trace = TokenTrace([1, 2, 3], [4, 5], experts=experts)
+    again = TokenTrace.from_dict(json.loads(json.dumps(trace.to_dict())))
+    assert again == trace and again.experts.dtype == np.int16 and np.array_equal(again.experts, experts)
+    assert not again.experts.flags.writeable
+    assert trace != TokenTrace([1, 2, 3], [4, 5]) and "experts" not in TokenTrace([1], [2]).to_dict()
+    for wrong in (experts[:4], experts[:, 0], experts - 1, experts + 40_000, experts.astype(float)):
+        with pytest.raises(ValueError, match="experts"):
+            TokenTrace([1, 2, 3], [4, 5], experts=wrong)

@@ -102,6 +102,13 @@ def images(draw, length: int) -> tuple[ImageSpan, ...]:
 
 
 @st.composite
+def experts(draw, length: int) -> np.ndarray:
+    """Of two mixture layers, three for each token."""
+    flat = draw(st.lists(st.integers(-1, 2**15 - 1), min_size=6 * length, max_size=6 * length))
+    return np.array(flat, dtype=np.int16).reshape(length, 2, 3)
+
+
+@st.composite
 def attachments(draw, tokens: list[int], length: int) -> SampleAttachments:
     count = len(tokens)
     logps = draw(floats(count, any32))
@@ -112,6 +119,7 @@ def attachments(draw, tokens: list[int], length: int) -> SampleAttachments:
         untrainable_sampling=draw(st.none() | texts),
         version_runs=draw(st.just(()) | version_runs(count)),
         images=draw(st.just(()) | images(length)),
+        experts=draw(st.none() | experts(length)),
         **{name: draw(floats(count, finite32)) for name in PER_TOKEN},
     )
 

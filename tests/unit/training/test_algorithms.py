@@ -112,7 +112,7 @@ PRESETS = {
     "echo": (
         {
             "group_size": 8, "group_normalize_adv": True, "observation_coeff": 0.05, "clip_eps_low": 0.2, "clip_eps_high": 0.2,
-            "ratio_clip": None, **SUMS,
+            "ratio_clip": None, "train_on": (), **SUMS,
         },
         GroupNormalizedReturn,
         CompositeLoss,
@@ -203,9 +203,9 @@ PRESETS = {
         CISPOLoss,
         {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "reduction": Reduction("sample_mean")},
     ),
-    "sft": ({"length_normalize": False, **SUMS}, ConstantCredit, MaskedCausalLMCrossEntropyLoss, {"reduction": Reduction("sample_sum")}),
+    "sft": ({"length_normalize": False, "train_on": (), **SUMS}, ConstantCredit, MaskedCausalLMCrossEntropyLoss, {"reduction": Reduction("sample_sum")}),
     "rft": (
-        {"min_reward": 1.0, "distinct": False, "max_per_group": None, "length_normalize": False, **SUMS},
+        {"min_reward": 1.0, "distinct": False, "max_per_group": None, "length_normalize": False, "train_on": (), **SUMS},
         ConstantCredit,
         MaskedCausalLMCrossEntropyLoss,
         {"reduction": Reduction("sample_sum")},

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ludic.distributed.ranks import Ranks, difference
 from ludic.models.execution import decoder_layers
 from ludic.models.head import plain_model
+from ludic.models.memory.quantized import is_quantized
 from ludic.types import ConfigError
 
 Precision: TypeAlias = Literal["bf16", "fp32"]
@@ -176,6 +177,10 @@ def _sharded(model: Any, settings: FSDPSettings, mesh: DeviceMesh) -> Any:
     if not blocks:
         raise ConfigError(
             f"{type(plain_model(model)).__name__} has no list of decoder blocks, so Ludic cannot shard it."
+        )
+    if any(map(is_quantized, model.modules())):
+        raise ConfigError(
+            "A base in four bits (quantize_base) cannot be sharded. Shard it in bf16, or train on one GPU."
         )
     if settings.gradient_checkpointing:
         plain_model(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

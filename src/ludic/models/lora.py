@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ludic.models.head import plain_model, whole
+from ludic.models.memory.quantized import dense_linear, is_quantized, merged_linear
 from ludic.models.recurrent.layers import is_recurrent
 from ludic.models.weights import shared_view
 from ludic.types import ConfigError, MissingExtra, derive_seed
@@ -59,6 +60,9 @@ def _dense(module: nn.Module, prefix: str, left: set[int], merged: "_LastMerged"
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     plain = _without_wrapper(module)
+    if is_quantized(plain.get_base_layer() if isinstance(plain, BaseTunerLayer) else plain):
+        yield from _dequantized(plain, prefix)
+        return
     if isinstance(plain, BaseTunerLayer):
         for name, parameter in plain.get_base_layer().named_parameters():
             read = _merged_reader(merged, plain, name)
@@ -70,6 +74,16 @@ def _dense(module: nn.Module, prefix: str, left: set[int], merged: "_LastMerged"
             yield _own(prefix + name, parameter)
     for name, child in plain.named_children():
         yield from _dense(child, f"{prefix}{name}.", left, merged)
+
+
+def _dequantized(layer: Any, prefix: str) -> Iterator[DenseWeight]:
+    """Of a layer in four bits, with its adapters added."""
+    base = layer if is_quantized(layer) else layer.get_base_layer()
+    make, dtype = (dense_linear if base is layer else merged_linear), base.compute_dtype
+    shape = base.out_features, base.in_features
+    yield DenseWeight(f"{prefix}weight", shape, dtype, lambda: make(layer, dtype).weight.detach())
+    if base.bias is not None:
+        yield _own(f"{prefix}bias", base.bias)
 
 
 def _without_wrapper(module: nn.Module) -> nn.Module:

@@ -110,6 +110,8 @@ class ModelSettings:
     """Of a mixture: the adapter is on the experts, too, each with its own matrices of that rank."""
     lora_dropout: float = 0.0
     """Dropout before the adapter, while training."""
+    quantize_base: Literal["4bit"] | None = None
+    """With --lora-rank: hold the frozen base in four bits (QLoRA; the package bitsandbytes)."""
     freeze_vision: bool = False
     """Do not train the vision tower of a vision-language model. An adapter is never put on it."""
     fork_from: Path | None = None
@@ -131,6 +133,11 @@ class ModelSettings:
             )
         if self.lora_alpha_mult <= 0:
             raise ConfigError(f"lora_alpha_mult = {self.lora_alpha_mult}; it must be above 0.")
+        if self.quantize_base is not None and not self.lora_rank:
+            raise ConfigError(
+                f"quantize_base = {self.quantize_base!r} holds a frozen base, but lora_rank = 0 trains all weights. Give "
+                "--lora-rank."
+            )
 
     @property
     def num_threads(self) -> int | None:
@@ -544,7 +551,7 @@ class RunConfig:
             **{
                 name: f"trainer.{name}"
                 for name in (
-                    "critic_lr", "weight_decay", "max_grad_norm", "max_seq_len", "too_long", "micro_token_budget",
+                    "critic_lr", "optimizer", "weight_decay", "max_grad_norm", "max_seq_len", "too_long", "micro_token_budget",
                     "share_prefixes", "gradient_checkpointing", "offload_activations", "context_parallel", "compile", "bitwise",
                     "seed", "balance_experts", "replay_experts", "updates_per_batch", "mini_batches",
                 )

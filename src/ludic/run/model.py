@@ -23,6 +23,7 @@ from ludic.models.experts.adapters import expert_parameters
 from ludic.models.head import plain_model
 from ludic.models.loading import LoadedModel, best_dtype, load_gguf_tokenizer, load_model
 from ludic.models.lora import adapted_layers, not_adaptable
+from ludic.models.memory.quantized import quantize_linears
 from ludic.models.tiny import character_tokenizer
 from ludic.models.vision.inputs import (
     Pictures,
@@ -69,7 +70,11 @@ def load_policy(settings: ModelSettings, *, seed: int = 0, given: LoadedModel | 
 
 def _load_base(settings: ModelSettings, seed: int) -> LoadedModel:
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    return load_model(settings.model, dtype=dtype, device=find_device(settings.device), seed=seed)
+    if settings.quantize_base is None:
+        return load_model(settings.model, dtype=dtype, device=find_device(settings.device), seed=seed)
+    device = find_device(settings.device)
+    loaded = load_model(settings.model, dtype=dtype or best_dtype(device), device="cpu", seed=seed)
+    return replace(loaded, model=quantize_linears(loaded.model, device))
 
 
 def _with_lora(model: Any, settings: ModelSettings, seed: int) -> Any:
@@ -127,7 +132,7 @@ def load_reference(config: RunConfig, loaded: LoadedModel, given: LoadedModel | 
 
 def without_adapter(settings: ModelSettings) -> ModelSettings:
     """The model of a process that only samples: it is sent all weights, adapters merged, so it needs no adapter."""
-    return replace(base_settings(settings), lora_rank=0, fork_from=None)
+    return replace(base_settings(settings), lora_rank=0, quantize_base=None, fork_from=None)
 
 
 def load_tokenizer(settings: ModelSettings) -> Any:

@@ -184,6 +184,7 @@ def _check_settings(cfg: TrainerConfig, algo: RLAlgorithm) -> None:
         "compile": cfg.compile,
         "gradient_checkpointing": cfg.gradient_checkpointing,
         "offload_activations": cfg.offload_activations,
+        "optimizer": cfg.optimizer != "adamw",
         "context_parallel": cfg.context_parallel > 1,
         "model_device": cfg.model_device,
         "eval_in_background": cfg.eval_in_background,

@@ -20,6 +20,7 @@ _COUNTS = (
     "context_parallel",
 )
 _OPTIONAL_COUNTS = ("max_lag", "sync_every_steps", "eval_every_n_steps")
+OptimizerName: TypeAlias = Literal["adamw", "adamw8bit"]
 ScheduleKind: TypeAlias = Literal["constant", "linear", "cosine", "wsd"]
 
 
@@ -91,6 +92,8 @@ class TrainerConfig:
     """Another name of `lr`; it wins if both are given."""
     critic_lr: float | None = None
     """Of a critic's own weights, its head or its model; None is `lr`."""
+    optimizer: OptimizerName = "adamw"
+    """`adamw8bit` keeps both moments in 8 bits instead of 32 (the package bitsandbytes); not for weights that ranks share."""
     weight_decay: float = 0.01
     """AdamW's."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -205,6 +208,8 @@ class TrainerConfig:
                 raise ConfigError(f"{name}={count}; it must be {least} or more{or_none}.")
         if self.too_long not in get_args(LengthPolicy):
             raise ConfigError(f"too_long={self.too_long!r}; there are {', '.join(get_args(LengthPolicy))}.")
+        if self.optimizer not in get_args(OptimizerName):
+            raise ConfigError(f"optimizer={self.optimizer!r}; there are {', '.join(get_args(OptimizerName))}.")
         if self.mixed_precision_dtype not in ("bf16", None):
             raise ConfigError(f"mixed_precision_dtype={self.mixed_precision_dtype!r}; there are 'bf16' and None.")
         if self.bitwise and (self.compile or not self.packed):

@@ -1,9 +1,11 @@
 """The learner's AdamW: for weights that are sharded over ranks, and for weights in half precision.
 
 An update of 1e-5 on a weight of 0.02 is less than half of bfloat16's last digit: added to the weight itself it is lost, step
-after step. `FullPrecisionAdamW` adds it to a copy in fp32, and rounds the copy into the weight.
+after step. `FullPrecisionAdamW` adds it to a copy in fp32, and rounds the copy into the weight. `adamw8bit` is the same with
+moments in 8 bits, by bitsandbytes.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,25 +14,29 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ludic.training.config import TrainerConfig
-from ludic.types import ConfigError
+from ludic.types import ConfigError, MissingPackage
 
 
-def make_adamw(policy: Sequence[nn.Parameter], critic: Sequence[nn.Parameter], cfg: TrainerConfig) -> torch.optim.AdamW:
+def make_adamw(
+    policy: Sequence[nn.Parameter], critic: Sequence[nn.Parameter], cfg: TrainerConfig
+) -> torch.optim.Optimizer:
     """AdamW over the weights of a policy and of its critic, which are a second group if they have their own rate."""
     parameters = [*policy, *critic]
     if not parameters:
         raise ConfigError("The model has no parameter that requires a gradient.")
-    on_gpu = parameters[0].is_cuda
-    kind = FullPrecisionAdamW if is_narrow(parameters) else LocalAdamW
-    optimizer = kind(
-        parameters,
-        lr=cfg.lr,
-        betas=cfg.betas,
-        eps=cfg.eps,
-        weight_decay=cfg.weight_decay,
-        fused=on_gpu,
-        foreach=not on_gpu,
-    )
+    settings: dict[str, Any] = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps, "weight_decay": cfg.weight_decay}
+    optimizer: torch.optim.Optimizer
+    if cfg.optimizer == "adamw8bit":
+        if any(isinstance(p, DTensor) for p in parameters):
+            raise ConfigError(
+                "optimizer='adamw8bit' does not step weights that ranks share. Use optimizer='adamw': sharded, its state is "
+                "divided by the ranks."
+            )
+        optimizer = adamw8bit()(parameters, **settings)
+    else:
+        on_gpu = parameters[0].is_cuda
+        kind = FullPrecisionAdamW if is_narrow(parameters) else LocalAdamW
+        optimizer = kind(parameters, **settings, fused=on_gpu, foreach=not on_gpu)
     if cfg.critic_lr is not None:
         [group] = optimizer.param_groups
         held = group["params"]
@@ -71,8 +77,9 @@ def _cut_alike(grad: Tensor, weight: Tensor) -> Tensor:
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-class FullPrecisionAdamW(LocalAdamW):
-    """`param_groups` holds the fp32 copies; gradients are on the model's own parameters."""
+class _WithCopies(torch.optim.Optimizer):
+    """Before another optimizer in the order of bases: `param_groups` holds the fp32 copies; gradients are on the model's own
+    parameters."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], **settings: Any) -> None:
         self._served = list(parameters)
@@ -116,6 +123,26 @@ class FullPrecisionAdamW(LocalAdamW):
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "copies"})
         for (_, copy), saved in zip(self._pairs(), copies, strict=True):
             copy.copy_(saved)
+
+
+class FullPrecisionAdamW(_WithCopies, LocalAdamW):
+    """AdamW on fp32 copies of the weights in half precision."""
+
+
+@functools.cache
+def adamw8bit() -> type[torch.optim.Optimizer]:
+    """bitsandbytes' AdamW with moments in 8 bits, on fp32 copies of the weights in half precision. Weights of fewer than 4,096
+    numbers keep moments in fp32."""
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        how = "pip install 'bitsandbytes>=0.50'; or use optimizer='adamw'"
+        raise MissingPackage("bitsandbytes", "optimizer='adamw8bit'", how) from error
+
+    class FullPrecisionAdamW8bit(_WithCopies, AdamW8bit):
+        pass
+
+    return FullPrecisionAdamW8bit
 
 
 def is_narrow(parameters: Iterable[nn.Parameter]) -> bool:

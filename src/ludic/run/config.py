@@ -382,6 +382,9 @@ class RolloutSettings:
     """For vllm: the file with the servers' control token, or the run folder it is in. Default: $LUDIC_CONTROL_TOKEN."""
     server_memory: float = 0.4
     """For vllm: the share of the GPU's memory that a server started for the run may take; the trainer has the rest."""
+    server_quantization: Literal["fp8"] | None = None
+    """For vllm: a server started for the run rounds its weights to 8 bits when they arrive; watch logp_difference_abs
+    (docs/memory.md)."""
     server_hung_after: float = 60.0
     """For vllm: a server started for the run that leaves /health unanswered for so many seconds is restarted."""
     push: Push = "merged"

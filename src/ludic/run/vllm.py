@@ -91,9 +91,11 @@ def connect_to_servers(run: ResolvedRun) -> tuple[VLLMChatClient, str]:
     return client, run_sync(served_name(client))
 
 
-def save_for_server(loaded: LoadedModel, folder: Path, *, is_alone: bool = False) -> list[str]:
+def save_for_server(
+    loaded: LoadedModel, folder: Path, *, is_alone: bool = False, quantization: str | None = None
+) -> list[str]:
     """Write the run's weights to the folder that vLLM reads; returns vLLM's flags for them. `is_alone`: the base without the
-    adapter, which is pushed by itself."""
+    adapter, which is pushed by itself. `quantization`: what vLLM turns them into when it loads them."""
     model: Any = plain_model(loaded.model)
     with no_progress_bar(), loaded.model.disable_adapter() if is_alone else contextlib.nullcontext():
         model.save_pretrained(folder, state_dict=dict(dense_parameters(loaded.model)))
@@ -102,12 +104,14 @@ def save_for_server(loaded: LoadedModel, folder: Path, *, is_alone: bool = False
     if is_alone:
         rank = fitting_rank(read_adapter(loaded.model).rank)
         flags = ["--served-model-name", BASE, "--enable-lora", "--max-lora-rank", str(rank)]
+    flags += [] if quantization is None else ["--quantization", quantization]
     return ["--dtype", str(next(model.parameters()).dtype).removeprefix("torch."), *flags]
 
 
 def _start(loaded: LoadedModel, run: ResolvedRun, folder: Path) -> VLLMServerProcess:
     settings = run.config.rollouts
-    flags = save_for_server(loaded, folder / "model", is_alone=settings.push == "adapter")
+    quantization = settings.server_quantization
+    flags = save_for_server(loaded, folder / "model", is_alone=settings.push == "adapter", quantization=quantization)
     flags += ["--enable-return-routed-experts"] if run.trainer.replay_experts else []
     process = start_vllm_server(
         folder / "model",

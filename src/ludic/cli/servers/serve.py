@@ -118,7 +118,8 @@ def serve_run(folder: Path, port: int) -> NoReturn:
     config = read_toml(RunConfig, folder / CONFIG)
     install = find_vllm()  # before a model is loaded
     model = folder / SERVER / "model"
-    flags = save_for_server(load_policy(config.model, seed=config.trainer.seed), model)
+    loaded = load_policy(config.model, seed=config.trainer.seed)
+    flags = save_for_server(loaded, model, quantization=config.rollouts.server_quantization)
     if not install.is_cpu:
         flags += ["--gpu-memory-utilization", str(config.rollouts.server_memory)]
     length = ["--max-model-len", str(config.trainer.max_seq_len)]

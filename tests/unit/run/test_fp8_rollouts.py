@@ -1,0 +1,64 @@
+"""Rollouts in FP8: the flag reaches vLLM, and the check of sampler against trainer says when rounding matters.
+
+vLLM itself is not started here, and FP8 needs a GPU.
+"""
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from ludic.inference.vllm.command import VLLMInstall, default_flags
+from ludic.models.tiny import make_tiny
+from ludic.run.config import RunConfig
+from ludic.run.settings import from_table
+from ludic.run.vllm import save_for_server
+from ludic.training.learner.policy import TrainedPolicy
+from ludic.types import ActorTokenLogps
+from tests.unit.training.bandit import hand_trainer, tiny_llama
+from tests.unit.training.samples import random_items
+
+
+def test_the_setting_becomes_a_flag_of_vllm(tmp_path):
+    made = make_tiny(0)
+    config = from_table(RunConfig, {"rollouts": {"server_quantization": "fp8"}}, "test")
+    flags = save_for_server(made, tmp_path, quantization=config.rollouts.server_quantization)
+    assert flags[-2:] == ["--quantization", "fp8"]
+    assert "--quantization" not in save_for_server(made, tmp_path)
+
+
+def test_log_probs_stay_those_of_the_distribution_that_was_sampled():
+    """So the difference to the trainer is what rounding changed, and nothing else."""
+    install = VLLMInstall.__new__(VLLMInstall)
+    object.__setattr__(install, "version", "0.32.0")
+    object.__setattr__(install, "is_cpu", False)
+    flags = default_flags(install, ["--quantization", "fp8"])
+    assert flags[flags.index("--logprobs-mode") + 1] == "processed_logprobs"
+
+
+def rounded_to_fp8(model):
+    model = copy.deepcopy(model)
+    for module in model.model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            scale = module.weight.detach().abs().max() / 448
+            module.weight.data = (module.weight.data / scale).to(torch.float8_e4m3fn).float() * scale
+    return model
+
+
+@pytest.mark.parametrize(("spread", "warns"), [(0.02, False), (0.3, True)])
+async def test_the_guard_warns_where_rounding_to_fp8_moves_the_policy(spread, warns, caplog):
+    model = tiny_llama(initializer_range=spread)
+    items = random_items([12, 20, 9])
+    sampler = TrainedPolicy(rounded_to_fp8(model))
+    with torch.no_grad():
+        logps_A = sampler.logps(sampler.batch(items))[0].numpy()
+    ends = np.cumsum([item.num_action_tokens for item in items])[:-1]
+    items = [
+        replace(item, attachments=replace(item.attachments, actor_logps=ActorTokenLogps(own)))
+        for item, own in zip(items, np.split(logps_A, ends), strict=True)
+    ]
+    stats = await hand_trainer(items, model=model).train()
+    assert ("Sampler and trainer disagree" in caplog.text) == warns
+    assert (stats["train/logp_difference_abs"] > 0.05) == warns and stats["train/logp_difference_abs"] > 0

@@ -1,0 +1,130 @@
+"""Write docs/models.md: what Ludic does with every model family of tests/tiny_families.py.
+
+    PYTHONPATH=src:. python scripts/model_table.py          # writes the page
+    PYTHONPATH=src:. python scripts/model_table.py --check  # fails if the page is not current
+
+A cell is what the library's own code decides for a tiny model of the family; tests/unit/models/test_families.py shows for each
+family that the way it decides for computes what transformers computes. tests/contract/test_models_page.py compares the page.
+"""
+
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ludic.distributed.ranks import Ranks
+from ludic.inference.local.cached import CachedBackend
+from ludic.inference.local.runner import choose_backend
+from ludic.models.loading import LoadedModel
+from ludic.run.config import ModelSettings
+from ludic.run.model import load_policy
+from ludic.training.learner.policy import TrainedPolicy, check_shared_prefixes
+from ludic.types import SAWItem
+from tests.tiny_families import FAMILIES, family_model
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+COLUMNS = ("embedded engine", "packed training", "padded training", "LoRA", "prefix trees", "vLLM push")
+VLLM = "0.32.0"
+"""The release whose registry has all these architectures (`vllm/model_executor/models/registry.py`)."""
+PUSHED = {
+    "llama": "yes",
+    "qwen2": "adapter tested",
+    "qwen3": "adapter tested",
+}
+"""Families whose pushed weights a test reads back from a running vLLM (tests/integration/test_vllm_*.py)."""
+NOTES = {
+    "llama4": "Its full-attention layers scale queries by their place in the row, and its other layers attend in chunks.",
+    "gptj": "Its attention is not called through transformers' AttentionInterface.",
+    "zamba2": "Its shared block is called by several layers. In transformers, its cached step and its plain forward differ.",
+    "phi3": "Checkpoints with `longrope` are paged up to the original length; a longer `max_model_len` is computed in full.",
+    "gpt_oss": "Sinks are part of attention everywhere; on a GPU the decoding kernel with sinks is untested.",
+    "deepseek_v3": "The cache holds expanded keys and values, the values padded to the size of the keys.",
+}
+HEAD = """# Which models can be trained
+
+<!-- Written by scripts/model_table.py; edit that script, not this page. -->
+
+`ludic train --model X` takes any causal language model that transformers can load. How it runs depends on the family:
+
+{table}
+
+**yes** and the ways that a family falls back to have the same results: the log-probabilities of transformers' own forward pass (to
+1e-4 in fp32) and its gradients. A way that is slower is named once, in a warning that says why. What is shown here is decided
+for tiny random models of transformers {transformers} on a CPU; every run decides again for its model, by small probes when it is
+loaded, so a family that is not listed is right or falls back, too.
+
+- **embedded engine**: `LocalEngine` with its block cache; hybrids keep a state per sequence beside it. It falls back to
+  transformers' own cache, where sequences of one length share a forward pass, or to computing every token from the start where
+  that cache does not repeat the plain forward pass. On a GPU hybrids fall back to transformers' own cache.
+- **packed training**: samples end to end in one row; recurrent layers begin each sample with an empty state. It falls back to
+  padded rows.
+- **LoRA**: `--lora-rank` adapts all linear layers. Left out are `out_proj` and `dt_proj` of Mamba mixers, whose weights are read
+  without calling the layer, and Llama 4's router. Matrices of experts are adapted with `--lora-experts` ([mixtures](mixtures.md)).
+- **prefix trees**: tokens that samples begin with in common are computed once ([training](training.md)).
+- **vLLM push**: vLLM {vllm} knows the architecture of every family above. "yes" and "adapter tested" say what a test has read back
+  from a running server; "untested" was not tried. Ludic compares all names and shapes before it sends weights, and refuses
+  what does not fit.
+
+## Notes
+
+{notes}
+
+## What no way can do
+
+- A model without a transformers config (a plain module that returns logits) is trained on padded rows, and sampled by a client of
+  yours: the embedded engine needs a transformers model.
+- `bitwise` needs the Llama family (Llama, Qwen2, Qwen3, Mistral): other models are sampled and trained without it
+  ([importance sampling](importance_sampling.md)).
+- A critic on the policy and a KL over the vocabulary need the model's output layer: for a model that does more to its logits than
+  scale or soft-cap them, use a separate critic, or a KL of the sampled tokens.
+- Encoder-decoder models have no way: choose a decoder.
+"""
+
+
+@cache
+def support(name: str) -> tuple[str, ...]:
+    """The cells of one family, in the order of the columns."""
+    model = family_model(name)
+    backend = choose_backend(model, 64)
+    engine = "yes"
+    if isinstance(backend, CachedBackend):
+        way = "computing every token in full" if backend.recompute else "transformers' own cache"
+        engine = f"falls back to {way}"
+    rows = TrainedPolicy(model, packed=False)
+    padded = "yes" if bool(rows.logps(rows.batch(_pair()))[0].isfinite().all()) else "no"
+    policy = TrainedPolicy(model, share_prefixes=True)
+    packed = "yes" if policy.packed else "falls back to padded"
+    check_shared_prefixes(policy, _pair(), 1e-3, Ranks())
+    trees = "yes" if policy.share_prefixes else f"falls back to {'packed' if policy.packed else 'padded'}"
+    adapted = load_policy(ModelSettings(lora_rank=2), given=LoadedModel(model, None, name)).model
+    has_adapter = any("lora_" in parameter for parameter, _ in adapted.named_parameters())
+    return engine, packed, padded, "yes" if has_adapter else "no", trees, PUSHED.get(name, "untested")
+
+
+def _pair() -> list[SAWItem]:
+    """Two samples behind the same twenty tokens."""
+    ids = [np.concatenate([np.arange(1, 21), np.array(end)]).astype(np.int32) for end in ([30, 31, 32], [40, 41])]
+    return [SAWItem(own, None, np.arange(len(own)) >= 20, 1.0, {}) for own in ids]
+
+
+def page() -> str:
+    """The text of docs/models.md."""
+    import transformers
+
+    rows: list[tuple[Any, ...]] = [("family", *COLUMNS), ("---",) * (1 + len(COLUMNS))]
+    rows += [(family.title, *support(name)) for name, family in FAMILIES.items()]
+    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    notes = "\n".join(f"- {FAMILIES[name].title}: {note}" for name, note in NOTES.items())
+    return HEAD.format(table=table, transformers=transformers.__version__, vllm=VLLM, notes=notes)
+
+
+def main() -> None:
+    if "--check" in sys.argv[1:]:
+        sys.exit(0 if PAGE.read_text() == page() else f"{PAGE} is not current: run scripts/model_table.py")
+    PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main()

@@ -175,6 +175,11 @@ class _Probe:
         return query_THD
 
 
+def has_sinks(model: nn.Module) -> bool:
+    """Whether some layer's attention has sinks."""
+    return any(isinstance(getattr(module, "sinks", None), nn.Parameter) for module in model.modules())
+
+
 def route_attention(model: Any) -> tuple[tuple[int, int], ...]:
     """Route the model's attention through `ludic_attention` and check with a probe that every layer uses it.
 

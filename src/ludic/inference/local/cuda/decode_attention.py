@@ -57,11 +57,11 @@ def _attend(
 
 @triton.jit(do_not_specialize=["splits", "num_parts"])
 def _decode_kernel(
-    query, keys, values, out, parts, scales, tables, lengths, num_shared, sinks,
+    query, keys, values, out, parts, scales, tables, lengths, num_shared,
     stride_qt, stride_qh, table_stride, scale, softcap, window, splits, num_parts,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     G_PAD: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, IS_WHOLE: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_GROUPS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_GROUPS: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row)
@@ -78,10 +78,6 @@ def _decode_kernel(
     q = tl.load(query + row * stride_qt + (head * G + g)[:, None] * stride_qh + d[None, :], mask=there, other=0.0)
     best = tl.full([G_PAD], float("-inf"), tl.float32)
     total = tl.zeros([G_PAD], tl.float32)
-    if HAS_SINKS:  # the first part begins with the sink: a score without a value
-        sink = tl.load(sinks + head * G + g, mask=g < G, other=0.0).to(tl.float32)
-        best = tl.where(split == 0, sink, best)
-        total = tl.where(split == 0, 1.0, total)
     acc = tl.zeros([G_PAD, D_PAD], tl.float32)
     best, total, acc = _attend(
         q, best, total, acc, keys, values, tables + row * table_stride, head, begin, end, scale, softcap, d,
@@ -206,12 +202,11 @@ class DecodeAttention:
         # Measured on an H200: small loops if sequences fill the GPU, larger ones if few sequences are split.
         tile, num_warps = (32, 2) if splits == 1 else (64, 4)
         _decode_kernel[(num_rows, kv_heads, splits)](
-            query_THD, keys_SKD, values_SKD, out_THD, parts, scales, self.tables, self.lengths_T, self.num_shared_T,
-            query_THD if rules.sinks_H is None else rules.sinks_H, *strides, scaling, softcap or 1.0, window or 0,
-            splits, num_parts, **common,
+            query_THD, keys_SKD, values_SKD, out_THD, parts, scales, self.tables, self.lengths_T, self.num_shared_T, *strides,
+            scaling, softcap or 1.0, window or 0, splits, num_parts, **common,
             G_PAD=max(16, triton.next_power_of_2(num_heads // kv_heads)), TILE=tile, IS_WHOLE=num_parts == 1,
             HAS_CAP=softcap is not None, HAS_WINDOW=window is not None, HAS_GROUPS=groups is not None,
-            HAS_SINKS=rules.sinks_H is not None, num_warps=num_warps, num_stages=2,
+            num_warps=num_warps, num_stages=2,
         )  # fmt: skip
         if num_parts > 1:
             _merge_kernel[(num_rows * num_heads,)](

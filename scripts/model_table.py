@@ -39,7 +39,7 @@ NOTES = {
     "gptj": "Its attention is not called through transformers' AttentionInterface.",
     "zamba2": "Its shared block is called by several layers. In transformers, its cached step and its plain forward differ.",
     "phi3": "Checkpoints with `longrope` are paged up to the original length; a longer `max_model_len` is computed in full.",
-    "gpt_oss": "Sinks are part of attention everywhere; on a GPU the decoding kernel with sinks is untested.",
+    "gpt_oss": "On a GPU the embedded engine falls back to transformers' own cache: its decoding kernel has no sinks.",
     "deepseek_v3": "The cache holds expanded keys and values, the values padded to the size of the keys.",
 }
 HEAD = """# Which models can be trained

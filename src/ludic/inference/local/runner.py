@@ -22,7 +22,7 @@ from ludic.inference.local.rows import DecodeState, DenseRows, Prefix, SharedPre
 from ludic.inference.local.sampling import sample
 from ludic.inference.local.sequence import Chunk, Sampled, Sequence, tokens_as_bytes
 from ludic.models.attention import NAME as ATTENTION_NAME
-from ludic.models.attention import AttentionState, NotRoutable, route_attention, say_once
+from ludic.models.attention import AttentionState, NotRoutable, has_sinks, route_attention, say_once
 from ludic.models.experts import Routers
 from ludic.models.forward import Forward, make_forward, packed_bytes
 from ludic.models.head import plain_model
@@ -197,6 +197,8 @@ class PagedBackend:
     def __init__(self, model: Any, max_length: int, *, is_bitwise: bool = False, records_experts: bool = False) -> None:
         view = shared_view(model)
         heads = route_attention(view)
+        if has_sinks(model) and model.get_input_embeddings().weight.device.type == "cuda":
+            raise NotRoutable("the GPU's decoding kernel has no attention sinks")
         routers = Routers(view) if records_experts else None
         recorded = None if routers is None else (routers.num_layers, routers.num_chosen)
         embedding = model.get_input_embeddings().weight

@@ -180,6 +180,8 @@ class DecodeAttention:
         kv_heads = keys_SKD.shape[1]
         scaling, window, softcap = rules.scaling, rules.sliding_window, rules.softcap
         groups, splits = self.groups, self.splits
+        if rules.sinks_H is not None:
+            raise NotImplementedError("this kernel has no attention sinks")
         if groups is not None and (window is not None or softcap is not None):
             raise NotImplementedError("groups share a prefix only where every token sees all earlier ones")
         num_parts = splits + (_SHARED_PARTS if groups is not None else 0)

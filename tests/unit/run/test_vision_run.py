@@ -1,0 +1,52 @@
+"""`ludic train picture_grid`: one update of a small vision-language model, and its checkpoint as the model of another run."""
+
+import pytest
+import torch
+
+pytest.importorskip("PIL", reason="the vision extra is not installed")
+
+from ludic.envs.picture_grid import draw_grid
+from ludic.inference.templates.vision import VisionTemplate
+from ludic.models.vision.inputs import image_processor_of
+from ludic.models.vision.tiny import save_tiny_vision
+from ludic.run import build
+from ludic.run.config import ModelSettings
+from ludic.run.model import load_policy, make_template
+from ludic.types import content_of, load_rollouts
+
+
+def test_an_update_changes_the_weights_and_the_checkpoint_keeps_the_image_processor(tmp_path):
+    folder = save_tiny_vision(tmp_path / "model", width=32)
+    run = build(
+        env="picture_grid",
+        set={"size": 2, "cell_pixels": 8},
+        model=str(folder),
+        runs=tmp_path,
+        name="looks",
+        steps=1,
+        rollouts_per_update=8,
+        group_size=4,
+        max_tokens=1,
+        lr=1e-2,
+        logger=(),
+        checkpoint_every=1,
+        entropy_bonus=0.1,  # a gradient also where no reply is right
+        algo="reinforce",
+    )
+    with run:
+        run.train()
+    (file,) = (tmp_path / "looks" / "rollouts").iterdir()
+    rollouts = list(load_rollouts(file))
+    assert len(rollouts) == 8 and all(len(step.trace.images) == 1 for r in rollouts for step in r.agent_steps)
+    before = load_policy(ModelSettings(model=str(folder), device="cpu"))
+    after = load_policy(ModelSettings(model=str(tmp_path / "looks"), device="cpu"))
+    assert image_processor_of(after.tokenizer) is not None
+    template = make_template(after.tokenizer)
+    assert isinstance(template, VisionTemplate)
+    assert template.apply([{"role": "user", "content": content_of(draw_grid(2, 8, 0))}]).images[0].length == 4
+    changed = [
+        name
+        for (name, a), b in zip(before.model.named_parameters(), after.model.parameters(), strict=True)
+        if not torch.equal(a, b)
+    ]
+    assert any("visual" in name for name in changed) and any("language_model" in name for name in changed)

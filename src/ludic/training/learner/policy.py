@@ -100,8 +100,8 @@ class TrainedPolicy:
         self._head = _head_of(model)
         first = next(model.parameters())
         self.device: torch.device = compute_device(model)
-        gains = context is None and _gains_by_sharing(model, self.device)
-        self.share_prefixes = share_prefixes and self.packed and gains
+        can_share = share_prefixes and self.packed and context is None
+        self.share_prefixes = can_share and _gains_by_sharing(model, self.device)
         """Compute the tokens that samples begin with in common once."""
         is_converted = is_sharded(model)  # FSDP gathers weights in the precision that they are used in
         is_autocast = mixed_precision_dtype == "bf16" and first.is_cuda and first.dtype is torch.float32 and not bitwise

@@ -218,7 +218,8 @@ class ImageSpan:
 
 
 @lru_cache(maxsize=256)
-def _image_of_url(url: str) -> Image:
+def image_of_url(url: str) -> Image:
+    """The picture in a data URL; equal URLs are read once."""
     _, _, body = url.partition(";base64,")
     if not url.startswith("data:image/") or not body:
         raise ConfigError(
@@ -254,14 +255,14 @@ def _plain_part(part: object) -> Part:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": encodable(part["text"])}
     if isinstance(part, dict) and is_picture(part) and isinstance(found := part.get("image_url"), dict):
-        return _image_of_url(str(found.get("url"))).part()
+        return image_of_url(str(found.get("url"))).part()
     raise ValueError(f"{part!r:.80} is neither a text nor a picture; make parts with content_of(text, picture, …)")
 
 
 def images_in(messages: Iterable[Message]) -> list[Image]:
     """The pictures of these messages, in order."""
     lists = (content for message in messages if type(content := message.get("content")) is list)
-    return [_image_of_url(part["image_url"]["url"]) for parts in lists for part in parts if is_picture(part)]
+    return [image_of_url(part["image_url"]["url"]) for parts in lists for part in parts if is_picture(part)]
 
 
 def text_of(content: Content | None) -> str:
@@ -269,7 +270,7 @@ def text_of(content: Content | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(
-        f"[picture {_image_of_url(part['image_url']['url']).sha256[:12]}]" if is_picture(part) else part.get("text", "")
+        f"[picture {image_of_url(part['image_url']['url']).sha256[:12]}]" if is_picture(part) else part.get("text", "")
         for part in content
     )
 
@@ -303,7 +304,7 @@ def name_pictures(content: Any, table: Pictures) -> Any:
 
 def _named(part: Part, table: Pictures) -> Part:
     url = part["image_url"]["url"]
-    name = f"sha256:{_image_of_url(url).sha256}"
+    name = f"sha256:{image_of_url(url).sha256}"
     table[name] = url
     return {**part, "image_url": {"url": name}}
 

@@ -11,7 +11,16 @@ from ludic.training.checkpoint.rank_files import encoded
 from ludic.training.config import LRSchedule
 from ludic.training.learner.mini_batches import BatchInProgress, groups_of, items_of_state, items_state
 from ludic.training.multi_policy import train_policies
-from ludic.types import CandidateSets, ConfigError, SampleAttachments, StopReason, VersionRun
+from ludic.types import (
+    CandidateSets,
+    ConfigError,
+    Image,
+    ImageSpan,
+    MessageSpan,
+    SampleAttachments,
+    StopReason,
+    VersionRun,
+)
 from tests.unit.training.bandit import Given, bandit_trainer, hand_trainer
 from tests.unit.training.samples import random_items
 from tests.unit.training.test_training_loop import Recorder, Source
@@ -267,6 +276,16 @@ async def test_samples_come_out_of_a_checkpoint_as_they_went_in():
     third = replace(
         third,
         attachments=replace(third.attachments, actor_logps=None, candidates=candidates, **dict.fromkeys(names, some)),
+    )
+    first = replace(
+        first,
+        attachments=replace(
+            first.attachments,
+            images=(ImageSpan(Image.of(np.zeros((2, 2), dtype=np.uint8)), 1, 2),),
+            experts=np.ones((9, 2, 1), dtype=np.int16),
+            message_spans=(MessageSpan(0, "user", 0, 3, 1, 2),),
+            observed_roles=("tool",),
+        ),
     )
     items = [first, second, third]
     state = items_state(items)

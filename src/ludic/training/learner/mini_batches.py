@@ -15,7 +15,17 @@ from torch import Tensor
 
 from ludic.training.config import TrainerConfig
 from ludic.training.learner.packing import episode_of
-from ludic.types import ActorTokenLogps, SampleAttachments, SampleOrigin, SAWItem, StopReason, derive_seed
+from ludic.types import (
+    ActorTokenLogps,
+    ImageSpan,
+    MessageSpan,
+    SampleAttachments,
+    SampleOrigin,
+    SAWItem,
+    StopReason,
+    derive_seed,
+)
+from ludic.types.messages import image_of_url
 from ludic.types.samples import PER_TOKEN
 from ludic.types.tokens import CandidateSets
 
@@ -124,6 +134,9 @@ def items_state(items: Sequence[SAWItem]) -> dict[str, Any]:
         **{name: [_plain(getattr(a, name)) for a in attached] for name in _PLAIN},
         "version_runs": [[list(map(_plain, run)) for run in a.version_runs] for a in attached],
         "experts": [None if a.experts is None else torch.from_numpy(a.experts.copy()) for a in attached],
+        "images": [[[span.image.url, span.start, span.length] for span in a.images] for a in attached],
+        "message_spans": [[list(span) for span in a.message_spans] for a in attached],
+        "observed_roles": [None if a.observed_roles is None else list(a.observed_roles) for a in attached],
     }
 
 
@@ -137,7 +150,8 @@ def items_of_state(state: Mapping[str, Any]) -> list[SAWItem]:
     names = (*_ARRAYS, "actor_logps", *PER_TOKEN, "candidate_ids", "candidate_ends")
     columns: dict[str, list[Any]] = {name: _split(state[name]) for name in names}
     columns |= {name: list(state[name]) for name in (*_PLAIN, "weight", "origin", "version_runs")}
-    columns["experts"] = list(state.get("experts") or [None] * len(columns["weight"]))
+    later = ("experts", "images", "message_spans", "observed_roles")  # older checkpoints lack them
+    columns |= {name: list(state.get(name) or [None] * len(columns["weight"])) for name in later}
     found = []
     for place in range(len(columns["weight"])):
         own = {name: column[place] for name, column in columns.items()}
@@ -148,6 +162,9 @@ def items_of_state(state: Mapping[str, Any]) -> list[SAWItem]:
             candidates=None if ids is None else CandidateSets(ids, own["candidate_ends"]),
             version_runs=tuple(own["version_runs"]),
             experts=None if own["experts"] is None else own["experts"].numpy(),
+            images=tuple(ImageSpan(image_of_url(url), *place) for url, *place in own["images"] or ()),
+            message_spans=tuple(MessageSpan(*span) for span in own["message_spans"] or ()),
+            observed_roles=None if own["observed_roles"] is None else tuple(own["observed_roles"]),
             **{name: own[name] for name in (*PER_TOKEN, *_PLAIN)},
         )
         origin = SampleOrigin(**{**own["origin"], "stop": None if stop is None else StopReason(stop)})

@@ -32,6 +32,7 @@ PUSHED = {
     "llama": "yes",
     "qwen2": "adapter tested",
     "qwen3": "adapter tested",
+    "qwen3_moe": "yes",
 }
 """Families whose pushed weights a test reads back from a running vLLM (tests/integration/test_vllm_*.py)."""
 NOTES = {

@@ -3,7 +3,7 @@
 A row is cut into twice as many chunks as ranks; rank r takes the r-th from the front and the r-th from the back, which balances
 causal attention. Layers work on a rank's own tokens. Attention gathers keys and values of the row, and each query sees its own
 sample up to itself; backward sums their gradients and returns each rank its part. Log-probs of all tokens are gathered at the
-end, so every rank of a group evaluates the same loss, and sends the gradient of its own tokens back. The sum over ranks, which
+end, so every rank of a group evaluates the same loss, and sends back the gradient of the tokens it holds. The sum over ranks, which
 FSDP takes, is the gradient of one process.
 """
 

@@ -100,7 +100,7 @@ def test_a_model_without_thinking_is_opened_behind_an_empty_think_block():
 
 
 def test_a_reply_that_ended_inside_its_think_block_is_kept():
-    """The renderer itself would write the conversation anew."""
+    """The renderer itself would write the conversation again."""
     template = make("qwen3.5")
     assert template.reply_prefix == "<think>\n"
     tokenizer, conversation = template.tokenizer, Conversation(template)

@@ -169,7 +169,7 @@ def test_experts_survive_truncation_and_a_checkpoint():
 
 
 def test_the_kl_to_a_reference_of_another_model_trains_with_replay():
-    """The reference is watched separately: its routers are those of its own model."""
+    """The reference is watched separately: its routers belong to the reference."""
     reference = Reference(TrainedPolicy(family_model("qwen3_moe", seed=3).requires_grad_(False)))
     items = with_experts(samples())
     model = trainable()

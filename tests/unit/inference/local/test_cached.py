@@ -139,7 +139,7 @@ async def test_a_rotary_embedding_that_changes_with_the_length_is_paged_up_to_th
         prompt = some_prompt(12)
         answer = await ask(engine, prompt, max_tokens=8)
         reference = model()
-        for i, logprob in enumerate(answer.completion_logprobs):  # each token under the frequencies of its own length
+        for i, logprob in enumerate(answer.completion_logprobs):  # each token under the frequencies for its length
             before = [*prompt, *tokens(answer)[:i]]
             logits_V = reference(input_ids=torch.tensor([before])).logits[0, -1]
             assert logprob == pytest.approx(logits_V.log_softmax(-1)[tokens(answer)[i]].item(), abs=1e-4)

@@ -8,6 +8,7 @@ learner's of what went into which step. A record outlives a kill -9; its last li
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -78,7 +79,10 @@ class VersionFile:
     def publish(self, version: int) -> None:
         fresh = self._path.with_suffix(".new")
         fresh.write_text(str(version))
-        fresh.replace(self._path)
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # this process was stopped here, and its successor has published since
+            fresh.replace(self._path)
 
     def read(self) -> int:
         return int(self._path.read_text()) if self._path.exists() else 0

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias, overload
 import numpy as np
 import numpy.typing as npt
 
-from ludic.types.errors import ConfigError, MissingExtra, encodable
+from ludic.types.errors import ConfigError, encodable
 
 MAX_IMAGE_BYTES = 1 << 25
 """Limit of a picture's file: 32 MiB."""
@@ -183,16 +183,6 @@ class Image:
     @property
     def url(self) -> str:
         return f"data:{self.media_type};base64,{base64.b64encode(self.data).decode()}"
-
-    def pil(self) -> Any:
-        """The picture as a PIL image in RGB."""
-        try:
-            from io import BytesIO
-
-            from PIL import Image as PILImage
-        except ImportError as error:
-            raise MissingExtra("vision", "Reading a picture") from error
-        return PILImage.open(BytesIO(self.data)).convert("RGB")
 
     def __repr__(self) -> str:
         return f"Image({self.media_type}, {len(self.data)} bytes, sha256={self.sha256[:12]}…)"

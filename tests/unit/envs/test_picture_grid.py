@@ -10,6 +10,7 @@ import pytest
 from ludic.envs import check_env
 from ludic.envs.picture_grid import PictureGridEnv, draw_grid
 from ludic.envs.workers import EnvPool
+from ludic.models.vision.inputs import as_pil
 from ludic.types import ConfigError, Image, Snapshot, images_in
 from ludic.types.messages import text_of
 
@@ -21,7 +22,7 @@ def picture(obs) -> Image:
 
 def seen_cell(image: Image, size: int) -> int:
     """What a player with eyes answers."""
-    pixels = np.asarray(image.pil())
+    pixels = np.asarray(as_pil(image))
     cells = pixels.reshape(size, len(pixels) // size, size, -1, 3).astype(int)
     redness = (cells[..., 0] - cells[..., 1]).sum(axis=(1, 3))
     return int(redness.argmax()) + 1
@@ -93,12 +94,12 @@ def test_a_worker_process_sends_the_same_picture():
 def test_the_same_picture_from_a_path_bytes_an_array_and_pil(tmp_path):
     image = draw_grid(3, 8, 4)
     (tmp_path / "grid.png").write_bytes(image.data)
-    pixels = np.asarray(image.pil())
+    pixels = np.asarray(as_pil(image))
     made = [
         Image.of(tmp_path / "grid.png"),
         Image.of(image.data),
         Image.of(pixels),
-        Image.of(image.pil()),
+        Image.of(as_pil(image)),
         Image.of(image),
     ]
     assert all(each == image for each in made)
@@ -108,7 +109,7 @@ def test_the_same_picture_from_a_path_bytes_an_array_and_pil(tmp_path):
 
 def test_a_grey_array_becomes_a_picture():
     grey = np.arange(12, dtype=np.uint8).reshape(3, 4) * 20
-    assert np.array_equal(np.asarray(Image.of(grey).pil())[..., 0], grey)
+    assert np.array_equal(np.asarray(as_pil(Image.of(grey)))[..., 0], grey)
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,14 @@ patches; positions have three axes (time, height, width).
 
 from collections.abc import Sequence
 from functools import lru_cache
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ludic.types import ConfigError, Image, ImageSpan
+from ludic.types import ConfigError, Image, ImageSpan, MissingExtra
 
 VISION_TYPES = ("qwen2_vl", "qwen2_5_vl")
 """`model_type` of the configs that this module knows."""
@@ -69,6 +70,15 @@ def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
         processor.save_pretrained(folder)
 
 
+def as_pil(image: Image) -> Any:
+    """The picture as a PIL image in RGB."""
+    try:
+        from PIL import Image as PILImage
+    except ImportError as error:
+        raise MissingExtra("vision", "Reading a picture") from error
+    return PILImage.open(BytesIO(image.data)).convert("RGB")
+
+
 class Pictures:
     """Pictures as pixels and as numbers of tokens, by a model's image processor. The last ones are kept."""
 
@@ -83,7 +93,7 @@ class Pictures:
         return int(grid_3.prod()) // self.processor.merge_size**2
 
     def _pixels(self, image: Image) -> tuple[Tensor, Tensor]:
-        found = self.processor(images=[image.pil()], return_tensors="pt")
+        found = self.processor(images=[as_pil(image)], return_tensors="pt")
         return found["pixel_values"], found["image_grid_thw"][0]
 
 

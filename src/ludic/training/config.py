@@ -113,7 +113,7 @@ class TrainerConfig:
     """Samples end to end; False pads them, for models whose attention cannot be routed."""
     share_prefixes: bool = True
     """Compute the tokens that samples begin with in common (a group's prompt, an episode's history) once, when packed. The gradient
-    stays the same. On a CPU so far; on a GPU every sample is computed in full."""
+    stays the same. On a GPU for models whose layers are large enough to gain by it (docs/performance.md)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, slower."""
     offload_activations: bool = False

@@ -13,7 +13,13 @@ import numpy as np
 from ludic.inference.templates.attribution import text_spans, token_spans, token_starts
 from ludic.inference.templates.chat import ChatTemplate, TemplateResult, ToolSchemas
 from ludic.inference.templates.conversation import encode_text
-from ludic.inference.templates.tool_calls import TOOL_PARSERS, ToolParser, ToolParseResult, make_tool_call
+from ludic.inference.templates.tool_calls import (
+    TOOL_PARSERS,
+    ToolParser,
+    ToolParseResult,
+    make_tool_call,
+    with_argument_objects,
+)
 from ludic.types import (
     Message,
     MessageSpan,
@@ -450,30 +456,15 @@ def tool_parser_for(tokenizer: Any) -> ToolParser | None:
 _CallForm = Callable[[Message], Message]
 
 
-def _with_objects(message: Message) -> Message:
-    """For templates that write arguments with `tojson`, which would encode JSON text a second time."""
-    calls = []
-    for call in message["tool_calls"]:
-        function = call["function"]
-        try:
-            arguments = json.loads(function["arguments"])
-        except ValueError as error:
-            raise TemplateError(
-                f"{function['name']}: arguments must be JSON text, not {function['arguments']!r:.80}."
-            ) from error
-        calls.append({**call, "function": {**function, "arguments": arguments}})
-    return {**message, "tool_calls": calls}
-
-
 def _without_content(message: Message) -> Message:
     """For templates that write calls only if the content is None (DeepSeek R1)."""
     return {**message, "content": message.get("content") or None}
 
 
 _CALL_FORMS: tuple[_CallForm, ...] = (
-    _with_objects,
+    with_argument_objects,
     lambda message: message,  # for templates that insert arguments as text (DeepSeek V3, functionary)
-    lambda message: _without_content(_with_objects(message)),
+    lambda message: _without_content(with_argument_objects(message)),
     _without_content,
 )
 
@@ -482,7 +473,7 @@ def _as_prose(message: Message) -> Message:
     """For templates that do not write calls: put them into the content, so that they are not lost."""
     if not message.get("tool_calls"):
         return message
-    functions = [call["function"] for call in _with_objects(message)["tool_calls"]]
+    functions = [call["function"] for call in with_argument_objects(message)["tool_calls"]]
     calls = "".join(f"\n<tool_call>{json.dumps(function)}</tool_call>" for function in functions)
     return {"role": message["role"], "content": f"{message.get('content') or ''}{calls}".strip()}
 

@@ -5,7 +5,6 @@ message. `RenderersTemplate` makes one a `ChatTemplate`. Models that the package
 """
 
 import importlib
-import json
 import re
 from collections.abc import Sequence
 from itertools import groupby
@@ -15,7 +14,7 @@ import numpy as np
 
 from ludic.inference.templates.chat import ChatTemplate, TemplateResult, ToolSchemas
 from ludic.inference.templates.hf import HFChatTemplate, tool_parser_for
-from ludic.inference.templates.tool_calls import ToolParseResult, make_tool_call
+from ludic.inference.templates.tool_calls import ToolParseResult, make_tool_call, with_argument_objects
 from ludic.types import (
     ConfigError,
     Message,
@@ -109,7 +108,7 @@ class RenderersTemplate(ChatTemplate):
     ) -> tuple[Any, int] | None:
         """A rendering that ends with what follows the reply, and where that begins; None if the renderer has none."""
         prompt = self._rendered(messages[:num_sent], tools, True).token_ids
-        new = [_own(message) for message in messages[num_sent + 1 :]]
+        new = [with_argument_objects(message) for message in messages[num_sent + 1 :]]
         stand_ins = [self.tokenizer.encode(text, add_special_tokens=False) for text in _STAND_INS]
         for sampled in (completion.tolist(), *stand_ins):
             try:
@@ -130,7 +129,7 @@ class RenderersTemplate(ChatTemplate):
         return None
 
     def _rendered(self, messages: Sequence[Message], tools: ToolSchemas | None, opened: bool) -> Any:
-        own = [_own(message) for message in messages]
+        own = [with_argument_objects(message) for message in messages]
         try:
             return self.renderer.render(own, tools=list(tools) if tools else None, add_generation_prompt=opened)
         except Exception as error:  # a renderer is a program and can raise anything
@@ -186,23 +185,6 @@ class RenderersTemplate(ChatTemplate):
             parse_error=len(good) < len(read.tool_calls),
             content=thinking + read.content if calls else text,
         )
-
-
-def _own(message: Message) -> dict[str, Any]:
-    """The message with the arguments of its calls as objects, which every renderer takes."""
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = call["function"]
-        try:
-            arguments = json.loads(function["arguments"])
-        except ValueError as error:
-            raise TemplateError(
-                f"{function['name']}: arguments must be JSON text, not {function['arguments']!r:.80}."
-            ) from error
-        calls.append({**call, "function": {**function, "arguments": arguments}})
-    return {**message, "tool_calls": calls}
 
 
 def _spans(

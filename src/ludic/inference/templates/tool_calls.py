@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ludic.types import ToolCall
+from ludic.types import Message, TemplateError, ToolCall
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,3 +161,21 @@ class XMLToolParser:
 TOOL_PARSERS: tuple[ToolParser, ...] = (HermesToolParser(), XMLToolParser(), Llama3ToolParser())
 READABLE_CALLS = "Calls are read as Hermes and Qwen, Qwen3-Coder (XML) and Llama 3 write them"
 """For errors about a chat template that writes calls in another format."""
+
+
+def with_argument_objects(message: Message) -> Message:
+    """A message with the arguments of its calls as objects: for templates that write them with `tojson`, which would encode JSON
+    text a second time, and for renderers."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        try:
+            arguments = json.loads(function["arguments"])
+        except ValueError as error:
+            raise TemplateError(
+                f"{function['name']}: arguments must be JSON text, not {function['arguments']!r:.80}."
+            ) from error
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "tool_calls": calls}

@@ -137,9 +137,8 @@ class ExpertLoad:
     def __init__(self, policy: TrainedPolicy, ranks: Ranks, weight: float) -> None:
         assert policy.routers is not None, "only a mixture has a load"
         self._policy, self._weight = policy, weight
-        self._ranks = (
-            Ranks() if is_tensor_parallel(policy.model) else ranks
-        )  # tensor-parallel ranks have the same samples
+        # Tensor-parallel ranks have the same samples.
+        self._ranks = Ranks() if is_tensor_parallel(policy.model) else ranks
         self._shape = policy.routers.num_layers, policy.routers.num_experts
         self._counted_LE: Tensor | None = None
         """Of the whole batch, from the pass that counts."""

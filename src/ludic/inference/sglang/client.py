@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from ludic.inference.http import EndpointError, HttpSessions, Retries, RetryableError, json_object
+from ludic.inference.http import EndpointError, HttpSessions, Retries, RetryableError, get_without_loop, json_object
 from ludic.inference.sglang.wire import GENERATE, NOT_SGLANG, generate_body, read_generated, refusal
 from ludic.inference.vllm.routing import Server, ServerPool
-from ludic.inference.vllm.wire import Aborted, version_of
+from ludic.inference.vllm.wire import version_of
 from ludic.types import ChatResponse, ConfigError, Info, PolicyPublisher, TokenCompletionRequest, shown_url
 from ludic.types.urls import without_login
 
@@ -70,15 +70,7 @@ class SGLangChatClient:
 
     async def _complete_once(self, request: TokenCompletionRequest, body: bytes) -> tuple[ChatResponse, Info]:
         with self._pool.lease(request.prompt_token_ids) as server:
-            try:
-                response = await self._complete_at(server, request, body)
-            except Aborted:
-                raise
-            except RetryableError as busy:
-                self._pool.failed(server)
-                if self._pool.has_another(server):
-                    busy.wait_s = 0.0
-                raise
+            response = await self._complete_at(server, request, body)
             self._pool.worked(server, request.prompt_token_ids, response.completion_token_ids)
             info: Info = {"mode": "token_in"}
             if len(self.servers) > 1:
@@ -113,13 +105,19 @@ class SGLangChatClient:
     def sync_weights(
         self, params: Mapping[str, Any], *, timeout_s: float = 600.0, version: str | int | None = None
     ) -> str:
-        """Pass the weights to `publisher`, whose own timeouts apply."""
+        """Pass the weights to `publisher`, whose own timeouts apply. `version` defaults to the served one plus one."""
         if self.publisher is None:
             raise ConfigError(
                 "This SGLangChatClient has no publisher. To push weights, make one with "
                 "ludic.distributed.publish.sglang.SGLangPublisher, and give it to the Trainer or set client.publisher."
             )
-        number = version_of(str(version)) if version is not None else 1 + asyncio.run(self.get_policy_version())
+        if version is None:
+            answers = [
+                get_without_loop(f"{url}/model_info", _QUICK_S, self._http.login_headers(url)) for url in self.servers
+            ]
+            served = [msgspec.json.decode(answer).get("weight_version") or "default" for answer in answers]
+            version = 1 + max(map(version_of, served))
+        number = version_of(str(version))
         self.publisher.publish(params, number)
         return str(number)
 

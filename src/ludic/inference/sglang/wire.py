@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 
 from ludic.inference.http import Answer, EndpointError, RetryableError, error_of
-from ludic.inference.vllm.wire import Aborted, too_long, version_of
+from ludic.inference.vllm.routing import Aborted
+from ludic.inference.vllm.wire import too_long, version_of
 from ludic.types import (
     ChatResponse,
     ConfigError,

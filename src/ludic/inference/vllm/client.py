@@ -33,7 +33,6 @@ from ludic.inference.vllm.wire import (
     COMPLETIONS,
     GENERATE,
     NOT_VLLM,
-    Aborted,
     Body,
     CompletionStream,
     check_not_cut,
@@ -136,17 +135,9 @@ class VLLMChatClient:
     async def _complete_once(self, request: TokenCompletionRequest) -> tuple[ChatResponse, Info]:
         num_starts = 0 if self._watch is None else await self._watch.ready()
         with self._pool.lease(request.prompt_token_ids) as server:
-            try:
-                response, info = await self._complete_at(server, request)
-                if self._watch is not None and self._watch.num_starts != num_starts:
-                    raise RetryableError(f"{server.url} was restarted and may have answered with its first weights.")
-            except Aborted:
-                raise
-            except RetryableError as busy:
-                self._pool.failed(server)
-                if self._pool.has_another(server):
-                    busy.wait_s = 0.0
-                raise
+            response, info = await self._complete_at(server, request)
+            if self._watch is not None and self._watch.num_starts != num_starts:
+                raise RetryableError(f"{server.url} was restarted and may have answered with its first weights.")
             self._pool.worked(server, request.prompt_token_ids, response.completion_token_ids)
             return response, info
 
@@ -177,21 +168,15 @@ class VLLMChatClient:
             await self._watch.ready()
         async with AsyncExitStack() as attempt:
             server = attempt.enter_context(self._pool.lease(request.prompt_token_ids))
-            try:
-                path, body, version = await self._body_for(server, request)
-                url = server.url + path
-                data = msgspec.json.encode({**body, "stream": True, "stream_options": {"include_usage": True}})
-                events = await attempt.enter_async_context(aclosing(self._http.events(url, data)))
-                first = await anext(events, None)
-                if isinstance(first, Answer):
-                    raise _refusal_of(server, path, first, request, max_tokens_of(body))
-                if first is None:
-                    raise RetryableError(f"{url} ended a stream without an event.")
-            except RetryableError as busy:
-                self._pool.failed(server)
-                if self._pool.has_another(server):
-                    busy.wait_s = 0.0
-                raise
+            path, body, version = await self._body_for(server, request)
+            url = server.url + path
+            data = msgspec.json.encode({**body, "stream": True, "stream_options": {"include_usage": True}})
+            events = await attempt.enter_async_context(aclosing(self._http.events(url, data)))
+            first = await anext(events, None)
+            if isinstance(first, Answer):
+                raise _refusal_of(server, path, first, request, max_tokens_of(body))
+            if first is None:
+                raise RetryableError(f"{url} ended a stream without an event.")
             stack.push_async_exit(attempt.pop_all())
             return _OpenStream(
                 server=server, url=url, version=version, max_tokens=max_tokens_of(body), events=events, first=first

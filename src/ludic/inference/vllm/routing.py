@@ -13,11 +13,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ludic.inference.http import RetryableError
 from ludic.types import TokenArray
 from ludic.types.errors import retry_wait_s
 
 _BLOCK = 32
 _MAX_BLOCKS = 200_000
+
+
+class Aborted(RetryableError):
+    """A healthy server aborted the request; its partial completion is discarded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,12 +67,20 @@ class ServerPool:
 
     @contextmanager
     def lease(self, prompt: TokenArray) -> Iterator[Server]:
-        """The server for this prompt; the request counts as in flight inside the context."""
+        """The server for this prompt; the request counts as in flight inside the context. A failure that can be retried is
+        recorded, and retried at once if another server is available; an aborted request is no failure of the server."""
         with self._lock:
             server = self._choose(prompt)
             server.num_in_flight += 1
         try:
             yield server
+        except Aborted:
+            raise
+        except RetryableError as busy:
+            self.failed(server)
+            if self.has_another(server):
+                busy.wait_s = 0.0
+            raise
         finally:
             with self._lock:
                 server.num_in_flight -= 1

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from ludic.inference.http import Answer, EndpointError, RetryableError, error_of
+from ludic.inference.vllm.routing import Aborted
 from ludic.types import (
     CandidateSets,
     ChatResponse,
@@ -197,10 +198,6 @@ class _Completion(msgspec.Struct, gc=False):
 
 
 _decoder = msgspec.json.Decoder(_Completion)
-
-
-class Aborted(RetryableError):
-    """A healthy server aborted the request; its partial completion is discarded."""
 
 
 def read_completion(url: str, data: bytes, request: TokenCompletionRequest, version: int | None = None) -> ChatResponse:

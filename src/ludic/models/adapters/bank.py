@@ -1,0 +1,211 @@
+"""`AdapterBank`: one forward pass over flat tokens of several adapters.
+
+The base product is computed for all tokens at once; each adapter is applied to its own rows alone, by slices. So a NaN in one
+adapter reaches no row of another, and a gradient reaches only the adapter whose rows it comes from.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ludic.models.adapters.adapter import LoraAdapter, adaptable_linears
+from ludic.models.adapters.head import adapted_logps
+from ludic.models.head import Head, find_head
+from ludic.models.weights import shared_view
+
+Spans = Sequence[tuple[LoraAdapter | None, int]]
+"""(adapter, number of rows) in the order of the rows; None is the base model."""
+
+
+class RowSpan(NamedTuple):
+    """Rows of one adapter."""
+
+    adapter: LoraAdapter
+    start: int
+    end: int
+
+
+def row_spans(spans: Spans) -> tuple[list[RowSpan], int]:
+    """The rows that have an adapter, neighbours of one adapter as one span; and the number of all rows."""
+    found: list[RowSpan] = []
+    start = 0
+    for adapter, count in spans:
+        end = start + count
+        if adapter is not None and count:
+            if found and found[-1].adapter is adapter and found[-1].end == start:
+                found[-1] = RowSpan(adapter, found[-1].start, end)
+            else:
+                found.append(RowSpan(adapter, start, end))
+        start = end
+    return found, start
+
+
+class AdapterBank:
+    """A private view of a base model whose linear layers apply the adapters of the current pass. Freezes the base.
+
+    The view belongs to one thread: the trainer and the inference engine have a bank each, over the same base tensors.
+    The output layer of the view stays plain; `chosen_logps` and `logits` apply the adapters there.
+    """
+
+    def __init__(self, model: Any) -> None:
+        model.requires_grad_(False)
+        self.model = shared_view(model)
+        """Call it inside `using`."""
+        self.head: Head = find_head(self.model)
+        output = self.model.get_output_embeddings()
+        self._spans: list[RowSpan] = []
+        self._num_rows: int | None = None
+        self._head_name = ""
+        for name, linear in adaptable_linears(self.model).items():
+            if linear is output:
+                self._head_name = name
+                continue
+            parent, _, child = name.rpartition(".")
+            setattr(self.model.get_submodule(parent), child, AdaptedLinear(linear, name, self))
+
+    @contextlib.contextmanager
+    def using(self, spans: Spans) -> Iterator[None]:
+        """Forward passes inside apply these adapters to the flat tokens: (adapter or None, number of tokens) in order.
+
+        The backward pass may run afterwards, unless layers are recomputed in it.
+        """
+        before = self._spans, self._num_rows
+        self._spans, self._num_rows = row_spans(spans)
+        try:
+            yield
+        finally:
+            self._spans, self._num_rows = before
+
+    def spans_of(self, num_rows: int) -> list[RowSpan]:
+        """Those of the current pass; none outside of one."""
+        assert self._num_rows in (None, num_rows), f"a pass over {num_rows} tokens, spans over {self._num_rows}"
+        return self._spans
+
+    # Letters: A positions, K targets of one position, D hidden size, V vocabulary.
+    def chosen_logps(
+        self, hidden_AD: Tensor, targets: Tensor, spans: Spans, inverse_temperature_A: Tensor | None = None
+    ) -> Tensor:
+        """Log-probabilities in fp32 of targets [A] or [A, K] after these hidden states, differentiable; the same shape.
+
+        `spans` are those of the A positions, not of the pass. A target of -1 has log-probability 0.
+        """
+        found, count = row_spans(spans)
+        assert count == len(hidden_AD), f"{len(hidden_AD)} hidden states, spans over {count}"
+        targets_AK = targets if targets.dim() == 2 else targets[:, None]
+        scale_A = torch.ones(count, device=hidden_AD.device) if inverse_temperature_A is None else inverse_temperature_A
+        at = [(s.start, s.end, s.adapter) for s in found]
+        parts, start = [], 0
+        for first, end, adapter in [*at, (count, count, None)]:
+            pieces: list[tuple[int, int, LoraAdapter | None]] = [(start, first, None), (first, end, adapter)]
+            parts += [
+                adapted_logps(hidden_AD[a:b], self.head, targets_AK[a:b], scale_A[a:b], self._head_weights(own))
+                for a, b, own in pieces
+                if b > a
+            ]
+            start = end
+        logps_AK = torch.cat(parts) if parts else hidden_AD.new_zeros(targets_AK.shape, dtype=torch.float32)
+        return logps_AK if targets.dim() == 2 else logps_AK[:, 0]
+
+    def logits(self, hidden_AD: Tensor, spans: Spans) -> Tensor:
+        """Logits [A, V] in fp32 of these hidden states; `spans` are those of the A positions. Not for training."""
+        head = self.head
+        x_AD = head.inputs(hidden_AD)
+        found = [s for s in row_spans(spans)[0] if s.adapter.weights(self._head_name) is not None]
+        weight_VD = head.weight_VD.to(x_AD.dtype)
+        logits_AV = adapted_product(x_AD, weight_VD, head.bias_V, self._head_name, found).float()
+        return logits_AV if head.softcap is None else torch.tanh(logits_AV / head.softcap) * head.softcap
+
+    def _head_weights(self, adapter: LoraAdapter | None) -> tuple[Tensor, Tensor, float] | None:
+        pair = None if adapter is None else adapter.weights(self._head_name)
+        return None if adapter is None or pair is None else (*pair, adapter.scale)
+
+
+# Letters: T flat tokens, N inputs of a projection, M its outputs, R the rank.
+class AdaptedLinear(nn.Module):
+    """A frozen linear layer and the adapters of the bank's current pass."""
+
+    def __init__(self, linear: nn.Linear, name: str, bank: AdapterBank) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._name = name
+        self._bank = (bank,)  # a tuple, so that the module does not hold a tree that holds the module
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TN = x.reshape(-1, self.in_features)
+        spans = self._bank[0].spans_of(len(x_TN))
+        return adapted_product(x_TN, self.weight, self.bias, self._name, spans).view(*x.shape[:-1], self.out_features)
+
+
+def adapted_product(
+    x_TN: Tensor, weight_MN: Tensor, bias_M: Tensor | None, name: str, spans: Sequence[RowSpan]
+) -> Tensor:
+    """The projection `name` of all rows, each with its own adapter: [T, M]."""
+    pairs = [(span, span.adapter.weights(name)) for span in spans]
+    adapted = [(span, pair) for span, pair in pairs if pair is not None]
+    if not adapted:
+        return F.linear(x_TN, weight_MN, bias_M)
+    rows = [(span.start, span.end, span.adapter.scale) for span, _ in adapted]
+    weights = [weight for _, pair in adapted for weight in pair]
+    if torch.is_grad_enabled():
+        out: Tensor = _AdaptedProduct.apply(x_TN, weight_MN, bias_M, rows, *weights)
+        return out
+    return _product(x_TN, weight_MN, bias_M, rows, weights)[0]
+
+
+def _product(
+    x_TN: Tensor,
+    weight_MN: Tensor,
+    bias_M: Tensor | None,
+    rows: list[tuple[int, int, float]],
+    weights: Sequence[Tensor],
+) -> tuple[Tensor, list[Tensor]]:
+    """[T, M], and A x of every span."""
+    out_TM = F.linear(x_TN, weight_MN, bias_M)
+    inner = []
+    for (start, end, scale), a_RN, b_MR in zip(rows, weights[::2], weights[1::2], strict=True):
+        x_TR = x_TN[start:end] @ a_RN.to(x_TN.dtype).t()
+        out_TM[start:end].addmm_(x_TR, b_MR.to(x_TN.dtype).t(), alpha=scale)
+        inner.append(x_TR)
+    return out_TM, inner
+
+
+class _AdaptedProduct(torch.autograd.Function):
+    """`adapted_product` with gradients of the input and of every span's A and B."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TN: Tensor,
+        weight_MN: Tensor,
+        bias_M: Tensor | None,
+        rows: list[tuple[int, int, float]],
+        *weights: Tensor,
+    ) -> Tensor:
+        out_TM, inner = _product(x_TN, weight_MN, bias_M, rows, weights)
+        ctx.rows = rows
+        ctx.save_for_backward(x_TN, weight_MN, *weights, *inner)
+        return out_TM
+
+    @staticmethod
+    def backward(ctx: Any, grad_TM: Tensor) -> Any:  # type: ignore[override]
+        x_TN, weight_MN, *rest = ctx.saved_tensors
+        count = len(ctx.rows)
+        weights, inner = rest[: 2 * count], rest[2 * count :]
+        needs_x = ctx.needs_input_grad[0]
+        grad_x_TN = grad_TM @ weight_MN if needs_x else None
+        grads: list[Tensor | None] = []
+        for number, (start, end, scale) in enumerate(ctx.rows):
+            a_RN, b_MR = weights[2 * number : 2 * number + 2]
+            own_TM = grad_TM[start:end]
+            grad_TR = (own_TM @ b_MR.to(own_TM.dtype)).mul_(scale)
+            if grad_x_TN is not None:
+                grad_x_TN[start:end].addmm_(grad_TR, a_RN.to(own_TM.dtype))
+            needs_a, needs_b = ctx.needs_input_grad[4 + 2 * number : 6 + 2 * number]
+            grads.append((grad_TR.t() @ x_TN[start:end]).to(a_RN.dtype) if needs_a else None)
+            grads.append((own_TM.t() @ inner[number]).mul_(scale).to(b_MR.dtype) if needs_b else None)
+        return grad_x_TN, None, None, None, *grads

@@ -192,7 +192,7 @@ class _AdaptedProduct(torch.autograd.Function):
         return out_TM
 
     @staticmethod
-    def backward(ctx: Any, grad_TM: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad_TM: Tensor) -> Any:
         x_TN, weight_MN, *rest = ctx.saved_tensors
         count = len(ctx.rows)
         weights, inner = rest[: 2 * count], rest[2 * count :]

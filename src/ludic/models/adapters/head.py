@@ -71,7 +71,7 @@ class _AdaptedLogps(torch.autograd.Function):
         return logps_AK.masked_fill_(targets_AK < 0, 0.0)
 
     @staticmethod
-    def backward(ctx: Any, grad_AK: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad_AK: Tensor) -> Any:
         x_AD, a_RD, b_VR, targets_AK, temper_A, normaliser_A = ctx.saved_tensors
         head, scale = ctx.head, ctx.scale
         weight_VD = head.weight_VD.to(x_AD.dtype)

@@ -118,7 +118,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.nodeid.split("[", 1)[0] in SLOW_TESTS and not config.getoption("--write-seconds"):
             item.add_marker(pytest.mark.slow)
-    if config.getvalue("dist") == "loadfile":
+    if hasattr(config, "workerinput"):  # xdist tells its workers that there is no --dist
         weights: dict[str, float] = defaultdict(float)
         for file in {file_of(item.nodeid) for item in items}:
             unknown = next((seconds for folder, seconds in UNKNOWN_S.items() if file.startswith(folder)), 0.0)

@@ -10,7 +10,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 VENV_VLLM := .venv-vllm
 
-.PHONY: help train test tests test-fast vllm try-vllm system lint style types lock bench clean
+.PHONY: help train test tests test-fast vllm try-vllm system lint style types lock bench docs clean
 
 help:
 	@echo "make train      set up, then train a tic-tac-toe player from random weights (four minutes)"
@@ -21,6 +21,7 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make lock       write the hash-locked requirement files again (pip install uv); LOCKED=1 installs from them"
 	@echo "make bench      the orchestration benchmark"
+	@echo "make docs       the docs site, with search and API reference, into build/site (VERSION=0.2.0: a version in its menu)"
 
 # Modules are compiled when they are first imported, not all 25,000 when they are installed; so the bytecode must be kept, also
 # where the machine's settings say otherwise.
@@ -117,5 +118,9 @@ lock:
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/orchestration.py
 
+docs: $(VENV)/.ready
+	$(BIN)/$(INSTALL) -c constraints.txt -e '.[docs]'
+	$(BIN)/python scripts/docs_site.py $(if $(VERSION),--version $(VERSION))
+
 clean:
-	rm -rf $(VENV) $(VENV_VLLM) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(VENV_VLLM) build .pytest_cache .ruff_cache .mypy_cache .hypothesis

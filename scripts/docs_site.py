@@ -1,6 +1,7 @@
 """Builds the docs site: `python scripts/docs_site.py [--check]`, or `make docs`.
 
-docs/index.md is the table of contents: its four sections become the groups of the site, and llms.txt follows its order. The script copies the pages to build/docs, adds the API reference of the public packages, and runs Zensical on the copy. `--check`
+docs/index.md is the table of contents: its four sections become the groups of the site, and llms.txt follows its order. The
+script copies the pages to build/docs, adds the API reference of the public packages, and runs Zensical on the copy. `--check`
 prepares the pages and stops: it needs no Zensical, and reports pages that the index does not list and links that lead nowhere.
 """
 
@@ -19,8 +20,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 DOCS, BUILD = ROOT / "docs", ROOT / "build"
 PACKAGES = [
-    "types", "envs", "tools", "agents", "context", "parsers", "interaction", "inference", "batch_gen", "rewards", "judges", "training",
-    "distributed", "eval", "gateway", "run",
+    "types", "envs", "tools", "agents", "context", "parsers", "interaction", "inference", "batch_gen", "rewards", "judges",
+    "training", "distributed", "eval", "gateway", "run",
 ]  # fmt: skip
 _ENTRY = re.compile(r"^- \[(?P<title>[^\]]+)\]\((?P<path>[^)]+\.md)\): (?P<about>.+)$")
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")

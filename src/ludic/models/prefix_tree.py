@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 MIN_SHARED = 16
 """Shorter common beginnings are computed once per sample: a branch costs a separate attention call."""
@@ -67,6 +69,22 @@ class TokenTree:
         starts_C = np.flatnonzero((parent_T != np.arange(-1, size - 1)) | (parent_T < 0))
         ids_T = np.concatenate(parts).astype(np.int64)
         return cls(ids_T, positions_T, paths, starts_C, np.append(starts_C[1:], size), parent_T[starts_C])
+
+    @classmethod
+    def joined(cls, trees: Sequence["TokenTree"]) -> "TokenTree":
+        """Trees end to end: samples of different trees share no token. The paths are in the order of the trees."""
+        if len(trees) == 1:
+            return trees[0]
+        offsets = np.cumsum([0, *(tree.num_tokens for tree in trees)])[:-1]
+        moved = list(zip(trees, offsets, strict=True))
+        return cls(
+            np.concatenate([tree.ids_T for tree in trees]),
+            np.concatenate([tree.positions_T for tree in trees]),
+            [path + offset for tree, offset in moved for path in tree.paths],
+            np.concatenate([tree.starts_C + offset for tree, offset in moved]),
+            np.concatenate([tree.stops_C + offset for tree, offset in moved]),
+            np.concatenate([np.where(tree.above_C < 0, -1, tree.above_C + offset) for tree, offset in moved]),
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -136,6 +154,35 @@ def shared_lengths(rows: Sequence[np.ndarray], min_shared: int = MIN_SHARED) -> 
             found[cuts] = branch
             waiting += [(a, b, branch) for a, b in pairwise([first, *cuts.tolist(), end])]
     return found.tolist()
+
+
+def prefix_groups(samples: Sequence[np.ndarray], max_size: int) -> list[tuple[list[int], int]]:
+    """Indices of samples with a common beginning, and their number of different tokens: at most `max_size`, or one sample."""
+    found: list[tuple[list[int], int]] = []
+    order = prefix_order(samples)
+    for i, num_shared in zip(order, shared_lengths([samples[i] for i in order]), strict=True):
+        members, size = found[-1] if num_shared else ([], 0)
+        num_new = len(samples[i]) - num_shared
+        if members and size + num_new <= max_size:
+            found[-1] = ([*members, i], size + num_new)
+        else:
+            found.append(([i], len(samples[i])))
+    return found
+
+
+def first_fit(groups: Sequence[tuple[Sequence[T], int]], budget: int) -> list[list[T]]:
+    """The members of (members, size) in bins of at most `budget`, or of one group: each group in the first bin with room."""
+    bins: list[list[T]] = []
+    room: list[int] = []
+    for members, size in groups:
+        place = next((i for i, left in enumerate(room) if left >= size), None)
+        if place is None:
+            bins.append([])
+            room.append(budget)
+            place = len(bins) - 1
+        bins[place] += members
+        room[place] -= size
+    return bins
 
 
 def _num_common(one: np.ndarray, other: np.ndarray) -> int:

@@ -35,6 +35,24 @@ def test_every_sample_is_a_path(samples, min_shared):
     assert {int(t) for path in tree.paths for t in path} == set(range(tree.num_tokens))
 
 
+@given(st.lists(samples_strategy, min_size=1, max_size=3), st.integers(1, 5))
+def test_joined_trees_share_nothing_and_keep_their_chains(groups, min_shared):
+    trees = [TokenTree.of(samples, min_shared) for samples in groups]
+    tree = TokenTree.joined(trees)
+    samples = [sample for group in groups for sample in group]
+    assert tree.num_tokens == sum(each.num_tokens for each in trees)
+    for sample, path in zip(samples, tree.paths, strict=True):
+        assert tree.ids_T[path].tolist() == sample.tolist()
+        assert tree.positions_T[path].tolist() == list(range(len(sample)))
+    parents = [np.append(-1, path[:-1]) for path in tree.paths]
+    for chain, (start, stop) in enumerate(zip(tree.starts_C, tree.stops_C, strict=True)):
+        above = {int(p[path == start][0]) for p, path in zip(parents, tree.paths, strict=True) if start in path}
+        assert above == {int(tree.above_C[chain])}
+        assert tree.positions_T[start:stop].tolist() == list(
+            range(tree.positions_T[start], tree.positions_T[start] + stop - start)
+        )
+
+
 @given(samples_strategy)
 def test_each_shared_token_is_there_once(samples):
     assert TokenTree.of(samples, min_shared=1).num_tokens == len(brute_force_prefixes(samples))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ludic.models.adapters.adapter import LoraAdapter, adaptable_linears
 from ludic.models.adapters.head import adapted_logps
+from ludic.models.adapters.targets import HeadAdapter, TargetLogps
 from ludic.models.head import Head, find_head
 from ludic.models.weights import shared_view
 
@@ -109,6 +110,17 @@ class AdapterBank:
             start = end
         logps_AK = torch.cat(parts) if parts else hidden_AD.new_zeros(targets_AK.shape, dtype=torch.float32)
         return logps_AK if targets.dim() == 2 else logps_AK[:, 0]
+
+    def target_logps(
+        self, hidden_TD: Tensor, spans: Spans, token_P: Tensor, target_P: Tensor, *, for_backward: bool
+    ) -> TargetLogps:
+        """Log-probabilities of pairs of a token and a target that it predicts, with a backward pass by hand."""
+        adapters = [
+            HeadAdapter(own.start, own.end, *pair, own.adapter.scale)
+            for own in row_spans(spans)[0]
+            if (pair := own.adapter.weights(self._head_name)) is not None
+        ]
+        return TargetLogps(hidden_TD, self.head, adapters, token_P, target_P, for_backward=for_backward)
 
     def logits(self, hidden_AD: Tensor, spans: Spans) -> Tensor:
         """Logits [A, V] in fp32 of these hidden states; `spans` are those of the A positions. Not for training."""

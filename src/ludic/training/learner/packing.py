@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ludic.models.head import CandidateMask
 from ludic.models.packed_attention import to_device
-from ludic.models.prefix_tree import TokenTree, prefix_order, shared_lengths
+from ludic.models.prefix_tree import TokenTree, first_fit, prefix_groups, prefix_order, shared_lengths
 from ludic.training.config import LengthPolicy
 from ludic.types import CandidateSets, ConfigError, SampleAttachments, SAWItem
 
@@ -129,17 +129,7 @@ def split_packed(
             f"A sample, or a comparison of samples, has {longest} tokens, more than micro_token_budget={micro_token_budget}. Raise "
             "the budget, or cut samples with fit_length first."
         )
-    bins: list[list[SAWItem]] = []
-    room: list[int] = []
-    for members, size in _largest_first(items, micro_token_budget if share_prefixes else 0):
-        place = next((i for i, left in enumerate(room) if left >= size), None)
-        if place is None:
-            bins.append([])
-            room.append(micro_token_budget)
-            place = len(bins) - 1
-        bins[place] += members
-        room[place] -= size
-    return bins
+    return first_fit(_largest_first(items, micro_token_budget if share_prefixes else 0), micro_token_budget)
 
 
 def _largest_first(items: Sequence[SAWItem], max_shared: int) -> list[tuple[list[SAWItem], int]]:
@@ -147,16 +137,8 @@ def _largest_first(items: Sequence[SAWItem], max_shared: int) -> list[tuple[list
     if not max_shared or any(item.origin.comparison is not None for item in items):
         found = [(members, sum(len(item.input_ids) for item in members)) for members in comparisons(items)]
     else:
-        found = []
-        ids = token_keys(items)
-        order = prefix_order(ids)
-        for i, num_shared in zip(order, shared_lengths([ids[i] for i in order]), strict=True):
-            members, size = found[-1] if num_shared else ([], 0)
-            num_new = len(ids[i]) - num_shared
-            if members and size + num_new <= max_shared:
-                found[-1] = ([*members, items[i]], size + num_new)
-            else:
-                found.append(([items[i]], len(ids[i])))
+        groups = prefix_groups(token_keys(items), max_shared)
+        found = [([items[i] for i in members], size) for members, size in groups]
     return sorted(found, key=lambda run: -run[1])
 
 

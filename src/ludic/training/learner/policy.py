@@ -303,6 +303,15 @@ class TrainedPolicy:
                 return whole_logits(self.model, *self._rows(batch))
             return self.head.logits(self._hidden(batch)).view(len(batch.lengths), -1, self.head.shape[0])
 
+    def hidden(self, batch: PackedBatch) -> Tensor:
+        """[T, D] the hidden states of all tokens, padding included."""
+
+        def work() -> Tensor:
+            with self._precision():
+                return self._hidden(batch)
+
+        return compute(self.model, work)
+
     def action_hidden(self, batch: PackedBatch) -> Tensor:
         """[A, D] the hidden states alone."""
         assert self._head is not None, "callers that read hidden states have asked for the head"

@@ -62,7 +62,7 @@ $(VENV)/.ready: pyproject.toml environments/*/pyproject.toml constraints.txt req
 $(VENV)/.ready-all: pyproject.toml environments/*/pyproject.toml constraints.txt requirements/no_deps.in requirements/pip.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	-$(BIN)/$(NEW_PIP)
-	$(BIN)/$(INSTALL) -c constraints.txt torch -e '.[$(TRAIN_EXTRAS),search,datasets,tinker,others,agents,browser]' $(ENVIRONMENTS)
+	$(BIN)/$(INSTALL) -c constraints.txt torch -e '.[$(TRAIN_EXTRAS),search,datasets,tinker,cookbook,others,agents,browser]' $(ENVIRONMENTS)
 	$(BIN)/$(INSTALL) --no-deps -r requirements/no_deps.in
 	touch $(VENV)/.ready $@
 endif

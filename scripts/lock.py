@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 REQUIREMENTS = ROOT / "requirements"
 EXTRAS = (
     *("hf", "local", "train", "lora", "math", "serve", "smollm2", "tensorboard", "wandb", "plot", "pipeline", "ray"),
-    *("dev", "search", "datasets", "tinker", "others", "agents", "browser"),
+    *("dev", "search", "datasets", "tinker", "cookbook", "others", "agents", "browser"),
 )
 ENVIRONMENTS = sorted((ROOT / "environments").glob("*/pyproject.toml"))
 FROM_TORCH = re.compile(r"(torch|triton|nvidia-[\w-]+|cuda-[\w-]+)==")

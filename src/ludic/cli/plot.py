@@ -43,7 +43,8 @@ def plot(args: list[str]) -> int:
     given = parse(PlotArgs, args, prog="ludic plot")
     runs = {_name(place): _read(place) for place in given.runs}
     known = sorted({name for rows in runs.values() for row in rows for name in row} - {"step", "time"})
-    names = given.metric or tuple(name for name in USUAL if name in known)
+    # Of several policies each has its own: ann/train/avg_total_reward.
+    names = given.metric or tuple(name for usual in USUAL for name in known if f"/{name}".endswith(f"/{usual}"))
     missing = [name for name in names if name not in known]
     if missing or not names:
         raise ConfigError(

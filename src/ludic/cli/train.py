@@ -4,10 +4,13 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
 
 from ludic.cli.args import TRY_AGAIN, Switch, Target, need_extras, parse_run
+from ludic.run.policies.entry import with_policies
 
 if TYPE_CHECKING:
     from ludic.run import Run, TrainResult
@@ -35,10 +38,14 @@ class TrainArgs(ScriptFlags):
     target: Target = ""
     """Id of an env (`ludic envs`), file.py:Class of your own, a TOML file, or the folder of a run. With --preferences it may be
     left out."""
+    policy: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=ROLES")] = ()
+    """A separate policy for these roles of the env, such as ann=X, or ann=X,O where policies change places; NAME.SETTING=VALUE,
+    such as ann.lr=1e-4, is for it alone. Give one for each (docs/multi_policy.md)."""
 
 
 def train(args: list[str]) -> int:
     command, config = parse_run(TrainArgs, args, prog="ludic train", description=DESCRIPTION)
+    config = replace(config, policies=with_policies(config.policies, command.policy))
     from ludic.run.resolve import env_factory
 
     server = config.env.env_server
@@ -126,8 +133,11 @@ def _opening(run: "Run", *, resume: bool) -> list[str]:
     several = "" if config.trainer.steps_per_batch == 1 else f", {config.trainer.steps_per_batch} on each batch"
     preferences = config.rollouts.preferences
     what = " and ".join(config.env_ids) if preferences is None else f"from {preferences}"
+    who = f"{config.model.model} learns {what} with {config.algo.algo}"
+    if run.resolved.policies:
+        who = f"{' and '.join(run.resolved.trained_names)} learn {what}"
     lines = [
-        f"{run.folder}: {config.model.model} learns {what} with {config.algo.algo}, {config.train.steps} updates{several} of "
+        f"{run.folder}: {who}, {config.train.steps} updates{several} of "
         f"{config.rollouts.rollouts_per_update} {'rollouts' if preferences is None else 'preferences'}{teacher}."
     ]
     if start.first_step:
@@ -145,12 +155,14 @@ def _closing(run: "Run", result: "TrainResult", status: str) -> list[str]:
     folder, steps, is_stopped = run.folder, run.config.train.steps, result.stopped_by is not None
     ended = "Stopped" if is_stopped else "Done"
     lines = ["", f"{ended} after update {result.step} of {steps} ({result.seconds:.0f} s)."]
-    rewards = [row["train/avg_total_reward"] for row in metrics_with(folder, "train/avg_total_reward")]
-    if rewards:
-        lines.append(f"Reward: {rewards[0]:.3f} in the first update, {rewards[-1]:.3f} in the last.")
-    clipped = [row["train/grad_clipped"] for row in metrics_with(folder, "train/grad_clipped")]
-    if any(clipped):
-        lines.append(f"Gradients above max_grad_norm: in {sum(clipped):.0f} of {len(clipped)} updates.")
+    for name in run.resolved.trained_names or ("",):
+        whose = f" of {name}" if name else ""
+        rewards = [row["train/avg_total_reward"] for row in metrics_with(folder, "train/avg_total_reward", name)]
+        if rewards:
+            lines.append(f"Reward{whose}: {rewards[0]:.3f} in the first update, {rewards[-1]:.3f} in the last.")
+        clipped = [row["train/grad_clipped"] for row in metrics_with(folder, "train/grad_clipped", name)]
+        if any(clipped):
+            lines.append(f"Gradients{whose} above max_grad_norm: in {sum(clipped):.0f} of {len(clipped)} updates.")
     rows = list(metrics_with(folder, "eval/mean_reward"))
     if len(rows) == 1:
         lines.append(f"Evaluation after update {rows[0]['step']}: {_evaluated(rows[0])}.")
@@ -164,9 +176,13 @@ def _closing(run: "Run", result: "TrainResult", status: str) -> list[str]:
     elif saved is not None:
         is_script = bool(run.resolved.parts.command)  # `ludic eval` may not find its parts
         evaluate = f"ludic eval {folder}" if run.config.env_ids else f"ludic eval ENV --model {folder}"
+        if run.resolved.policies:
+            evaluate = f"ludic eval {saved.parents[1]}"
         lines += [] if is_script else [f"Next: {evaluate}", f"      {how} --steps {2 * steps}"]
-    verdict = why_nothing_was_learned(list(metrics_with(folder, "train/grad_norm")))
-    return lines if verdict is None else [*lines, "", verdict]
+    for name in run.resolved.trained_names or ("",):
+        verdict = why_nothing_was_learned(list(metrics_with(folder, "train/grad_norm", name)))
+        lines += [] if verdict is None else ["", f"{name}: {verdict}" if name else verdict]
+    return lines
 
 
 def _evaluated(row: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from ludic.catalog import CutOff, Unreadable
 from ludic.judges import JudgeBy
 from ludic.models import TINY
 from ludic.run.entries import Arguments, EnvEntry, LeagueSettings, RecordedEntry, ReplaySettings, at_least
+from ludic.run.policies.entry import PolicyEntry, check_policies
 from ludic.sandbox.backends import check_backend
 from ludic.training.config import CheckpointConfig, LRSchedule, TrainerConfig
 from ludic.types import ConfigError, SamplingParams, shown_url
@@ -543,6 +544,7 @@ class RunConfig:
     replay: ReplaySettings = field(default_factory=ReplaySettings)
     envs: tuple[EnvEntry, ...] = ()
     recorded: tuple[RecordedEntry, ...] = ()
+    policies: dict[str, PolicyEntry] = field(default_factory=dict)
     checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(CHECKPOINTS, every_n_steps=20))
 
     KEYS: ClassVar[Mapping[str, Mapping[str, str]]] = {
@@ -586,6 +588,7 @@ class RunConfig:
         for what, names in (("envs", [e.label for e in self.envs]), ("recorded", [r.name for r in self.recorded])):
             if len(set(names)) != len(names):
                 raise ConfigError(f'[[{what}]] has the names {", ".join(names)}; give each entry its own name = "…".')
+        check_policies(self.policies)
 
     @property
     def env_ids(self) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from ludic.run.parts import (
     train_samples,
     train_stream,
 )
+from ludic.run.policies.team import check_team
 from ludic.run.resolve import ResolvedRun
 from ludic.run.sources import check_source
 from ludic.types import ConfigError
@@ -39,6 +40,8 @@ def plan_lines(run: ResolvedRun, start: ResumePoint) -> list[str]:
     total = run.config.rollouts.rollouts_per_update
     if run.config.rollouts.preferences is not None:
         return [*_model_lines(run), _preferences_line(run), _start_line(run, start)]
+    if run.policies:
+        return [*_policy_lines(run), *_task_lines(run), *_feature_lines(run), _start_line(run, start)]
     check_teacher(run, make_algorithm(run))
     check_source(run)
     if run.envs:
@@ -46,6 +49,24 @@ def plan_lines(run: ResolvedRun, start: ResumePoint) -> list[str]:
         lines = [f"{env.name}, {env.share:.0%}: {' '.join(_task_lines(env.run, env.share))}" for env in run.envs]
         return [*_model_lines(run), whole, *lines, *_feature_lines(run), _start_line(run, start)]
     return [*_model_lines(run), *_task_lines(run), *_feature_lines(run), _start_line(run, start)]
+
+
+def _policy_lines(run: ResolvedRun) -> list[str]:
+    """The policies, and who plays which role."""
+    check_team(run)
+    lines = []
+    for policy in run.policies:
+        roles = [role for role in run.seatings[0] if any(seats[role] == policy.name for seats in run.seatings)]
+        model, *more = _model_lines(policy.run)
+        if policy.is_frozen:
+            model, more = f"{model.partition('; training')[0]}; it is not trained.", []
+        elif policy.run.trainer.lr != run.trainer.lr:
+            model = f"{model[:-1]}, lr {policy.run.trainer.lr:g}."
+        lines.append(" ".join([f"{policy.name} plays {' or '.join(roles)}.", model, *more]))
+    if len(run.seatings) > 1:
+        shown = ["; ".join(f"{role} {name}" for role, name in seats.items()) for seats in run.seatings]
+        lines.append(f"Each group has one of {len(shown)} seatings: {' | '.join(shown)}.")
+    return lines
 
 
 def _start_line(run: ResolvedRun, start: ResumePoint) -> str:

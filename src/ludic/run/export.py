@@ -8,7 +8,7 @@ import torch
 
 from ludic.models.loading import SMOLLM2, LoadedModel, load_model
 from ludic.run.config import CHECKPOINTS, TINY, ModelSettings, RunConfig
-from ludic.run.folder import CONFIG
+from ludic.run.folder import CONFIG, policy_folders
 from ludic.run.model import base_settings, checkpoint_in, load_policy
 from ludic.run.settings import read_toml
 from ludic.training.checkpoint.export import check_target, export_checkpoint, export_model, write_pretrained
@@ -55,6 +55,8 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
                 f"There is no complete checkpoint in {run}: {problem}. Give the folder of a run or a checkpoint."
             )
         return folder
+    if policies := policy_folders(run):
+        raise ConfigError(f"{run} has trained several policies; name one: {', '.join(map(str, policies))}.")
     for root in (run / CHECKPOINTS, run):
         steps = CheckpointManager(CheckpointConfig(root)).steps()
         if step in steps:

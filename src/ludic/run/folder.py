@@ -2,6 +2,7 @@
 
 runs/<name>/  config.toml  metrics.jsonl  rollouts/from_step_000000.jsonl.gz  checkpoints/step_000020/  wandb_id  server/
               trained/step_000012.rank0.npz  failure.json (of a run that an error has ended)
+              of several policies instead of checkpoints: policies/<name>/config.toml, policies/<name>/checkpoints/step_000020/
               of a pipeline also: rollouts/actor-0-….jsonl.gz  weights/weights_20.safetensors  redis/  logs/learner.log
 """
 
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ludic import __version__
 from ludic.run.config import CHECKPOINTS, MAY_CHANGE_ON_RESUME, RunConfig
+from ludic.run.policies.entry import POLICIES
 from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import Difference, differences, read_toml, to_toml
 from ludic.training.checkpoint.manifest import CheckpointError, read_manifest
@@ -53,6 +55,11 @@ class ResumePoint:
 def resume_point(run: ResolvedRun, *, resume: bool) -> ResumePoint:
     """Where the run in the config's folder begins; an error if it must not be touched. Nothing is written."""
     folder, config = run.folder, run.config
+    if folder.parent.name == POLICIES and (folder.parents[1] / CONFIG).is_file():
+        raise ConfigError(
+            f"{folder} is one of the policies of {folder.parents[1]}. `ludic train {folder.parents[1]} --resume` goes on with all "
+            f"of them; --fork-from {folder} begins another run with its weights."
+        )
     if not (folder / CONFIG).is_file():
         _require_unused(folder, resume)
         return ResumePoint()
@@ -90,7 +97,8 @@ def _require_unused(folder: Path, resume: bool) -> None:
 
 def has_begun(folder: Path) -> bool:
     metrics = folder / METRICS
-    return (metrics.is_file() and metrics.stat().st_size > 0) or not _checkpoints(folder).is_empty()
+    places = policy_folders(folder) or [folder]
+    return (metrics.is_file() and metrics.stat().st_size > 0) or not all(_checkpoints(p).is_empty() for p in places)
 
 
 def _why_not_again(run: ResolvedRun, changed: list[Difference]) -> str:
@@ -134,6 +142,10 @@ def prepare_folder(run: ResolvedRun, start: ResumePoint) -> None:
         for file in (folder / ROLLOUTS).glob(f"from_step_{start.first_step:06d}.jsonl*"):  # older runs wrote plain ones
             file.unlink()
         write_config(run)
+        for policy in run.policies:  # a folder like that of a run with this policy alone, for eval, export and forks
+            if not policy.is_frozen:
+                policy.run.folder.mkdir(parents=True, exist_ok=True)
+                write_config(policy.run)
     except OSError as error:
         raise ConfigError(
             f"Cannot write the run folder {folder}: {error.strerror}. Choose another with --runs or --name."
@@ -184,13 +196,31 @@ def _checkpoints(folder: Path) -> "CheckpointManager":
     return CheckpointManager(CheckpointConfig(folder / CHECKPOINTS))
 
 
+def policy_folders(folder: Path) -> list[Path]:
+    """Of a run that trains several policies: their folders; empty for others."""
+    return sorted(path.parent for path in (folder / POLICIES).glob(f"*/{CONFIG}"))
+
+
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest by name and size; its content is not read."""
-    return _checkpoints(folder).latest()
+    """The newest by name and size; its content is not read. Of several policies the newest that all have, as the first has it."""
+    policies = policy_folders(folder)
+    if not policies:
+        return _checkpoints(folder).latest()
+    steps = _common_steps(policies)
+    return _checkpoints(policies[0]).root / f"step_{steps[0]:06d}" if steps else None
+
+
+def _common_steps(policies: list[Path]) -> list[int]:
+    """The steps of which all policies have a checkpoint, the newest first."""
+    return sorted(set.intersection(*(set(_checkpoints(policy).steps()) for policy in policies)), reverse=True)
 
 
 def newest_undamaged(folder: Path) -> Path | None:
-    """The checkpoint to go on from, with a warning for each newer one that is damaged; None if none was ever saved."""
+    """The checkpoint to go on from, with a warning for each newer one that is damaged; None if none was ever saved. Of several
+    policies that of the first; the others have one of the same step."""
+    policies = policy_folders(folder)
+    if policies:
+        return _newest_of_all(policies)
     checkpoints = _checkpoints(folder)
     if checkpoints.is_empty():
         return None
@@ -203,6 +233,22 @@ def newest_undamaged(folder: Path) -> Path | None:
         ) from error
 
 
+def _newest_of_all(policies: list[Path]) -> Path | None:
+    steps = _common_steps(policies)
+    for step in steps:
+        try:
+            found = [_checkpoints(policy).find(step=step) for policy in policies]
+            return found[0]
+        except CheckpointError as error:
+            logger.warning("step %d cannot be gone on from: %s", step, error)
+    if steps:
+        raise ConfigError(
+            f"Of every step that all policies have saved, a checkpoint is damaged, so {policies[0].parents[1]} cannot go on. Put a "
+            "backup of one there; or, to start over, remove them."
+        )
+    return None
+
+
 def saved_step(folder: Path) -> int:
     """Updates in the newest undamaged checkpoint."""
     return _step_of(newest_undamaged(folder))
@@ -213,8 +259,9 @@ def _step_of(checkpoint: Path | None) -> int:
     return 0 if manifest is None else int(manifest["step"])
 
 
-def metrics_with(folder: Path, name: str) -> Iterator[dict[str, Any]]:
-    """The lines of metrics.jsonl that have this number."""
-    path = folder / METRICS
-    if path.is_file():
-        yield from (row for row in read_metrics(path) if row.get(name) is not None)
+def metrics_with(folder: Path, name: str, policy: str = "") -> Iterator[dict[str, Any]]:
+    """The lines of metrics.jsonl that have this number; of several policies those of one, without its name before the numbers."""
+    path, prefix = folder / METRICS, f"{policy}/" if policy else ""
+    rows = read_metrics(path) if path.is_file() else []
+    own = ({key.removeprefix(prefix): value for key, value in row.items()} if policy else row for row in rows)
+    yield from (row for row in own if row.get(name) is not None)

@@ -34,7 +34,8 @@ from ludic.models.vision.inputs import (
     vision_modules,
 )
 from ludic.run.config import CHECKPOINTS, ModelSettings, RunConfig
-from ludic.run.folder import CONFIG
+from ludic.run.folder import CONFIG, policy_folders
+from ludic.run.policies.entry import PolicyEntry
 from ludic.run.resolve import default_name
 from ludic.run.settings import read_toml, with_values
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
@@ -199,7 +200,17 @@ def with_pinned_checkpoints(config: RunConfig) -> RunConfig:
         values["reference"] = str(checkpoint_in(Path(config.algo.reference)) or config.algo.reference)
     if config.reward.judge is not None and not config.reward.judge_is_served:
         values["judge"] = str(checkpoint_in(Path(config.reward.judge)) or config.reward.judge)
+    values["policies"] = {name: _pinned_policy(entry) for name, entry in config.policies.items()}
     return with_values(config, values)
+
+
+def _pinned_policy(entry: PolicyEntry) -> PolicyEntry:
+    model, fork = entry.model, entry.fork_from
+    return replace(
+        entry,
+        model=None if model is None else str(checkpoint_in(Path(model)) or model),
+        fork_from=None if fork is None else checkpoint_in(fork) or fork,
+    )
 
 
 # --- checkpoints of other runs ---------------------------------------------------------------------------------
@@ -207,7 +218,9 @@ def with_pinned_checkpoints(config: RunConfig) -> RunConfig:
 
 def checkpoint_in(path: Path) -> Path | None:
     """The path itself if it is a checkpoint, or the newest undamaged one of a run folder, with a warning for each newer one that
-    is damaged; None where there is none. ConfigError where all are damaged."""
+    is damaged; None where there is none. ConfigError where all are damaged, or where several policies have theirs."""
+    if policies := policy_folders(path):
+        raise ConfigError(f"{path} has trained several policies; name one: {', '.join(map(str, policies))}.")
     if (path / MANIFEST).exists() and (path / STATE_FILE).exists():  # other programs write a manifest.json, too
         _require_undamaged(path, (path / MANIFEST).stat().st_mtime_ns)
         return path

@@ -661,11 +661,13 @@ def _plain_values(run: ResolvedRun) -> dict[str, Any]:
 def make_loggers(run: ResolvedRun, status: Callable[[], str] | None = None) -> TeeLogger:
     """metrics.jsonl in any case, and what was asked for; consoles also show the line that `status` returns."""
     made: list[TrainingLogger] = [JSONLLogger(run.folder / METRICS), *run.parts.loggers]
+    own = [f"{'!' * k.startswith('!')}{name}/*/{k.removeprefix('!')}" for name in run.trained_names for k in SHOWN]
+    keys = own or SHOWN
     for name in run.config.run.logger:
         if name == "rich":
-            made.append(RichLiveLogger(keys=SHOWN, total_steps=run.steps, status=status))
+            made.append(RichLiveLogger(keys=keys, total_steps=run.steps, status=status))
         elif name == "print":
-            made.append(PrintLogger(keys=SHOWN, status=status))
+            made.append(PrintLogger(keys=keys, status=status))
         elif name == "tensorboard":
             made.append(TensorBoardLogger(run.folder / "events"))
         elif name == "wandb":

@@ -189,6 +189,16 @@ class NamedEnv:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NamedPolicy:
+    """One of several policies of a run."""
+
+    name: str
+    run: "ResolvedRun"
+    """The settings as if the run had this policy alone; its folder is in the folder of the whole run."""
+    is_frozen: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedRun:
     """A run with every default filled in; all its parts are built from this."""
 
@@ -210,11 +220,20 @@ class ResolvedRun:
     checkpoint: CheckpointConfig
     envs: tuple[NamedEnv, ...] = ()
     """Empty for a run with one env."""
+    policies: tuple[NamedPolicy, ...] = ()
+    """Empty for a run with one policy."""
+    seatings: tuple[Mapping[str, str], ...] = ()
+    """With several policies: which of them plays which role, in turn."""
 
     @property
     def each(self) -> "tuple[ResolvedRun, ...]":
         """The settings of every env."""
         return tuple(env.run for env in self.envs) or (self,)
+
+    @property
+    def trained_names(self) -> tuple[str, ...]:
+        """Of several policies those that learn; empty for a run with one."""
+        return tuple(policy.name for policy in self.policies if not policy.is_frozen)
 
     @property
     def has_own_algorithms(self) -> bool:
@@ -568,6 +587,8 @@ def default_name(config: RunConfig) -> str:
     env = "+".join(id.rpartition(":")[2].rpartition("/")[2] for id in config.env_ids)
     if config.rollouts.preferences is not None:
         env = env or config.rollouts.preferences.stem
+    if config.policies:
+        return slug(f"{env}-{'+'.join(config.policies)}")
     model = Path(config.model.model).name.removesuffix(".gguf")
     return slug(f"{env}-{model}-{config.algo.algo.rpartition(':')[2]}")
 

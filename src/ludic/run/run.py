@@ -37,7 +37,10 @@ from ludic.run.folder import (
 from ludic.run.generation import Generation, generation_of
 from ludic.run.model import load_policy, load_reference, use_threads, with_pinned_checkpoints
 from ludic.run.parts import make_loggers
-from ludic.run.resolve import EnvFactory, Parts, ResolvedRun, env_factory, no_env, resolve
+from ludic.run.policies.entry import PolicyEntry
+from ludic.run.policies.resolve import resolve_run
+from ludic.run.policies.team import Team, check_team
+from ludic.run.resolve import EnvFactory, Parts, ResolvedRun, env_factory, no_env
 from ludic.run.settings import read_toml, with_given, with_values
 from ludic.tasks import cancel_all, long_lived_objects_exempt
 from ludic.training import TeeLogger, Trainer
@@ -45,6 +48,7 @@ from ludic.training.checkpoint.manager import CheckpointError
 from ludic.training.critic.critic import CriticKind
 from ludic.training.learner.stop import StopSignal, run_sync
 from ludic.training.learner.token_recorder import TokenRecorder
+from ludic.training.multi_policy import PolicyTrainers
 from ludic.types import BatchSource, ConfigError, LudicError, PolicyGone, Reducer, Rollout, default_reducers
 
 T = TypeVar("T")
@@ -77,8 +81,8 @@ class Run:
         """`is_stored`: the settings come from a run folder, so trained weights may be there."""
         self.resolved = resolved
         self._is_stored = is_stored
-        self.trainer: Trainer | None = None
-        self.generation: Generation | None = None
+        self.trainer: Trainer | PolicyTrainers | None = None
+        self.generation: Generation | Team | None = None
         self._logger: TeeLogger | None = None
         self._loaded: LoadedModel
         self._start: tuple[bool, ResumePoint] | None = None
@@ -124,23 +128,30 @@ class Run:
         generation.begin(resume=resume, first_step=start.first_step)
         self._logger = self._closing.enter_context(contextlib.closing(make_loggers(run, generation.status)))
         with self._explained():
-            self.trainer = Trainer(
-                model=self._loaded.model,
-                reference=self._reference(generation),
-                critic=self._load(start).model if generation.algorithm.critic is CriticKind.SEPARATE else None,
-                algo=generation.algorithm,
-                batch_source=generation.source,
-                cfg=run.trainer,
-                publisher=generation.publisher,
-                checkpoint_config=run.checkpoint,
-                resume_from=None if start.checkpoint is None else str(start.checkpoint),
-                train_logger=self._logger,
-                reducers={**default_reducers(), **run.parts.reducers},
-                evaluator=generation.evaluator() if run.config.is_evaluated else None,
-                teacher=generation.teacher,
-                tokenizer=self._loaded.tokenizer,
-                token_recorder=self._token_recorder(),
-            )
+            if isinstance(generation, Team):
+                self.trainer = generation.trainers(self._logger)
+            else:
+                self.trainer = self._make_trainer(generation, start)
+
+    def _make_trainer(self, generation: Generation, start: ResumePoint) -> Trainer:
+        run = self.resolved
+        return Trainer(
+            model=self._loaded.model,
+            reference=self._reference(generation),
+            critic=self._load(start).model if generation.algorithm.critic is CriticKind.SEPARATE else None,
+            algo=generation.algorithm,
+            batch_source=generation.source,
+            cfg=run.trainer,
+            publisher=generation.publisher,
+            checkpoint_config=run.checkpoint,
+            resume_from=None if start.checkpoint is None else str(start.checkpoint),
+            train_logger=self._logger,
+            reducers={**default_reducers(), **run.parts.reducers},
+            evaluator=generation.evaluator() if run.config.is_evaluated else None,
+            teacher=generation.teacher,
+            tokenizer=self._loaded.tokenizer,
+            token_recorder=self._token_recorder(),
+        )
 
     def _token_recorder(self) -> TokenRecorder:
         """Also if nothing is to be recorded: it removes what an interrupted start has left."""
@@ -218,16 +229,25 @@ class Run:
 
     def _generation_to_evaluate(self) -> Generation:
         """ConfigError for a run of `load` that was not resumed: its trained weights are not loaded yet."""
+        if self.resolved.policies:
+            raise ConfigError(f"This run has several policies; evaluate one: `ludic eval {self.folder}/policies/NAME`.")
         saved = latest_checkpoint(self.folder) if self._is_stored and self.generation is None else None
         if saved is not None:
             raise ConfigError(
                 f"The weights of {saved} are not loaded. Call resume() first, or use `ludic eval {self.folder}`, which compares "
                 "the first and the newest weights."
             )
-        return self._generation(ResumePoint())
+        generation = self._generation(ResumePoint())
+        assert isinstance(generation, Generation), "there is one policy"
+        return generation
 
-    def _generation(self, start: ResumePoint) -> Generation:
-        if self.generation is None:
+    def _generation(self, start: ResumePoint) -> Generation | Team:
+        if self.generation is None and self.resolved.policies:
+            check_team(self.resolved)
+            use_threads(self.config.model)
+            self.generation = Team(self.resolved, start)
+            self._closing.callback(self.generation.close)
+        elif self.generation is None:
             kind = generation_of(self.config)
             kind.check(self.resolved)  # what is wrong is named before a large model is loaded
             use_threads(self.config.model)
@@ -245,7 +265,7 @@ class Run:
                 "steps in the first call, or schedule = 'constant'."
             )
         config = with_values(self.config, {"steps": steps})
-        self.resolved = resolve(config, self.resolved.env, self.resolved.parts)
+        self.resolved = resolve_run(config, self.resolved.env, self.resolved.parts)
         self._start = None
         if is_running:
             write_config(self.resolved)
@@ -310,7 +330,8 @@ def build(
     parser, callables as tools, an RLAlgorithm, a `LoadedModel` or a torch model with its `tokenizer`, TrainingLoggers. `loss`
     replaces the algorithm's, `protocol` the agent with all its parts; `source` wraps the source of fresh rollouts; `reducers`
     are further metrics (`Parts` in resolve.py). An agent may also be a function that makes its model calls over HTTP
-    (docs/gateway.md); a function as `reward` and `policies` are for it. `reward` is otherwise a list of names, reward functions and
+    (docs/gateway.md); a function as `reward` and clients as `policies` are for it. `policies` is otherwise a table of settings by
+    name, and all of them learn (docs/multi_policy.md). `reward` is otherwise a list of names, reward functions and
     scorers (docs/rewards.md). data and eval_data take a file, a list of samples, or a function that generates them. Settings are
     checked here; weights are loaded when the run trains or evaluates.
     """
@@ -321,6 +342,8 @@ def build(
         raise ConfigError("No env: give env=, an id (`ludic envs` lists them), file.py:Class, or a class.")
     if is_several:
         config = with_given(config, {"envs": settings.pop("envs", config.envs)})
+    if policies and all(isinstance(each, (PolicyEntry, dict)) for each in policies.values()):
+        config, policies = with_given(config, {"policies": policies}), None
     named = env or config.env.id or (config.envs[0].id if is_several else no_env())
     server = settings.get("env_server", config.env.env_server)
     factory = named if isinstance(named, EnvFactory) else env_factory(named, server=server)
@@ -344,7 +367,7 @@ def build(
     objects |= {"loss": loss, "protocol": protocol, "source": source, "reducers": reducers or {}}
     objects |= {"reward": reward if callable(reward) else None, "policies": policies or {}}
     config = with_pinned_checkpoints(with_given(config, values))
-    return Run(resolve(config, factory, Parts(**objects)))
+    return Run(resolve_run(config, factory, Parts(**objects)))
 
 
 _PARTS = {"algo": "algorithm", "logger": "loggers", "data": "samples", "eval_data": "eval_samples", "reward": "scorers"}

@@ -4,7 +4,8 @@ A config is a frozen dataclass of sections, which are dataclasses themselves. Ea
 in the file, and a flag on the command line; key names are unique. A config class may add keys for fields that live elsewhere,
 such as those of the library's own dataclasses, by a class attribute `KEYS`: section -> key -> dotted path in the config.
 None means "not set" and is left out of a file, so it has to be the default wherever it is allowed. A field that is a tuple of
-dataclasses is a list of tables in the file (`[[envs]]`), and no flag.
+dataclasses is a list of tables in the file (`[[envs]]`), a dict of them has a table for each name (`[policies.ann]`); neither is a
+flag.
 """
 
 import ast
@@ -52,13 +53,19 @@ class Setting:
     @property
     def holds_arguments(self) -> bool:
         """Whether it holds the keyword arguments of a part, `name=value` again and again on the command line."""
-        return typing.get_origin(self.kind) is dict
+        return typing.get_origin(self.kind) is dict and self.entry is None
+
+    @property
+    def has_names(self) -> bool:
+        """Whether its tables have names, `[policies.ann]`; those of a list have none, `[[envs]]`."""
+        return self.entry is not None and typing.get_origin(self.kind) is dict
 
     @property
     def entry(self) -> Any:
-        """The dataclass of its entries, if it is a list of tables; else None."""
-        inner = typing.get_args(self.kind) if typing.get_origin(self.kind) is tuple else ()
-        return inner[0] if inner and dataclasses.is_dataclass(inner[0]) else None
+        """The dataclass of its entries, if it is a list of tables or has a table for each name; else None."""
+        place = {tuple: 0, dict: 1}.get(typing.get_origin(self.kind))
+        inner = None if place is None else typing.get_args(self.kind)[place]
+        return inner if dataclasses.is_dataclass(inner) else None
 
     def value_in(self, config: Any) -> Any:
         return functools.reduce(lambda inside, name: getattr(inside, name), self.path, config)
@@ -207,7 +214,8 @@ def from_table(cls: type[T], content: Mapping[str, Any], where: str) -> T:
     for section, table in content.items():
         only = next(iter(by_section.get(section, {}).values()), None)
         if only is not None and only.entry is not None:
-            values[section] = entries_of(only.entry, table, f"{where}: [[{section}]]")
+            shown = section if only.has_names else f"[[{section}]]"
+            values[section] = converted(table, only.kind, f"{where}: {shown}")
             continue
         if section not in by_section or not isinstance(table, dict):
             raise ConfigError(f"{where}: {_unknown(section, None, by_section)}")
@@ -219,22 +227,21 @@ def from_table(cls: type[T], content: Mapping[str, Any], where: str) -> T:
     return with_values(cls(), values)
 
 
-def entries_of(cls: type[T], tables: Any, where: str) -> tuple[T, ...]:
-    """The entries of a list of tables."""
-    if not isinstance(tables, (list, tuple)):
-        raise ConfigError(f"{where} is a list: write two brackets around its name, once for each entry.")
+def _entry_of(cls: type[T], table: Any, where: str) -> T:
+    """The entry that a table is."""
+    if isinstance(table, cls):
+        return table
     kinds = typing.get_type_hints(cls)
-    made = []
-    for table in tables:
-        for name in table:
-            if name not in kinds:
-                raise ConfigError(
-                    f"{where}: there is no setting {name!r}.{_nearest(name, kinds)} It has: {', '.join(kinds)}."
-                )
-        values = {name: converted(value, kinds[name], f"{where}: {name}") for name, value in table.items()}
-        check_numbers(values, f"{where}: ")
-        made.append(cls(**values))
-    return tuple(made)
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{where} = {table!r}: expected a table with {', '.join(kinds)}.")
+    for name in table:
+        if name not in kinds:
+            raise ConfigError(
+                f"{where}: there is no setting {name!r}.{_nearest(name, kinds)} It has: {', '.join(kinds)}."
+            )
+    values = {name: converted(value, kinds[name], f"{where}: {name}") for name, value in table.items()}
+    check_numbers(values, f"{where}: ")
+    return cls(**values)
 
 
 def _unknown(name: str, section: str | None, by_section: Mapping[str, Mapping[str, Setting]]) -> str:
@@ -257,10 +264,15 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 def converted(value: Any, kind: Any, where: str) -> Any:
     """A value as the type of its setting; ConfigError if it is none."""
-    entry = Setting("", "", (), kind, "").entry
-    if entry is not None:
-        is_made = isinstance(value, (list, tuple)) and all(isinstance(each, entry) for each in value)
-        return tuple(value) if is_made else entries_of(entry, value, where)
+    setting = Setting("", "", (), kind, "")
+    if setting.has_names:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where} = {value!r}: expected a table for each name.")
+        return {str(name): _entry_of(setting.entry, table, f"{where}.{name}") for name, table in value.items()}
+    if setting.entry is not None:
+        if not isinstance(value, (list, tuple)):
+            raise ConfigError(f"{where} is a list: write two brackets around its name, once for each entry.")
+        return tuple(_entry_of(setting.entry, table, where) for table in value)
     try:
         return msgspec.convert(value, kind, dec_hook=lambda wanted, given: wanted(given))
     except (msgspec.ValidationError, TypeError) as error:
@@ -286,8 +298,11 @@ def to_toml(config: Any) -> str:
     section = ""
     for setting in settings_of(type(config)):
         if setting.entry is not None:
-            for each in setting.value_in(config):
-                lines += ["", f"[[{setting.name}]]", *(f"{k} = {toml_value(v)}" for k, v in _stated(each).items())]
+            found = setting.value_in(config)
+            named = found.items() if setting.has_names else [("", each) for each in found]
+            for name, each in named:
+                head = f"[{setting.name}.{_toml_key(name)}]" if setting.has_names else f"[[{setting.name}]]"
+                lines += ["", head, *(f"{k} = {toml_value(v)}" for k, v in _stated(each).items())]
             section = ""
             continue
         if setting.section != section:

@@ -6,7 +6,7 @@ Loads without torch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -101,7 +101,7 @@ def make_source(
     if run.envs:
         requests, strategy = _requests_of_several(run, setup), IdentityStrategy()
     elif league is not None:
-        requests = _seated_requests(run, setup)
+        requests = seated_requests(run, setup, _league_seatings(run))
     elif curriculum is None:
         requests = train_requests(run, setup)
     return RolloutBatchSource(
@@ -371,14 +371,18 @@ def with_league(run: ResolvedRun, setup: EpisodeSetup, league: League, template:
     return replace(setup, policies=Policies({_CURRENT: setup.client, _LEAGUE: league}, make_agent))
 
 
-def _seated_requests(run: ResolvedRun, setup: EpisodeSetup) -> AssignedRequests:
+def _league_seatings(run: ResolvedRun) -> list[dict[str, str]]:
     """In the league's share of the groups the policy has one role, in turn, and a member has the others; in the rest it has all."""
-    assert setup.policies is not None, "with_league sets it"
     roles = _roles(run)
     share = Fraction(run.config.league.league_share).limit_denominator(100)
     against = [{role: _CURRENT if role == own else _LEAGUE for role in roles} for own in roles]
     alone = [dict.fromkeys(roles, _CURRENT)] * len(roles)
-    seatings = against * share.numerator + alone * (share.denominator - share.numerator)
+    return against * share.numerator + alone * (share.denominator - share.numerator)
+
+
+def seated_requests(run: ResolvedRun, setup: EpisodeSetup, seatings: Sequence[Mapping[str, str]]) -> AssignedRequests:
+    """The tasks of one update, each with one of the seatings."""
+    assert setup.policies is not None, "the setup has the policies that the seatings name"
     requests = train_requests(run, setup)
     if train_samples(run) is None and train_stream(run) is None:  # roles are drawn by a request's seed, so it needs one
         requests = SeededRequests(run, setup)

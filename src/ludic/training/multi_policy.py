@@ -52,6 +52,26 @@ async def train_policies(
     return stats
 
 
+class PolicyTrainers:
+    """The trainers of a run as one object, with what a run needs of a single `Trainer`: step, stop and train."""
+
+    def __init__(self, trainers: Mapping[str, Trainer], train_logger: TrainingLogger | None = None) -> None:
+        _check(trainers)
+        self.trainers = trainers
+        self.stop = StopSignal()
+        self._logger = train_logger
+
+    @property
+    def step(self) -> int:
+        """Updates of each that are done."""
+        return next(iter(self.trainers.values())).step
+
+    async def train(self, num_steps: int | None = None) -> dict[str, float]:
+        """`train_policies`, with a new `stop`."""
+        self.stop = StopSignal()
+        return await train_policies(self.trainers, num_steps, train_logger=self._logger, stop=self.stop)
+
+
 async def _round(trainers: Mapping[str, Trainer]) -> dict[str, float]:
     stats: dict[str, float] = {}
     for name, trainer in trainers.items():

@@ -11,7 +11,7 @@ import pytest
 from ludic.training.loggers import read_metrics
 from tests import forked
 from tests.contract.pages import BLOCK, DOCS
-from tests.unit.cli.train_parts import ENV, SMALL
+from tests.unit.cli.train_parts import CASES, ENV, SMALL
 
 pytestmark = pytest.mark.slow
 RUN = ["letter.py:Letter", *SMALL, "--lr", "1e-2", "--checkpoint-every", "3"]
@@ -51,6 +51,39 @@ def test_killed_and_resumed_run_equals_an_uninterrupted_run(tmp_path):
     assert start(tmp_path, *RUN, "--steps", "12", "--name", "whole").wait(timeout=120) == 0
     assert [row["step"] for row in metrics(whole)] == list(range(1, 13))
     assert metrics(broken) == metrics(whole)
+
+
+def test_killed_and_resumed_run_of_two_policies_equals_an_uninterrupted_run(tmp_path):
+    (tmp_path / "cases.py").write_text(CASES)
+    pair = [
+        "cases.py:Cases",
+        *SMALL,
+        "--lr",
+        "1e-2",
+        "--checkpoint-every",
+        "2",
+        "--policy",
+        "ann=left",
+        "--policy",
+        "bob=right",
+    ]
+    process = start(tmp_path, *pair, "--steps", "7", "--name", "broken", "--policy", "bob.lr=3e-3")
+    broken, whole = tmp_path / "runs" / "broken", tmp_path / "runs" / "whole"
+    wait_for_step(broken, 3, process)
+    process.kill()
+    process.wait()
+    assert len(metrics(broken)) < 7, "it was too fast to be killed; this test has shown nothing"
+    resumed = start(tmp_path, "runs/broken", "--resume")
+    said, error = resumed.communicate(timeout=120)
+    assert resumed.returncode == 0 and "Going on after update" in said, error
+    assert start(tmp_path, *pair, "--steps", "7", "--name", "whole", "--policy", "bob.lr=3e-3").wait(timeout=120) == 0
+    rows = [[{k: v for k, v in row.items() if "/perf/" not in k} for row in metrics(run)] for run in (broken, whole)]
+    assert rows[0] == rows[1] and [row["step"] for row in rows[0]] == list(range(1, 8))
+    for policy in ("ann", "bob"):
+        last = [
+            run / "policies" / policy / "checkpoints" / "step_000007" / "model.safetensors" for run in (broken, whole)
+        ]
+        assert last[0].read_bytes() == last[1].read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,43 @@ async def fails(task):
 LIMIT = 3
 """
 """Agents that make their model calls over HTTP, for my_agent.py."""
+CASES = '''
+from ludic.envs import LudicEnv
+from ludic.types import StepOutcome
+
+
+class Cases(LudicEnv):
+    """Both say one character at once: the left one earns 1 for a capital, the right one for anything else."""
+
+    blocking = False
+    agent_ids = ["left", "right"]
+    suggested_sysprompt = None
+    over = True
+
+    @property
+    def active_agents(self):
+        return [] if self.over else self.agent_ids
+
+    def reset(self, *, seed=None):
+        self.over = False
+        return {"left": ("l", {}), "right": ("r", {})}
+
+    def step(self, actions):
+        self.over = True
+        capital = {role: actions.get(role, "").isupper() for role in self.agent_ids}
+        rewards = {"left": float(capital["left"]), "right": float(not capital["right"])}
+        return {role: StepOutcome("", rewards[role], terminated=True) for role in self.agent_ids}
+
+    def current_obs(self):
+        return {"left": "l", "right": "r"}
+
+    def snapshot(self):
+        raise NotImplementedError
+
+    def restore(self, snapshot):
+        raise NotImplementedError
+'''
+"""An env with two roles, for cases.py."""
 SMALL = ["--model", "tiny", "--max-tokens", "1", "--group-size", "4", "--rollouts-per-update", "8", "--logger", "none"]
 RUN = ["letter.py:Letter", *SMALL, "--steps", "2", "--lr", "1e-2", "--name", "first"]
 

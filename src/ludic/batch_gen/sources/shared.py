@@ -31,6 +31,8 @@ class _Round:
     """Position of the stream before the round; a resume runs the round again from it."""
     episodes: list[Episode]
     generation_s: float
+    scorer_metrics: dict[str, float]
+    """What scorers say of themselves so far, such as what a judge has cost."""
 
     @property
     def policies(self) -> list[str]:
@@ -54,6 +56,7 @@ class SharedRollouts:
         timeout_s: float | None = None,
         concurrency: int = 8,
     ) -> None:
+        self._engine = engine
         self._runner = EpisodeRunner(engine, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency)
         self._requests = RequestStream(requests_fn, strategy, {"requests": requests_fn})
         self._num_rounds = 0
@@ -96,7 +99,13 @@ class SharedRollouts:
         finally:
             self._is_running = False
         generation_s = time.perf_counter() - started
-        finished = _Round(number=self._num_rounds, before=before, episodes=episodes, generation_s=generation_s)
+        finished = _Round(
+            number=self._num_rounds,
+            before=before,
+            episodes=episodes,
+            generation_s=generation_s,
+            scorer_metrics=self._engine.scorer_metrics(),
+        )
         self._num_rounds += 1
         for source in self._sources.values():
             source.offer(finished)
@@ -153,7 +162,7 @@ class PolicyBatchSource:
             **counts,
             "generation_s": finished.generation_s,
         }
-        batch.meta["rollout_metrics"] |= {name: float(value) for name, value in counts.items()}
+        batch.meta["rollout_metrics"] |= finished.scorer_metrics | {name: float(n) for name, n in counts.items()}
         return batch
 
     get_next_batch = next_batch

@@ -28,7 +28,8 @@ from ludic.run.model import (
     without_adapter,
 )
 from ludic.run.parts import EpisodeSetup, make_episode_setup, request_strategy, train_requests
-from ludic.run.resolve import EnvFactory, ResolvedRun, resolve
+from ludic.run.policies.resolve import resolve_run
+from ludic.run.resolve import EnvFactory, ResolvedRun
 from ludic.run.vllm import connect_to_servers
 from ludic.tasks import cancel_all
 from ludic.training.learner.stop import StopRequests
@@ -52,7 +53,7 @@ class ActorPolicy:
 
 def run_actor(config: RunConfig, env: EnvFactory, *, index: int) -> int:
     """Run episodes until stopped; returns the exit code."""
-    run = resolve(with_pinned_checkpoints(config), env)
+    run = resolve_run(with_pinned_checkpoints(config), env)
     require_redis("ludic actor")
     url = redis_url(run.config.pipeline)
     pipeline_algorithm(run)

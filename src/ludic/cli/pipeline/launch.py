@@ -24,7 +24,8 @@ from ludic.run.dry_run import plan_lines
 from ludic.run.folder import LOGS, REDIS, WEIGHTS, ResumePoint, how_to_resume, prepare_folder, resume_point
 from ludic.run.generation import clear_queue, pipeline_algorithm
 from ludic.run.model import with_pinned_checkpoints
-from ludic.run.resolve import EnvFactory, ResolvedRun, resolve
+from ludic.run.policies.resolve import resolve_run
+from ludic.run.resolve import EnvFactory, ResolvedRun
 from ludic.run.settings import to_toml
 from ludic.types import ConfigError
 from ludic.types.errors import RestartLimit
@@ -43,7 +44,7 @@ def ludic_command(*arguments: str) -> tuple[str, ...]:
 
 def run_launch(args: LaunchArgs, config: RunConfig, env: EnvFactory) -> int:
     """Start all roles and supervise them until the learner is done; returns the exit code."""
-    run = resolve(with_pinned_checkpoints(config), env)
+    run = resolve_run(with_pinned_checkpoints(config), env)
     start = resume_point(run, resume=args.resume)
     plan = plan_lines(run, start)
     pipeline_algorithm(run)

@@ -91,9 +91,12 @@ def _weights(item: SAWItem) -> np.ndarray:
 class TokenRecorder:
     """Writes the records of one rank into a folder. `Trainer(token_recorder=…)` uses it; every rank has one."""
 
-    def __init__(self, folder: str | Path, *, every: int = 1, max_waiting: int = MAX_WAITING) -> None:
-        """`every`: the first update and every n-th are recorded; 0 records none."""
-        self.folder, self.every = Path(folder), every
+    def __init__(
+        self, folder: str | Path, *, every: int = 1, max_waiting: int = MAX_WAITING, first_rank: int = 0
+    ) -> None:
+        """`every`: the first update and every n-th are recorded; 0 records none. `first_rank`: what rank 0 is called in names of
+        files; recorders of several trainers that share a folder have different ones."""
+        self.folder, self.every, self._first_rank = Path(folder), every, first_rank
         self.num_written = self.num_dropped = self.num_failed = 0
         self._max_waiting = max_waiting
         self._num_waiting = 0
@@ -135,7 +138,9 @@ class TokenRecorder:
             arrays = record.arrays()
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="token-recorder")
-            self._thread.submit(self._save, self.folder / _NAMES.format(step=step, rank=rank), arrays)
+            self._thread.submit(
+                self._save, self.folder / _NAMES.format(step=step, rank=self._first_rank + rank), arrays
+            )
         except Exception as error:  # noqa: BLE001 - a picture of training must not end it
             self._done(failed=True)
             self._warn("the tokens of step %d are not recorded: %s", step, error)

@@ -129,7 +129,8 @@ class Charts {
   layout() {
     const find = (this.params.find || "").toLowerCase();
     const found = this.names.filter((name) => name.toLowerCase().includes(find));
-    const first = find ? found : KEY_METRICS.filter((name) => found.includes(name));
+    // Of several policies each has its own: ann/train/loss.
+    const first = find ? found : KEY_METRICS.flatMap((key) => found.filter((name) => name === key || name.endsWith(`/${key}`)));
     const shownFirst = first.length ? first : found.slice(0, 9);
     const rest = found.filter((name) => !shownFirst.includes(name));
     const grid = (names) => el("div.charts", {}, names.map((name) => this.chart(name).node));

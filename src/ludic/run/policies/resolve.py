@@ -1,0 +1,131 @@
+"""Several policies, resolved: the settings of each as a run with it alone, and who plays which role. Nothing is loaded."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from ludic.run.config import RunConfig
+from ludic.run.parts import first_env, uses_gateway
+from ludic.run.policies.entry import POLICIES, PolicyEntry
+from ludic.run.resolve import EnvFactory, NamedPolicy, Parts, ResolvedRun, default_name, resolve
+from ludic.run.settings import values_of, with_values
+from ludic.types import ConfigError
+
+MIN_KEPT = 2
+"""Checkpoints that a policy keeps at least: a run that is killed between two policies' saves goes on from the one before."""
+
+
+def resolve_run(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> ResolvedRun:
+    """`resolve`, and of several policies each."""
+    if not config.policies:
+        return resolve(config, env, parts)
+    parts = parts or Parts()
+    _check_features(config, parts)
+    name = config.run.name or default_name(config)
+    alone = replace(config, policies={}, run=replace(config.run, name=name))
+    # Groups are played once for all policies, so they have one size: that of an algorithm that compares siblings.
+    trained = [entry for entry in config.policies.values() if not entry.frozen]
+    size = max(resolve(_config_of(alone, entry), env, parts).group_size for entry in trained)
+    alone = with_values(alone, {"group_size": size})
+    policies = tuple(_named_policy(alone, policy, entry, env, parts) for policy, entry in config.policies.items())
+    whole = replace(
+        resolve(alone, env, parts),
+        config=with_values(config, {"name": name, "group_size": size, "max_lag": 0}),
+        policies=policies,
+    )
+    return replace(whole, seatings=seatings(first_env(whole).agent_ids, config.policies, config.env.id))
+
+
+def _named_policy(alone: RunConfig, name: str, entry: PolicyEntry, env: EnvFactory, parts: Parts) -> NamedPolicy:
+    own = with_values(_config_of(alone, entry), {"name": f"{alone.run.name}/{POLICIES}/{name}"})
+    run = resolve(own, env, parts)
+    if uses_gateway(run.config.agent, parts):
+        raise ConfigError(
+            f"The agent of [policies.{name}] is a function or a command, which plays envs with one role. Take an agent of "
+            "ludic.agents."
+        )
+    kept = run.checkpoint.max_to_keep
+    checkpoint = replace(run.checkpoint, max_to_keep=None if kept is None else max(kept, MIN_KEPT))
+    return NamedPolicy(name=name, run=replace(run, checkpoint=checkpoint), is_frozen=entry.frozen)
+
+
+def _config_of(config: RunConfig, entry: PolicyEntry) -> RunConfig:
+    """The settings of a run with this policy alone. A part that an entry names comes with the entry's arguments."""
+    values: dict[str, Any] = {}
+    for part in ("agent", "parser", "algo"):
+        if (named := getattr(entry, part)) is not None:
+            values |= {part: named, f"{part}_set": getattr(entry, f"{part}_set")}
+        elif arguments := getattr(entry, f"{part}_set"):
+            values[f"{part}_set"] = {**values_of(config)[f"{part}_set"], **arguments}
+    own = (
+        "model",
+        "lora_rank",
+        "lora_alpha_mult",
+        "fork_from",
+        "system_prompt",
+        "reduction",
+        "kl_coeff",
+        "entropy_bonus",
+        "lr",
+    )
+    values |= {name: value for name in own if (value := getattr(entry, name)) is not None}
+    if entry.frozen and entry.lora_rank is None:  # [model] has that of those that learn
+        values |= {"lora_rank": 0, "lora_experts": False}
+    return with_values(config, values | ({"tools": entry.tools} if entry.tools else {}))
+
+
+def _check_features(config: RunConfig, parts: Parts) -> None:
+    """ConfigError for what needs a run with one policy."""
+    rollouts, trainer = config.rollouts, config.trainer
+    refused = {
+        f"engine = {rollouts.engine!r}": rollouts.engine != "local",
+        "[[envs]]": config.envs,
+        "[[recorded]]": config.recorded,
+        "[league]": config.league.league_every,
+        "[replay]": config.replay.replay,
+        "rollouts": rollouts.rollouts,
+        "preferences": rollouts.preferences,
+        "max_lag": rollouts.max_lag,
+        "close_batch_at": rollouts.close_batch_at < 1,
+        "dynamic_sampling": rollouts.dynamic_sampling,
+        "curriculum": rollouts.curriculum,
+        "teacher": config.algo.teacher,
+        "updates_per_batch": trainer.updates_per_batch > 1,
+        "mini_batches": trainer.mini_batches > 1,
+        "eval_every and eval_at_start": config.is_evaluated,
+        "quantize_base": config.model.quantize_base,
+        "protocol=": parts.protocol,
+        "source=": parts.source,
+        "algo= as an object": parts.algorithm,
+        "model= as an object": parts.model,
+    }
+    if given := [name for name, value in refused.items() if value]:
+        raise ConfigError(
+            f"[policies.…] does not go with {given[0]}, which is for runs that train one policy. Leave one out; "
+            "docs/multi_policy.md says what several policies can do, and what is done in code."
+        )
+
+
+def seatings(roles: Sequence[str], policies: Mapping[str, PolicyEntry], env: str) -> tuple[Mapping[str, str], ...]:
+    """All ways to give each role to a policy that plays it, with as many different policies as possible at one table."""
+    if len(roles) < 2:
+        raise ConfigError(f"Several policies are for envs with several roles; {env!r} has one, {', '.join(roles)}.")
+    for name, entry in policies.items():
+        if unknown := [role for role in entry.roles if role not in roles]:
+            raise ConfigError(
+                f"[policies.{name}] plays {', '.join(unknown)}, but {env!r} has the roles {', '.join(roles)}."
+            )
+    players = {role: [name for name, entry in policies.items() if role in (entry.roles or roles)] for role in roles}
+    if empty := [role for role, names in players.items() if not names]:
+        raise ConfigError(
+            f"No policy plays {', '.join(empty)}: the roles of {env!r} are {', '.join(roles)}. Add it to the roles of a policy, or "
+            "add a policy; one with frozen = true is not trained."
+        )
+    ways = [dict(zip(roles, names, strict=True)) for names in product(*players.values())]
+    most = max(len(set(way.values())) for way in ways)
+    found = [way for way in ways if len(set(way.values())) == most]
+    seated = {name for way in found for name in way.values()}
+    if left := [name for name in policies if name not in seated]:
+        raise ConfigError(f"The policies {', '.join(left)} would never play. Give them other roles, or leave them out.")
+    return tuple(found)

@@ -1,0 +1,189 @@
+"""`Team`: what several policies of a run consist of. Models and engines, the episodes that they share, a trainer for each.
+
+It is to a run with several policies what a `Generation` is to a run with one. Policies with adapters on the same base share its
+weights; each policy that trains all weights has a separate model.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, ExitStack, closing, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from ludic.agents import Agent
+from ludic.batch_gen import SharedRollouts
+from ludic.interaction import Policies
+from ludic.models.loading import LoadedModel
+from ludic.models.weights import shared_view
+from ludic.run.config import ModelSettings
+from ludic.run.folder import TRAINED, ResumePoint, rollouts_file
+from ludic.run.model import (
+    ServedPolicy,
+    forked_checkpoint,
+    is_adapter,
+    load_policy,
+    load_reference,
+    make_template,
+    serve_locally,
+)
+from ludic.run.parts import EpisodeSetup, agent_factory, make_algorithm, make_episode_setup, request_strategy
+from ludic.run.resolve import NamedPolicy, ResolvedRun
+from ludic.run.sources import check_source, make_filter, seated_requests
+from ludic.training import Trainer
+from ludic.training.checkpoint.model_files import read_weights
+from ludic.training.critic.critic import CriticKind
+from ludic.training.learner.token_recorder import TokenRecorder
+from ludic.training.multi_policy import PolicyTrainers
+from ludic.types import ChatClient, TrainingLogger, default_reducers, derive_seed
+
+
+def check_team(run: ResolvedRun) -> None:
+    """ConfigError for what cannot work, before weights are loaded."""
+    for policy in run.policies:
+        if not policy.is_frozen:
+            check_source(policy.run)
+
+
+class Team:
+    """The policies of one run. `close` frees everything."""
+
+    def __init__(self, run: ResolvedRun, start: ResumePoint) -> None:
+        self._run, self._start = run, start
+        self._closing = ExitStack()
+        self._models = _load_models(run, start)
+        self._served = {policy.name: self._serve(policy) for policy in run.policies}
+        self._setup = self._make_setup()
+        rollouts = run.config.rollouts
+        path = rollouts_file(run.folder, start) if rollouts.save_rollouts else None
+        self._shared = SharedRollouts(
+            self._setup.engine(jsonl_path=path, seed=run.seed, max_failed_share=rollouts.max_failed_share),
+            requests_fn=seated_requests(run, self._setup, run.seatings),
+            strategy=request_strategy(run, run.seed),
+            max_steps=run.max_steps,
+            concurrency=rollouts.concurrency or self._setup.concurrency,
+        )
+
+    def trainers(self, train_logger: TrainingLogger) -> PolicyTrainers:
+        """A trainer for each policy that learns, at the step that the run begins with."""
+        trained = [policy for policy in self._run.policies if not policy.is_frozen]
+        made = {policy.name: self._trainer(number, policy) for number, policy in enumerate(trained)}
+        return PolicyTrainers(made, train_logger)
+
+    def _trainer(self, number: int, policy: NamedPolicy) -> Trainer:
+        run, loaded, served = policy.run, self._models[policy.name], self._served[policy.name]
+        algorithm = make_algorithm(run)
+        recorder = TokenRecorder(self._run.folder / TRAINED, every=run.config.rollouts.tokens_every, first_rank=number)
+        return Trainer(
+            model=loaded.model,
+            reference=load_reference(run.config, loaded, None) if algorithm.loss.needs.reference else None,
+            critic=load_policy(run.config.model, seed=run.seed).model
+            if algorithm.critic is CriticKind.SEPARATE
+            else None,
+            algo=algorithm,
+            batch_source=self._shared.batches_for(policy.name, algorithm=algorithm, sample_filter=make_filter(run)),
+            cfg=run.trainer,
+            publisher=served.publisher,
+            checkpoint_config=run.checkpoint,
+            resume_from=self._start.first_step or None,
+            reducers={**default_reducers(), **run.parts.reducers},
+            tokenizer=loaded.tokenizer,
+            token_recorder=self._closing.enter_context(closing(recorder)),
+        )
+
+    def _serve(self, policy: NamedPolicy) -> ServedPolicy:
+        run = policy.run
+        served = serve_locally(
+            self._models[policy.name],
+            max_length=run.trainer.max_seq_len,
+            concurrency=run.config.rollouts.concurrency,
+            bitwise=run.trainer.bitwise,
+            record_experts=run.trainer.replay_experts,
+        )
+        self._closing.callback(served.close)
+        return served
+
+    def _make_setup(self) -> EpisodeSetup:
+        """Episodes of the run's env; each request says which policy plays which role."""
+        first = self._run.policies[0]
+        config, served = first.run.config, self._served[first.name]
+        setup = make_episode_setup(
+            config.env,
+            config.agent,
+            self._run.env,
+            served.client,
+            self._template(first),
+            served.model,
+            self._run.parts,
+            reward=config.reward,
+        )
+        self._closing.callback(setup.close)
+        factories = {
+            policy.name: agent_factory(policy.run.config.agent, self._template(policy), policy.name, self._run.parts)
+            for policy in self._run.policies
+        }
+
+        def make_agent(client: ChatClient, name: str) -> Agent:
+            return factories[name](client)
+
+        for name, served_policy in self._served.items():
+            make_agent(served_policy.client, name)  # a wrong name or argument is found now, not in the first episode
+        clients = {name: served_policy.client for name, served_policy in self._served.items()}
+        return replace(setup, policies=Policies(clients, make_agent))
+
+    def _template(self, policy: NamedPolicy) -> Any:
+        agent = policy.run.config.agent
+        with_tools = agent.may_call_tools or bool(self._run.parts.tools)
+        return make_template(self._models[policy.name].tokenizer, with_tools=with_tools, renderer=agent.renderer)
+
+    # --- what a run asks of a Generation, too ---
+
+    def begin(self, *, resume: bool, first_step: int) -> None:
+        """Nothing has to be there before the first batch."""
+
+    def status(self) -> str:
+        return ""
+
+    def activity(self) -> str:
+        """What is being played now; empty when nothing is."""
+        return self._setup.activity()
+
+    def sampling(self) -> AbstractAsyncContextManager[Any]:
+        """Nothing is generated ahead."""
+        return nullcontext()
+
+    def close(self) -> None:
+        self._closing.close()
+
+
+# --- models ----------------------------------------------------------------------------------------------------
+
+
+def _load_models(run: ResolvedRun, start: ResumePoint) -> Mapping[str, LoadedModel]:
+    """The model of each policy. Adapters and frozen policies on the same base share its tensors."""
+    bases: dict[ModelSettings, LoadedModel] = {}
+    found = {}
+    for number, policy in enumerate(run.policies):
+        settings = policy.run.config.model
+        trains_all = not settings.lora_rank and not policy.is_frozen
+        if trains_all:
+            # On a resume the checkpoint holds all weights; the fork may be gone.
+            own = replace(settings, fork_from=None) if start.first_step else settings
+            found[policy.name] = load_policy(own, seed=run.seed)
+            continue
+        fork = None if settings.fork_from is None else forked_checkpoint(settings.fork_from)
+        forks_adapter = fork is not None and is_adapter(fork)
+        key = replace(
+            settings,
+            lora_rank=0,
+            lora_experts=False,
+            lora_dropout=0.0,
+            lora_alpha_mult=ModelSettings().lora_alpha_mult,
+            fork_from=None if forks_adapter else fork,
+        )
+        if key not in bases:
+            bases[key] = load_policy(key, seed=run.seed)
+            bases[key].model.requires_grad_(False)
+        view = replace(bases[key], model=shared_view(bases[key].model))
+        found[policy.name] = load_policy(settings, seed=derive_seed(run.seed, number), given=view)
+        if fork is not None and forks_adapter:
+            read_weights(found[policy.name].model, fork)
+    return found

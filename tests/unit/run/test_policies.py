@@ -14,6 +14,7 @@ from ludic.run.policies.entry import PolicyEntry, with_policies
 from ludic.run.policies.resolve import seatings
 from ludic.run.settings import from_table, read_toml, to_toml
 from ludic.types import ConfigError
+from tests.contract.pages import DOCS
 from tests.unit.cli.train_parts import CASES, command_in
 from tests.unit.run.test_features import are_equal, done, logged, played
 
@@ -117,6 +118,15 @@ def test_dry_run_shows_every_policy(ludic):
     assert "it is not trained." in said
     assert "one of 3 seatings: left ann; right bob | left ann; right eve | left eve; right bob." in said
     assert not Path("runs").exists()
+
+
+def test_the_file_on_the_page_is_planned(ludic):
+    page = (DOCS / "multi_policy.md").read_text()
+    Path("run.toml").write_text(page.split("```toml\n")[1].split("```")[0])
+    Path("tasks.jsonl").write_text('{"goal": "Order a red car.", "answer": "red"}\n')
+    said = done(ludic("train", "run.toml", "--dry-run")).out
+    assert "simulator plays user. Model tiny" in said and "helper plays assistant. Model smollm2-135m" in said
+    assert "training all weights with grpo, lr 1e-06." in said and "a LoRA adapter of rank 16 with gspo." in said
 
 
 # --- training ---

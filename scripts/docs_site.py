@@ -58,15 +58,24 @@ def problems(docs: Path) -> list[str]:
         if str(path) not in {*listed, "index.md"} and str(path.parent) not in folders:
             found.append(f"index.md does not list {path}")
         for link in _LINK.finditer(_FENCE.sub("", page.read_text())):
-            target = link["target"].partition("#")[0]
-            if (
-                target
-                and "://" not in target
-                and not target.startswith("mailto:")
-                and not (page.parent / target).exists()
-            ):
+            if not _leads_somewhere(page, link["target"]):
                 found.append(f"{path} links to {link['target']}, which is not there")
     return found
+
+
+def _leads_somewhere(page: Path, link: str) -> bool:
+    if "://" in link or link.startswith("mailto:"):
+        return True
+    name, _, anchor = link.partition("#")
+    target = page.parent / name if name else page
+    return target.exists() and (not anchor or target.suffix != ".md" or anchor in anchors(target.read_text()))
+
+
+def anchors(text: str) -> set[str]:
+    """The names by which GitHub links to a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", _FENCE.sub("", text), re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
 
 
 def prepare(docs: Path, target: Path) -> list[Entry]:

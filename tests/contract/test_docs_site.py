@@ -24,11 +24,15 @@ def test_the_index_lists_every_page_and_every_link_leads_somewhere():
 
 def test_problems_are_a_page_outside_the_index_and_a_dead_link(tmp_path):
     (tmp_path / "index.md").write_text("# Docs\n\n## Start\n\n- [A](a.md): first\n- [Gone](gone.md): not there\n")
-    (tmp_path / "a.md").write_text("[b](b.md) [dead](c.md#x) [web](https://example.org)\n```\n[code](no.md)\n```\n")
+    (tmp_path / "a.md").write_text(
+        "[b](b.md) [dead](c.md#x) [web](https://example.org) [here](#first-part-of-3) [not](b.md#y)\n"
+        "# First part (of 3)\n```\n[code](no.md)\n```\n"
+    )
     (tmp_path / "b.md").write_text("text")
     assert script.problems(tmp_path) == [
         "index.md lists gone.md, which is not there",
         "a.md links to c.md#x, which is not there",
+        "a.md links to b.md#y, which is not there",
         "index.md does not list b.md",
         "index.md links to gone.md, which is not there",
     ]

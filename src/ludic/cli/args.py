@@ -12,6 +12,9 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 import tyro
 
+from ludic.cli.terminal.colour import is_coloured
+from ludic.cli.terminal.flags import ASK, FlagsAsked, flags_of
+from ludic.cli.terminal.pages import HELP, HELP_ALL, help_page
 from ludic.run.config import FILE_SECTIONS, RunConfig
 from ludic.run.settings import (
     Setting,
@@ -36,6 +39,22 @@ Switch: TypeAlias = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(
 TRY_AGAIN = 75
 """Exit code of a role that lost what it needs (the policy, Redis, its lease): a retry may succeed (EX_TEMPFAIL)."""
 
+USUAL = (
+    "target",
+    "model",
+    "lora_rank",
+    "algo",
+    "group_size",
+    "steps",
+    "lr",
+    "max_tokens",
+    "data",
+    "name",
+    "resume",
+    "dry_run",
+)
+"""The settings of a run that most runs set: `--help` shows them."""
+
 MODULES_OF = {
     "train": ("torch", "transformers", "jinja2", "safetensors"),
     "local": ("torch", "transformers", "jinja2"),
@@ -58,20 +77,32 @@ def _is_installed(module: str) -> bool:
     return sys.modules.get(module) is not None or importlib.util.find_spec(module) is not None
 
 
-def parse(arguments: type[A], args: Sequence[str], *, prog: str, description: str = "") -> A:
-    """The arguments of a command without settings. A wrong flag ends the process with code 2, --help with code 0."""
+def parse(arguments: type[A], args: Sequence[str], *, prog: str, description: str = "", usual: Sequence[str] = ()) -> A:
+    """The arguments of a command without settings. A wrong flag ends the process with code 2, --help and --help-all with code 0.
+
+    `usual`: the flags that --help shows first; without it, in the order of the dataclass, as many as fit one screen.
+    """
+    if ASK in args:
+        raise FlagsAsked(flags_of(arguments))
+    description = description or typing.cast(str, arguments.__doc__)
+    if HELP_ALL in args:
+        args = ["--help"]
+    elif not HELP.isdisjoint(args):
+        print(help_page(prog, description, flags_of(arguments), usual))
+        sys.exit(0)
+    tyro._experimental_options["ansi_codes"] = is_coloured()
     return tyro.cli(
         arguments,
         args=args,
         prog=prog,
-        description=description or typing.cast(str, arguments.__doc__),
+        description=description,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
         compact_help=False,
     )
 
 
 def parse_with_settings(
-    arguments: type[A], default: T, args: Sequence[str], *, prog: str, description: str
+    arguments: type[A], default: T, args: Sequence[str], *, prog: str, description: str, usual: Sequence[str] = ()
 ) -> tuple[A, T]:
     """The arguments of a command (a target, switches such as --dry-run), and the settings, over those of `default`."""
     rest, pairs = _take_pairs(type(default), args)
@@ -89,7 +120,7 @@ def parse_with_settings(
         made.__doc__ = kinds[section].__doc__
         fields.append((section, made, dataclasses.field(default_factory=made)))
     typed: Any = parse(
-        dataclasses.make_dataclass("typed", fields, frozen=True), rest, prog=prog, description=description
+        dataclasses.make_dataclass("typed", fields, frozen=True), rest, prog=prog, description=description, usual=usual
     )
     shown = [setting for settings in sections.values() for setting in settings if _is_flag(setting)]
     values = {setting.name: getattr(getattr(typed, setting.section), setting.name) for setting in shown}
@@ -201,9 +232,11 @@ def _merged_pairs(config: Any, default: Any, given: Mapping[str, dict[str, Any]]
     return merged
 
 
-def parse_run(arguments: type[A], args: Sequence[str], *, prog: str, description: str) -> tuple[A, RunConfig]:
+def parse_run(
+    arguments: type[A], args: Sequence[str], *, prog: str, description: str, usual: Sequence[str] = USUAL
+) -> tuple[A, RunConfig]:
     """The arguments of the command, with a `target`, and the run's settings: flags over the target's file over the defaults."""
-    command, config = parse_with_settings(arguments, RunConfig(), args, prog=prog, description=description)
+    command, config = parse_with_settings(arguments, RunConfig(), args, prog=prog, description=description, usual=usual)
     if not command.target and config.rollouts.preferences is None:
         raise ConfigError(
             "TARGET is missing: name an env (`ludic envs` lists them), file.py:Class of your own, a TOML file or the folder of a "
@@ -212,8 +245,8 @@ def parse_run(arguments: type[A], args: Sequence[str], *, prog: str, description
     path = config_file(command.target) if command.target else None
     if path is None:
         return command, replace(config, env=replace(config.env, id=command.target))
-    usual = read_toml(RunConfig, path)
-    command, config = parse_with_settings(arguments, usual, args, prog=prog, description=description)
+    defaults = read_toml(RunConfig, path)
+    command, config = parse_with_settings(arguments, defaults, args, prog=prog, description=description)
     if not config.env_ids and config.rollouts.preferences is None:
         raise ConfigError(f'{path} names no env; write id = "…" under [env].')
     return command, config

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from ludic import registry
 from ludic.cli.args import Switch, need_extras, parse
+from ludic.cli.terminal.colour import make_console
 from ludic.types import ConfigError, MissingExtra
 from ludic.types.errors import how_to_install
 
@@ -74,7 +74,7 @@ def _show(kind: str) -> int:
             advice = how_to_install(error.extras)
         except ConfigError as error:  # one broken plugin must not hide the other parts
             table.add_row(id, f"[red]{escape(str(error))}[/red]")
-    Console().print(table if table.row_count else f"No {kind} is registered.")
+    make_console(soft_wrap=False).print(table if table.row_count else f"No {kind} is registered.")
     if advice:
-        Console(soft_wrap=True).print(escape(f"\n{advice}"))
+        make_console().print(escape(f"\n{advice}"))
     return 0

@@ -1,16 +1,18 @@
 """Entry point of the `ludic` command: the list of subcommands, and the one place where errors become exit codes.
 
-A subcommand is a function from its arguments to an exit code, imported when it is called: `ludic --help` loads none of them.
+A subcommand is a function from its arguments to an exit code, imported when it is called: `ludic --help` loads none of them, and
+nothing beside the standard library.
 """
 
 import difflib
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from ludic import __version__
-from ludic.types import LudicError
+from ludic.cli.terminal.pages import HELP, HELP_ALL, greeting, overview
 
 COMMANDS = {
     "train": ("ludic.cli.train:train", "Train a model on an environment."),
@@ -34,35 +36,49 @@ COMMANDS = {
     "plan": ("ludic.cli.plan:plan", "Say what fits on how many GPUs."),
     "envs": ("ludic.cli.listing:envs", "List the environments."),
     "new": ("ludic.cli.new:new", "Make the package of a new environment."),
+    "doctor": ("ludic.cli.doctor.command:doctor", "Check what works on this machine, and how to repair the rest."),
+    "completion": ("ludic.cli.terminal.completion:completion", "Write the completion of a shell: bash, zsh, fish."),
     "parts": ("ludic.cli.listing:parts", "List the registered parts of one kind."),
 }
 
 
+BASE = ("numpy", "msgspec", "rich", "tyro")
+"""The packages of the base install."""
+
+USUAL = ("train", "eval", "play", "view", "show", "plot", "envs", "new", "export", "serve", "gateway", "doctor")
+"""The commands that `ludic --help` has a line for; it names the others."""
+
+
 def find_command(args: Sequence[str]) -> Callable[[list[str]], int]:
     """The function for a command line, which takes the arguments after the command; LudicError if there is no such command."""
-    if not args or args[0] in ("-h", "--help"):
-        return partial(_print_text, _usage(), 0 if args else 2)
+    if not args:
+        return partial(_print_text, greeting(__version__, _what_training_needs()))
+    if args[0] in HELP or args[0] == HELP_ALL:
+        return partial(_print_text, overview(COMMANDS, USUAL, all=args[0] == HELP_ALL))
     if args[0] == "--version":
-        return partial(_print_text, f"ludic {__version__}", 0)
+        return partial(_print_text, f"ludic {__version__}")
     if args[0] not in COMMANDS:
         near = difflib.get_close_matches(args[0], COMMANDS, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(COMMANDS)}."
+        hint = f"Did you mean {near[0]!r}?" if near else "`ludic --help` lists them."
+        from ludic.types.errors import LudicError
+
         raise LudicError(f"there is no command {args[0]!r}. {hint}")
     module, _, function = COMMANDS[args[0]][0].partition(":")
     found: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
     return found
 
 
-def _usage() -> str:
-    width = max(map(len, COMMANDS))
-    lines = "\n".join(f"  {name:{width}}  {summary}" for name, (_, summary) in COMMANDS.items())
-    head = "usage: ludic [--version] [--help] COMMAND …\n\nReinforcement learning of LLM agents.\n"
-    return f"{head}\n{lines}\n\n`ludic COMMAND --help` lists the flags of a command."
+def _what_training_needs() -> str:
+    if all(map(importlib.util.find_spec, ("torch", "transformers"))):
+        return ""
+    from ludic.cli.doctor.packages import install
+
+    return f"First: {install(['train'])}"
 
 
-def _print_text(text: str, code: int, _: list[str]) -> int:
+def _print_text(text: str, _: list[str]) -> int:
     print(text)
-    return code
+    return 0
 
 
 def main() -> None:
@@ -70,15 +86,25 @@ def main() -> None:
     try:
         command = find_command(sys.argv[1:])
         code = command(sys.argv[2:])
-    except LudicError as error:
-        print(f"ludic: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.stdout.flush()  # a closed pipe is noticed here
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # `ludic envs | head`
         sys.stderr.close()
         sys.exit(141)
+    except ModuleNotFoundError as error:
+        if error.name not in BASE:
+            raise
+        print(f"ludic: the package {error.name!r} is missing; `ludic doctor` says how to install it.", file=sys.stderr)
+        sys.exit(2)
+    except Exception as error:
+        from ludic.types.errors import LudicError
+
+        if not isinstance(error, LudicError):
+            raise
+        print(f"ludic: {error}", file=sys.stderr)
+        sys.exit(2)
     if code:
         sys.exit(code)
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich.console import Console
 from rich.markup import escape
 from rich.rule import Rule
 
@@ -21,6 +20,7 @@ from ludic.agents import Agent, ToolAgent
 from ludic.batch_gen.requests.samples import is_on_hub, read_lines, read_sample, read_samples
 from ludic.batch_gen.requests.streams import is_stream, read_or_generate
 from ludic.cli.args import Switch, parse
+from ludic.cli.terminal.colour import make_console
 from ludic.context import FullDialog
 from ludic.inference import ByteTemplate, HermesToolParser, ScriptedClient
 from ludic.interaction import InteractionProtocol, MultiAgentProtocol, SingleAgentProtocol
@@ -36,7 +36,7 @@ from ludic.types.messages import text_of
 _UNCUT = InferenceSpec(sampling=SamplingParams(max_tokens=1_000_000))
 """A script's reply is as long as it is."""
 
-console = Console(highlight=False)
+console = make_console(soft_wrap=False)
 
 
 @dataclass(frozen=True)

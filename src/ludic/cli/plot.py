@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich.console import Console
 
 from ludic.cli.args import parse
+from ludic.cli.terminal.colour import make_console
 from ludic.cli.view import find_runs
 from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError, MissingExtra
@@ -57,7 +57,7 @@ def plot(args: list[str]) -> int:
     width = min(max(shutil.get_terminal_size().columns, 40), 160)
     for name in names:
         series = {run: points for run, rows in runs.items() if (points := points_of(rows, name))}
-        Console(highlight=False, soft_wrap=True).print("\n".join(chart(name, series, width)), markup=False)
+        make_console().print("\n".join(chart(name, series, width)), markup=False)
     return 0
 
 

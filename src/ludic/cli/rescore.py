@@ -13,6 +13,7 @@ from rich.table import Table
 
 from ludic.batch_gen.rescoring import Rescored, rescore
 from ludic.cli.args import parse_with_settings
+from ludic.cli.terminal.colour import make_console
 from ludic.judges import agreement
 from ludic.rewards import Rewards
 from ludic.run.config import AgentSettings, RewardSettings, RunConfig, check_name
@@ -64,7 +65,7 @@ def rescore_run(args: list[str]) -> int:
     out = given.out or default_out(given.run, given.name or "+".join(s.name for s in rewards.scorers) or "weights")
     if out.resolve() in [path.resolve() for path in paths]:
         raise ConfigError(f"--out {out} is the file that is read; give another.")
-    console = Console(highlight=False, soft_wrap=True)
+    console = make_console()
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("scoring", total=None)
         found = asyncio.run(

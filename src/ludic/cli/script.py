@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from ludic.cli.args import parse_with_settings
+from ludic.cli.args import USUAL, parse_with_settings
 from ludic.cli.train import ScriptFlags, reported, show_plan
 from ludic.run.config import RunConfig
 from ludic.run.settings import with_values
@@ -39,7 +39,7 @@ def parse_script(
     """The script's own flags, and the settings of a run: flags over `defaults` over those of `ludic train`."""
     default = with_values(RunConfig(), defaults)
     prog = f"python {sys.argv[0]}"
-    return parse_with_settings(flags, default, args, prog=prog, description=description or "")
+    return parse_with_settings(flags, default, args, prog=prog, description=description or "", usual=USUAL)
 
 
 def train_script(run: "Run", flags: ScriptFlags) -> int:

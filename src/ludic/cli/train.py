@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from ludic.cli.args import TRY_AGAIN, Switch, Target, need_extras, parse_run
+from ludic.cli.terminal.colour import make_console
 from ludic.run.policies.entry import with_policies
 
 if TYPE_CHECKING:
@@ -111,11 +112,8 @@ def reported(run: "Run", *, resume: bool) -> Iterator[Report]:
 
 
 def _say(*lines: str) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-
     for line in lines:
-        Console(highlight=False, soft_wrap=True).print(escape(line))
+        make_console().print(line, markup=False)
 
 
 def _how_to_learn_slower(run: "Run") -> str:

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ludic.cli.args import Switch, parse
+from ludic.cli.terminal.colour import make_console
 from ludic.types import ConfigError, MissingExtra
 from ludic.types.messages import text_of
 from ludic.view import api
@@ -176,7 +177,7 @@ class ShowArgs:
 
 def show(args: list[str]) -> int:
     given = parse(ShowArgs, args, prog="ludic show")
-    index, console = find_run(given.run), Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    index, console = find_run(given.run), make_console(soft_wrap=not sys.stdout.isatty())
     if not api.live(index):
         raise ConfigError(f"{index.folder} holds no rollouts yet (or was run with --no-save-rollouts).")
     if given.task is not None:

@@ -438,7 +438,7 @@ def test_a_name_that_is_taken_and_another_setting_on_resume_are_refused(folder):
 
 
 def test_help_lists_what_can_be_set(folder):
-    result = ludic("--help")
+    result = ludic("--help-all")
     assert result.exit_code == 0
     for flag in ("--model", "--base-url", "--pass-k", "--num-tasks", "--resume", "--success-reward"):
         assert flag in result.output

@@ -248,7 +248,7 @@ def test_mistakes_are_named(ludic, text, says):
 def test_settings_of_a_file_are_no_flags(ludic):
     ended = ludic("train", "tic_tac_toe", "--league-every", "2")
     assert ended.code == 2 and "under [league] in a file" in ended.err.replace("\n", " ")
-    assert "league" not in ludic("train", "--help").out
+    assert "league" not in ludic("train", "--help-all").out
 
 
 def test_the_plan_has_every_env_with_its_share(ludic):

@@ -170,7 +170,7 @@ def test_a_wrong_flag_ends_with_code_2_and_names_what_is_wrong_and_what_there_is
 
 def test_help_is_the_docstrings_under_the_fields(capsys):
     with pytest.raises(SystemExit) as ended:
-        typed("--help")
+        typed("--help-all")
     printed = capsys.readouterr().out
     assert ended.value.code == 0
     for text in ("A test.", "What is played.", "Learning rate.", "--set NAME=VALUE", "--again", "--no-fast"):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import tyro
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -27,6 +26,7 @@ from ludic.cli.eval.results import (
     write_page,
     write_results,
 )
+from ludic.cli.terminal.colour import make_console
 from ludic.eval import Grading, outcome_of
 from ludic.eval import evaluate as run_episodes
 from ludic.run.parts import EpisodeSetup, env_arguments, fixed_requests, make_episode_setup
@@ -35,13 +35,17 @@ from ludic.tasks import long_lived_objects_exempt
 from ludic.types import ConfigError, InferenceSpec, ReturnSpec, Rollout, RolloutRequest, SamplingParams
 
 Samples: TypeAlias = list[dict[str, Any]] | None
-console = Console(highlight=False, soft_wrap=True)
+console = make_console()
 
 DESCRIPTION = (
     "Play an environment and say how well it went: accuracy and rewards with 95 % confidence intervals, pass@k, majority@k. A "
     "reply that cannot be read is a wrong answer; so is an episode that was cut off or failed. Episodes are written to a folder "
     "under runs/eval/ as they finish; --resume goes on with it."
 )
+USUAL = (
+    "target", "model", "data", "num_tasks", "samples", "pass_k", "temperature", "max_tokens", "base_url", "name", "resume",
+)  # fmt: skip
+"""What `--help` shows."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ def read_command(args: list[str]) -> tuple[EvalArgs, EvalConfig]:
 
 
 def _parse(args: list[str], default: EvalConfig) -> tuple[EvalArgs, EvalConfig]:
-    return parse_with_settings(EvalArgs, default, args, prog="ludic eval", description=DESCRIPTION)
+    return parse_with_settings(EvalArgs, default, args, prog="ludic eval", description=DESCRIPTION, usual=USUAL)
 
 
 def _compare(config: EvalConfig, found: EnvFactory, *, resume: bool) -> int:

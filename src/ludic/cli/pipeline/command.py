@@ -1,5 +1,6 @@
 """The arguments of `ludic actor` and `ludic launch`; their bodies load torch and are imported on call."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ludic.cli.args import A, Switch, Target, need_extras, parse_run
@@ -11,6 +12,7 @@ _ACTOR = (
     "Play episodes for the learner of a pipeline (`ludic train --engine pipeline`) and push them to its queue. Give it what the "
     "learner is given, best the folder of the run."
 )
+_ACTOR_USUAL = ("target", "actor_index", "redis", "actor_engine", "server", "model", "device")
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,19 @@ class ActorArgs:
 _LAUNCH = (
     "Train with actors and a learner in separate processes: starts all of them, and a Redis and a vLLM server where they are "
     "needed and not given; restarts what dies; stops everything when the learner is done or on Ctrl-C."
+)
+_LAUNCH_USUAL = (
+    "target",
+    "model",
+    "algo",
+    "steps",
+    "lr",
+    "actors",
+    "actor_engine",
+    "redis",
+    "name",
+    "resume",
+    "dry_run",
 )
 
 
@@ -59,21 +74,23 @@ class LaunchArgs:
 
 
 def actor(args: list[str]) -> int:
-    command, config, env = _parse(ActorArgs, args, "ludic actor", _ACTOR)
+    command, config, env = _parse(ActorArgs, args, "ludic actor", _ACTOR, _ACTOR_USUAL)
     from ludic.cli.pipeline.actor import run_actor
 
     return run_actor(config, env, index=command.actor_index)
 
 
 def launch(args: list[str]) -> int:
-    command, config, env = _parse(LaunchArgs, args, "ludic launch", _LAUNCH)
+    command, config, env = _parse(LaunchArgs, args, "ludic launch", _LAUNCH, _LAUNCH_USUAL)
     from ludic.cli.pipeline.launch import run_launch
 
     return run_launch(command, config, env)
 
 
-def _parse(arguments: type[A], args: list[str], prog: str, description: str) -> tuple[A, RunConfig, EnvFactory]:
-    command, config = parse_run(arguments, args, prog=prog, description=description)
+def _parse(
+    arguments: type[A], args: list[str], prog: str, description: str, usual: Sequence[str]
+) -> tuple[A, RunConfig, EnvFactory]:
+    command, config = parse_run(arguments, args, prog=prog, description=description, usual=usual)
     if config.envs:
         raise ConfigError(f"[[envs]] is for runs that play their own episodes: ludic train, not {prog}.")
     env = env_factory(config.env.id, server=config.env.env_server)  # reports a wrong name before torch is loaded

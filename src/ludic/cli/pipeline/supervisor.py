@@ -5,7 +5,6 @@ One thread polls all of them ten times a second. A role that dies too often ends
 """
 
 import contextlib
-import os
 import signal
 import sys
 import time
@@ -16,6 +15,7 @@ from enum import StrEnum
 from types import FrameType
 from typing import IO, Protocol
 
+from ludic.cli.terminal.colour import is_coloured
 from ludic.inference.vllm.watch import HANGS, BackgroundCheck
 from ludic.training.learner.stop import StopRequests
 from ludic.types.errors import RestartLimit, Restarts
@@ -256,7 +256,7 @@ class MergedOutput:
         self._stream = sys.stdout if stream is None else stream
         self._width = max(map(len, names), default=0)
         self._codes = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(names)}
-        self._is_coloured = self._stream.isatty() and not os.environ.get("NO_COLOR")
+        self._is_coloured = is_coloured(self._stream)
 
     def __call__(self, name: str, line: str) -> None:
         prefix = f"{name:<{self._width}} |"

@@ -8,7 +8,8 @@ Three implementations, from general to fast, with equal results up to rounding:
 """
 
 import logging
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -47,16 +48,18 @@ class Forward(Protocol):
         ...
 
 
-def make_forward(view: Any, *, pack: bool) -> Forward:
-    """The fastest implementation for this model. It may replace modules of `view`, which must be the caller's own tree."""
+def make_forward(view: Any, *, pack: bool, packed: "Pack | None" = None) -> Forward:
+    """The fastest implementation for this model. It may replace modules of `view`, which must be the caller's own tree.
+
+    `packed` makes its packed layers, if they are other than `PackedLinear`."""
     if not pack:
         return ModuleForward(view, [])
     if can_fuse(view):
-        fused = FusedLlama(view)
+        fused = FusedLlama(view, packed or PackedLinear)
         if _agree(fused, ModuleForward(view, []), view.config.vocab_size):
             return fused
         logger.warning("%s differs from its family's arithmetic; its own modules are used", type(view).__name__)
-    return ModuleForward(view, pack_linears(view))
+    return ModuleForward(view, pack_linears(view, packed or PackedLinear))
 
 
 # Packed linear layers: a product of few rows with a large matrix spends most of its time rearranging that matrix. PyTorch
@@ -98,13 +101,18 @@ class PackedLinear(nn.Module):
         else:
             self._packed = weight.t().contiguous()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, first_row: int = 0) -> Tensor:
+        """`first_row`: the place in the pass of the first row of `x`, for layers that treat rows differently."""
         if self._is_large:
             out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
             return out
         flat = x.reshape(-1, self.in_features)
         out = torch.mm(flat, self._packed) if self._bias is None else torch.addmm(self._bias, flat, self._packed)
         return out.view(*x.shape[:-1], self.out_features)
+
+
+Pack: TypeAlias = Callable[..., PackedLinear]
+"""Makes a packed layer of linear layers with the same input."""
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
@@ -133,7 +141,7 @@ class ModuleForward:
         out: Tensor = self._model(
             input_ids=ids_T[None],
             position_ids=positions_T[None],
-            attention_mask=SKIP_MASK,
+            attention_mask=SKIP_MASK.to(ids_T.device),
             use_cache=False,
             logits_to_keep=where_N,
             ludic_state=state,
@@ -145,13 +153,13 @@ class ModuleForward:
             layer.refresh()
 
 
-def pack_linears(model: nn.Module) -> list[PackedLinear]:
+def pack_linears(model: nn.Module, pack: Pack = PackedLinear) -> list[PackedLinear]:
     """Replace every linear layer of this tree by a packed one."""
     packed = []
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if is_packable(child):
-                layer = PackedLinear(child)  # type: ignore[arg-type]
+                layer = pack(child)
                 setattr(parent, name, layer)
                 packed.append(layer)
     return packed
@@ -243,12 +251,12 @@ class FusedLlama:
 
     min_rows = MIN_ROWS_PACKED
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, pack: Pack = PackedLinear) -> None:
         self._embedding = model.model.embed_tokens.weight
         self._rotary = model.model.rotary_emb
-        self._layers = [_Layer(layer, number) for number, layer in enumerate(model.model.layers)]
+        self._layers = [_Layer(layer, number, pack) for number, layer in enumerate(model.model.layers)]
         self._norm = _Norm(model.model.norm)
-        self._head = PackedLinear(model.lm_head)
+        self._head = pack(model.lm_head)
 
     def refresh(self) -> None:
         self._head.refresh()
@@ -269,7 +277,7 @@ class FusedLlama:
 
 
 class _Layer:
-    def __init__(self, layer: Any, number: int) -> None:
+    def __init__(self, layer: Any, number: int, pack: Pack) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self._number = number
         self._head_dim = attention.head_dim
@@ -279,10 +287,10 @@ class _Layer:
         has_norms = type(layer).__name__ == "Qwen3DecoderLayer"
         self._norms = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
         self._head_norms = (_Norm(attention.q_norm), _Norm(attention.k_norm)) if has_norms else None
-        self._qkv = PackedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
-        self._out = PackedLinear(attention.o_proj)
-        self._gate_up = PackedLinear(mlp.gate_proj, mlp.up_proj)
-        self._down = PackedLinear(mlp.down_proj)
+        self._qkv = pack(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._out = pack(attention.o_proj)
+        self._gate_up = pack(mlp.gate_proj, mlp.up_proj)
+        self._down = pack(mlp.down_proj)
 
     def refresh(self) -> None:
         for packed in (self._qkv, self._out, self._gate_up, self._down):
@@ -297,9 +305,11 @@ class _Layer:
         qk = torch.addcmul(qk * cos_T1D, qk.roll(self._head_dim // 2, -1), sin_T1D)
         attended = state.attend(self._number, qk[:, : self._num_q], qk[:, self._num_q :], value_TKD, self._rules)
         hidden = self._out.forward(attended.reshape(hidden.shape[0], -1)).add_(hidden)
+        first = 0
         for part in hidden.tensor_split(-(-hidden.shape[0] // _MLP_ROWS)):  # equal parts: none has a single row
-            gate, up = self._gate_up.forward(self._norms[1](part)).chunk(2, dim=-1)
-            part += self._down.forward(F.silu(gate).mul_(up))
+            gate, up = self._gate_up.forward(self._norms[1](part), first).chunk(2, dim=-1)
+            part += self._down.forward(F.silu(gate).mul_(up), first)
+            first += len(part)
         return hidden
 
 

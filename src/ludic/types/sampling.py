@@ -200,6 +200,8 @@ class TokenCompletionRequest:
     extensions: BackendExtensions | None = None
     images: tuple[ImageSpan, ...] = ()
     """The pictures of the prompt, in order, and the tokens that stand for them."""
+    adapter: str | None = None
+    """Name of the LoRA adapter that answers, of an embedded engine with adapters; None is the model itself."""
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = token_array(self.prompt_token_ids, "prompt_token_ids")

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ludic.inference.local.kv import KVPool, KVShape
-from ludic.inference.local.runner import Read, Scoring
-from ludic.inference.local.sampling import filter_logits, race
+from ludic.inference.local.runner import Read
+from ludic.inference.local.sampling import PromptScores, Scoring, filter_logits, race, scores_of
 from ludic.inference.local.sequence import Chunk, Sequence
 from ludic.models.attention import AttentionRules
 from ludic.models.bitwise.attention import BlockAttention, Span, TrainedAttention
@@ -63,17 +63,17 @@ class BitwiseRunner:
                 self._copy_last_blocks(copies)
                 place = {sequence.number: i for i, sequence in enumerate(own)}
                 logits_NV = logits_NV[[place[(chunk.source or chunk.sequence).number] for chunk in ended]]
-            return _sampled(logits_NV, [chunk.sequence for chunk in ended])
+            return self._sample(logits_NV, [chunk.sequence for chunk in ended])
 
     @torch.inference_mode()
     def decode(self, sequences: Seq[Sequence], num_rounds: int = 1) -> Read:
         """One token for every sequence."""
         assert num_rounds == 1, "the engine asks for one round at a time"
         new = [(sequence, sequence.num_computed, sequence.num_computed + 1) for sequence in sequences]
-        return _sampled(self._step(new, list(sequences)), list(sequences))
+        return self._sample(self._step(new, list(sequences)), list(sequences))
 
     @torch.inference_mode()
-    def score(self, texts: Seq[Scoring]) -> list[np.ndarray[Any, Any]]:
+    def score(self, texts: Seq[Scoring]) -> list[PromptScores]:
         """Log-probabilities of the scored tokens of texts with one temperature; stores nothing."""
         lengths = [len(text.tokens) for text in texts]
         starts = np.cumsum([0, *lengths[:-1]])
@@ -83,19 +83,33 @@ class BitwiseRunner:
         state = TrainedAttention(spans, len(flat), PackedSequences(lengths, self._device), self._device)
         where = np.concatenate([text.predictors(start) for text, start in zip(texts, starts.tolist(), strict=True)])
         hidden = self._hidden(flat, positions, state, where)
-        found = []
-        for rows, targets in zip(
-            hidden.split(_SCORED_ROWS), self._to_device(flat[where + 1]).split(_SCORED_ROWS), strict=True
-        ):
-            scale = torch.tensor(1 / texts[0].temperature, dtype=torch.float32, device=self._device)
-            found.append(log_probs(self._decoder.logits(rows) * scale, targets)[1])
-        return list(np.split(torch.cat(found).cpu().numpy(), np.cumsum([text.num_scored for text in texts])[:-1]))
+        scale = torch.tensor(1 / texts[0].temperature, dtype=torch.float32, device=self._device)
+        return scores_of(
+            texts, lambda rows: self._decoder.logits(hidden[rows]) * scale, rows=_SCORED_ROWS, logps=log_probs
+        )
 
     def keep(self, sequence: Sequence) -> None:
         """Nothing to do: every step writes to the pool itself."""
 
     def leave(self, sequence: Sequence) -> None:
         """Nothing to do: a sequence holds its blocks only."""
+
+    def _sample(self, logits_NV: Tensor, sequences: list[Sequence]) -> Read:
+        """Draw as `sampling.sample` does, on the device; log-probabilities are the trainer's."""
+        if not sequences:
+            return list
+        device = logits_NV.device
+        # As the trainer has it: times the inverse, in fp32. A greedy request keeps temperature 1.
+        inverse = [1 / (sequence.sampling.temperature or 1.0) for sequence in sequences]
+        x_NV = logits_NV * torch.tensor(inverse, dtype=torch.float32, device=device)[:, None]
+        filter_logits(x_NV, sequences)
+        places_N2 = torch.tensor([[s.seed, len(s.tokens)] for s in sequences], device=device)
+        drawn_N = race((x_NV - x_NV.amax(dim=-1, keepdim=True)).exp_(), places_N2)[0][:, 0]
+        is_greedy_N = torch.tensor([s.sampling.temperature == 0 for s in sequences], device=device)
+        drawn_N = torch.where(is_greedy_N, x_NV.max(dim=-1).indices, drawn_N)
+        tokens, logprobs = drawn_N.tolist(), log_probs(x_NV, drawn_N)[1].tolist()
+        sampled = [(s, [token], [logprob]) for s, token, logprob in zip(sequences, tokens, logprobs, strict=True)]
+        return lambda: sampled
 
     def _step(self, new: list[tuple[Sequence, int, int]], wanted: list[Sequence]) -> Tensor:
         """Compute tokens (sequence, start, end); logits [N, V] after the last token of the wanted sequences."""
@@ -152,21 +166,3 @@ class _Pooled:
         keys.index_copy_(0, self._slots_T, key_TKD)
         values.index_copy_(0, self._slots_T, value_TKD)
         return self._blocks.attend(query_THD, keys, values, rules)
-
-
-def _sampled(logits_NV: Tensor, sequences: list[Sequence]) -> Read:
-    """Draw as `sampling.sample` does, on the device; log-probabilities are the trainer's."""
-    if not sequences:
-        return list
-    device = logits_NV.device
-    # As the trainer has it: times the inverse, in fp32. A greedy request keeps temperature 1.
-    inverse = [1 / (sequence.sampling.temperature or 1.0) for sequence in sequences]
-    x_NV = logits_NV * torch.tensor(inverse, dtype=torch.float32, device=device)[:, None]
-    filter_logits(x_NV, sequences)
-    places_N2 = torch.tensor([[s.seed, len(s.tokens)] for s in sequences], device=device)
-    drawn_N = race((x_NV - x_NV.amax(dim=-1, keepdim=True)).exp_(), places_N2)[0][:, 0]
-    is_greedy_N = torch.tensor([s.sampling.temperature == 0 for s in sequences], device=device)
-    drawn_N = torch.where(is_greedy_N, x_NV.max(dim=-1).indices, drawn_N)
-    tokens, logprobs = drawn_N.tolist(), log_probs(x_NV, drawn_N)[1].tolist()
-    sampled = [(s, [token], [logprob]) for s, token, logprob in zip(sequences, tokens, logprobs, strict=True)]
-    return lambda: sampled

@@ -1,7 +1,7 @@
 """The allocator of KV blocks: sharing by prefix, eviction. It holds numbers only; `kv.py` holds the tensors.
 
 A sequence's keys and values are in blocks of `block_size` tokens. A full block never changes again, so it can be shared: it is
-published under (policy version, all tokens up to its end), and the next sequence with the same beginning uses it
+published under (policy version, adapter, all tokens up to its end), and the next sequence with the same beginning uses it
 instead of computing it. Unused blocks stay published until their space is needed, least recently used first.
 """
 
@@ -85,13 +85,13 @@ class BlockPool:
 
     # --- sharing ---
 
-    def root(self, version: int) -> Chain:
-        """The empty prefix under one policy version."""
-        return self._chain(0, version.to_bytes(8, "little", signed=True))
+    def root(self, version: int, adapter: int = 0) -> Chain:
+        """The empty prefix under one policy version and the adapter of this number; 0 is none."""
+        return self._chain(0, b"".join(number.to_bytes(8, "little", signed=True) for number in (version, adapter)))
 
-    def match(self, version: int, tokens: bytes, token_bytes: int) -> tuple[list[int], Chain]:
+    def match(self, version: int, tokens: bytes, token_bytes: int, adapter: int = 0) -> tuple[list[int], Chain]:
         """Blocks that hold the longest published prefix of `tokens` (raw array bytes), and its chain."""
-        chain, found = self.root(version), []
+        chain, found = self.root(version, adapter), []
         step = self.block_size * token_bytes
         for start in range(0, len(tokens) - step + 1, step):
             following = self._chains.get((chain, tokens[start : start + step]))

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ludic.inference.local.runner import Read, RunnerSettings, Scoring, sampled_from
+from ludic.inference.local.runner import Read, RunnerSettings, sampled_from
+from ludic.inference.local.sampling import PromptScores, Scoring, scores_of
 from ludic.inference.local.sequence import Chunk, Sequence
 from ludic.models.head import plain_model
 from ludic.models.vision.inputs import Pictures, VisionDecoder, is_vision_model
@@ -127,15 +128,14 @@ class CachedRunner:
         return sampled_from(torch.cat(logits), members)
 
     @torch.inference_mode()
-    def score(self, texts: Seq[Scoring]) -> list[np.ndarray[Any, Any]]:
+    def score(self, texts: Seq[Scoring]) -> list[PromptScores]:
         """Log-probabilities of the scored tokens of texts with one temperature, each by a plain forward pass."""
-        scores = []
+        scores: list[PromptScores] = []
         for text in texts:
             ids = torch.from_numpy(text.tokens.astype(np.int64)).to(self._device)
             logits_LV = self._model(input_ids=ids[None], use_cache=False).logits[0]
             logits_NV = logits_LV[text.num_prompt - 1 : -1].float() / text.temperature
-            chosen_N = logits_NV.gather(-1, ids[text.num_prompt :, None])[:, 0] - logits_NV.logsumexp(dim=-1)
-            scores.append(chosen_N.cpu().numpy())
+            scores += scores_of([text], logits_NV.__getitem__)
         return scores
 
     def keep(self, sequence: Sequence) -> None:

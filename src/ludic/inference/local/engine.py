@@ -29,13 +29,14 @@ from ludic.inference.local.runner import (
     RecordsExperts,
     Runner,
     RunnerSettings,
-    Scoring,
     choose_backend,
-    take_batch,
 )
+from ludic.inference.local.sampling import PromptScores, Scoring, ScoringQueue
 from ludic.inference.local.scheduler import Limits, Scheduler
 from ludic.inference.local.sequence import Sampled, Sequence, StopRule
 from ludic.inference.templates.conversation import decode_reply
+from ludic.models.adapters.adapter import LoraAdapter
+from ludic.models.adapters.forward import AdapterNames, PackedAdapter
 from ludic.models.bitwise.decoder import BitwiseDecoder
 from ludic.models.experts.adapters import MergedExperts, merge_experts
 from ludic.models.head import plain_model
@@ -102,11 +103,15 @@ class LocalEngine:
         keep_room: bool = False,
         bitwise: bool = False,
         record_experts: bool = False,
+        adapters: bool = False,
         seed: int = 0,
         version: int = 0,
     ) -> None:
         """`bitwise`: log-probabilities equal those of a bitwise trainer bit for bit, at some cost (docs/importance_sampling.md).
-        `record_experts`: responses of a mixture say to which experts each token went (docs/mixtures.md)."""
+        `record_experts`: responses of a mixture say to which experts each token went (docs/mixtures.md).
+        `adapters`: requests may name a LoRA adapter that `add_adapter` has added (docs/engine.md)."""
+        if adapters and (bitwise or record_experts):
+            raise ConfigError("An engine with adapters=True has neither bitwise nor record_experts. Leave these out.")
         loaded = load_model(model, tokenizer, dtype=dtype, device=device)
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         if names := FiniteCheck(self.model.named_parameters()).names():
@@ -119,6 +124,7 @@ class LocalEngine:
             is_bitwise=bitwise,
             images=image_processor_of(self.tokenizer),
             records_experts=record_experts,
+            has_adapters=adapters,
         )
         self._watch = WeightsWatch(self.model)
         self.max_model_len = self._backend.max_length
@@ -164,12 +170,14 @@ class LocalEngine:
         self._pack_weights = pack_weights
         self.is_bitwise = bitwise
         self.records_experts = record_experts
+        self.adapters = AdapterNames(self.model) if adapters else None
+        """The adapters that requests may name; None for an engine without."""
         self._seed = seed
         self._numbers = itertools.count()
         # Everything below is shared with the worker; the condition guards it.
         self._changed = threading.Condition()
         self._incoming: list[Sequence] = []
-        self._scoring: list[Scoring] = []
+        self._scoring = ScoringQueue(self._changed)
         self._open: set[Sequence] = set()
         """All unanswered requests; they fail when the engine ends."""
         self._answers = _Answers()
@@ -243,7 +251,12 @@ class LocalEngine:
                 self._cancel(sequence)
 
     async def score_tokens(
-        self, prompt_token_ids: TokenIds, completion_token_ids: TokenIds, *, temperature: float = 1.0
+        self,
+        prompt_token_ids: TokenIds,
+        completion_token_ids: TokenIds,
+        *,
+        temperature: float = 1.0,
+        adapter: str | None = None,
     ) -> np.ndarray[Any, Any]:
         """Log-probability of each completion token after the prompt under this model, for teachers and references."""
         prompt, completion = token_array(prompt_token_ids), token_array(completion_token_ids)
@@ -252,16 +265,41 @@ class LocalEngine:
             raise ConfigError("score_tokens needs at least one prompt token: the first token has no log-probability.")
         if temperature <= 0:
             raise ConfigError(f"score_tokens(temperature={temperature}): greedy choices have no log-probability.")
-        self._check_ids(tokens)
-        if len(tokens) > self.max_model_len:
-            raise PromptTooLong(len(tokens), self.max_model_len)
         if not len(completion):
             return np.zeros(0, dtype=np.float32)
-        scoring = Scoring(tokens, len(prompt), temperature)
+        return (await self._scores(Scoring(tokens, len(prompt), temperature, adapter=self._find(adapter)))).logprobs
+
+    async def score_prompt(
+        self, tokens: TokenIds, *, top_k: int = 0, targets: Any = None, adapter: str | None = None
+    ) -> PromptScores:
+        """What the model says of each token after the first: its log-probability, the `top_k` most probable tokens in its place,
+        and the log-probabilities of `targets` [len(tokens) - 1, K] in its place (-1 is none)."""
+        ids = token_array(tokens)
+        num_scored = len(ids) - 1
+        wanted = None if targets is None else np.asarray(targets, dtype=np.int64)
+        if not 0 <= top_k <= self.vocab_size:
+            raise ConfigError(f"score_prompt(top_k={top_k}): the vocabulary has {self.vocab_size} tokens.")
+        if wanted is not None and (wanted.ndim != 2 or len(wanted) != max(num_scored, 0)):
+            raise ConfigError(
+                f"score_prompt got {len(ids)} tokens and targets of shape {wanted.shape}; it takes ({num_scored}, K), one row for "
+                "each token after the first."
+            )
+        if wanted is not None and wanted.size and not -1 <= wanted.min() <= wanted.max() < self.vocab_size:
+            raise ConfigError(
+                f"score_prompt got targets from {wanted.min()} to {wanted.max()}; the model knows 0 to {self.vocab_size - 1}, "
+                "and -1 is none."
+            )
+        if num_scored < 1:
+            raise ConfigError("score_prompt needs two tokens at least: the first token has no log-probability.")
+        return await self._scores(Scoring(ids, 1, 1.0, top_k, wanted, self._find(adapter)))
+
+    async def _scores(self, scoring: Scoring) -> PromptScores:
+        self._check_ids(scoring.tokens)
+        if len(scoring.tokens) > self.max_model_len:
+            raise PromptTooLong(len(scoring.tokens), self.max_model_len)
         with self._changed:
             self._require_alive()
-            self._scoring.append(scoring)
-            self._changed.notify_all()
+            self._scoring.add(scoring)
         return await asyncio.wrap_future(scoring.answer)
 
     async def get_policy_version(self) -> int:
@@ -306,7 +344,8 @@ class LocalEngine:
         # 63 bits: a GPU holds seeds as signed 64-bit integers, and a larger seed would crash the worker.
         seed &= (1 << 63) - 1
         stop_ids = self._stop_ids(request.sampling)
-        sequence = Sequence(number, request, deliver, seed, stop_ids, on_token=on_token)
+        adapter = self._find(request.adapter)
+        sequence = Sequence(number, request, deliver, seed, stop_ids, on_token=on_token, adapter=adapter)
         with self._changed:
             self._require_alive()
             if len(self._open) >= self._max_queue:
@@ -392,6 +431,24 @@ class LocalEngine:
     def _require_alive(self) -> None:
         if (refusal := self._refusal()) is not None:
             raise refusal
+
+    # --- adapters ---
+
+    def add_adapter(self, name: str, adapter: LoraAdapter) -> None:
+        """Requests may name this adapter from now on. One that can be trained is copied; its later changes do not count."""
+        self._require_adapters().add(name, adapter)
+
+    def remove_adapter(self, name: str) -> None:
+        """New requests may not name it; those that are open finish with it."""
+        self._require_adapters().remove(name)
+
+    def _require_adapters(self) -> AdapterNames:
+        if self.adapters is None:
+            raise ConfigError(f"This engine serves {self.name} without adapters. Make it with adapters=True.")
+        return self.adapters
+
+    def _find(self, name: str | None) -> PackedAdapter | None:
+        return None if name is None else self._require_adapters().find(name)
 
     # --- weights ---
 
@@ -583,16 +640,9 @@ class LocalEngine:
                 what, self._not_finite, "Publish other weights: those of an earlier checkpoint, at a lower lr."
             )
 
-        self._fail_scoring(error)
+        self._scoring.fail(error)
         for sequence in self._scheduler.sequences():
             self._finish(sequence, error())
-
-    def _fail_scoring(self, error: Callable[[], BaseException | None]) -> None:
-        with self._changed:
-            scoring, self._scoring = self._scoring, []
-        for waiting in scoring:
-            if waiting.answer.set_running_or_notify_cancel():
-                waiting.answer.set_exception(error())
 
     def _absorb(self, sampled: list[Sampled]) -> None:
         """Append new tokens; deliver finished sequences."""
@@ -619,13 +669,9 @@ class LocalEngine:
 
     def _score(self) -> None:
         """Score as many texts as fit one pass; the rest wait for later steps, so that generation continues in between."""
-        with self._changed:
-            taken = take_batch(
-                self._scoring,
-                max_tokens=self._scheduler.limits.max_prefill_tokens,
-                max_logits=_SCORED_LOGITS // self.vocab_size,
-            )
-        batch = [scoring for scoring in taken if scoring.answer.set_running_or_notify_cancel()]
+        batch = self._scoring.take(
+            max_tokens=self._scheduler.limits.max_prefill_tokens, max_logits=_SCORED_LOGITS // self.vocab_size
+        )
         if not batch:
             return
         try:
@@ -635,7 +681,7 @@ class LocalEngine:
                 scoring.answer.set_exception(_died(error))
             raise
         for scoring, own in zip(batch, scores, strict=True):
-            if np.isnan(own).any():
+            if np.isnan(own.logprobs).any():
                 scoring.answer.set_exception(LogitsNotFinite(self.version, len(scoring.tokens)))
             else:
                 scoring.answer.set_result(own)
@@ -657,7 +703,7 @@ class LocalEngine:
             self._incoming = []
         for sequence in open_ones:
             sequence.deliver(sequence, self._refusal())
-        self._fail_scoring(self._refusal)
+        self._scoring.fail(self._refusal)
         if self._death is None:  # after a crash the scheduler's state may be invalid
             for sequence in open_ones:
                 self._scheduler.remove(sequence)
@@ -675,6 +721,7 @@ class LocalEngine:
             max_length=self.max_model_len,
             compile_layers=self._compile_layers,
             pack_weights=self._pack_weights,
+            adapters=self.adapters is not None,
         )
         view = shared_view(self.model)  # separate modules over the same parameters
         self._merged = merge_experts(view)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from ludic.inference.local.kv import KVShape
-from ludic.inference.local.runner import CPURunner, PagedBackend, Read, RunnerSettings, Scoring, cpu_forward
+from ludic.inference.local.runner import CPURunner, PagedBackend, Read, RunnerSettings, cpu_forward
+from ludic.inference.local.sampling import PromptScores, Scoring
 from ludic.inference.local.sequence import Chunk, Sequence
 from ludic.models.attention import NAME as ATTENTION_NAME
 from ludic.models.attention import AttentionState, NotRoutable
@@ -231,7 +232,7 @@ class RecurrentRunner(CPURunner):
         return super().decode(sequences, num_rounds)
 
     @torch.inference_mode()
-    def score(self, texts: Seq[Scoring]) -> list[np.ndarray[Any, Any]]:
+    def score(self, texts: Seq[Scoring]) -> list[PromptScores]:
         lengths = [len(text.tokens) for text in texts]
         self._recurrence = lambda num_tokens: _WholeTexts([*lengths, num_tokens - sum(lengths)])
         return super().score(texts)

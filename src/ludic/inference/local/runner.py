@@ -9,8 +9,7 @@ aarch64). Otherwise logits differ by rounding, and `sampling` still draws the sa
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -19,8 +18,9 @@ from torch import Tensor
 
 from ludic.inference.local.kv import KVPool, KVShape, PrefillState, Span, free_memory, padded_length, rope_limit
 from ludic.inference.local.rows import DecodeState, DenseRows, Prefix, SharedPrefixes, num_shared
-from ludic.inference.local.sampling import sample
+from ludic.inference.local.sampling import PromptScores, Scoring, sample, scores_of
 from ludic.inference.local.sequence import Chunk, Sampled, Sequence, tokens_as_bytes
+from ludic.models.adapters.forward import AdaptedForward, AdapterRows
 from ludic.models.attention import NAME as ATTENTION_NAME
 from ludic.models.attention import AttentionState, NotRoutable, has_sinks, route_attention, say_once
 from ludic.models.experts import Routers
@@ -30,41 +30,6 @@ from ludic.models.recurrent.layers import recurrent_layers
 from ludic.models.vision.inputs import is_vision_model
 from ludic.models.weights import shared_view
 from ludic.types import ConfigError
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Scoring:
-    """A text to score from `num_prompt` on, and the future of its result."""
-
-    tokens: np.ndarray[Any, Any]
-    num_prompt: int
-    """Tokens at the start that are not scored."""
-    temperature: float
-    answer: Future[np.ndarray[Any, Any]] = field(default_factory=Future)
-
-    @property
-    def num_scored(self) -> int:
-        return len(self.tokens) - self.num_prompt
-
-    def predictors(self, start: int) -> range:
-        """Positions of the logits that predict the scored tokens, for a text at flat position `start`."""
-        return range(start + self.num_prompt - 1, start + len(self.tokens) - 1)
-
-
-def take_batch(waiting: list[Scoring], *, max_tokens: int, max_logits: int) -> list[Scoring]:
-    """Remove and return the first text and those of the same temperature that still fit; one alone always fits."""
-    batch: list[Scoring] = []
-    num_tokens = num_logits = 0
-    for scoring in list(waiting):
-        if batch and scoring.temperature != batch[0].temperature:
-            continue
-        num_tokens, num_logits = num_tokens + len(scoring.tokens), num_logits + scoring.num_scored
-        if batch and (num_tokens > max_tokens or num_logits > max_logits):
-            break
-        batch.append(scoring)
-        waiting.remove(scoring)
-    return batch
-
 
 Read = Callable[[], list[Sampled]]
 """Waits for a launched computation and returns its tokens."""
@@ -80,7 +45,7 @@ class Runner(Protocol):
 
     def decode(self, sequences: Seq[Sequence], num_rounds: int) -> Read: ...
 
-    def score(self, texts: Seq[Scoring]) -> list[np.ndarray[Any, Any]]: ...
+    def score(self, texts: Seq[Scoring]) -> list[PromptScores]: ...
 
     def keep(self, sequence: Sequence) -> None: ...
 
@@ -108,6 +73,8 @@ class RunnerSettings:
     max_length: int
     compile_layers: bool = True
     pack_weights: bool | None = None
+    adapters: bool = False
+    """Whether sequences may have adapters."""
 
 
 class Backend(Protocol):
@@ -145,6 +112,7 @@ def choose_backend(
     is_bitwise: bool = False,
     images: Any = None,
     records_experts: bool = False,
+    has_adapters: bool = False,
 ) -> Backend:
     """The block cache where every layer's attention can be routed through it; else transformers' own cache, said by a warning.
 
@@ -162,7 +130,7 @@ def choose_backend(
             )
         if is_vision_model(plain_model(model)):
             raise NotRoutable("its prompts hold embeddings of pictures")
-        if records_experts and recurrent_layers(model):
+        if (records_experts or has_adapters) and recurrent_layers(model):
             raise NotRoutable("it has recurrent layers")
         if recurrent_layers(model):
             from ludic.inference.local.recurrent import HybridBackend  # that module imports this one
@@ -170,11 +138,12 @@ def choose_backend(
             return HybridBackend(model, length)
         return PagedBackend(model, length, is_bitwise=is_bitwise, records_experts=records_experts)
     except NotRoutable as error:
-        if records_experts:
-            raise ConfigError(
-                f"record_experts=True needs the engine's block cache alone, which cannot run {type(model).__name__}: "
-                f"{error.reason}. Leave record_experts out."
-            ) from error
+        for option, is_on in (("record_experts", records_experts), ("adapters", has_adapters)):
+            if is_on:
+                raise ConfigError(
+                    f"{option}=True needs the engine's block cache alone, which cannot run {type(model).__name__}: "
+                    f"{error.reason}. Leave {option} out."
+                ) from error
         from ludic.inference.local.cached import CachedBackend
 
         found = CachedBackend(shared_view(model), length, recompute=limit is not None and length > limit, images=images)
@@ -219,6 +188,10 @@ class PagedBackend:
 
             return BitwiseRunner(view, shape, *blocks)
         routers = None if shape.experts is None else Routers(view)
+        if settings.adapters and shape.device.type != "cpu":
+            from ludic.inference.local.cuda.adapted import AdaptedRunner  # that module imports this one
+
+            return AdaptedRunner(AdaptedForward(view, pack=False), shape, *blocks)
         if shape.device.type == "cpu":
             return CPURunner(cpu_forward(view, settings), shape, *blocks, routers=routers)
         from ludic.inference.local.cuda.forward import fused_bytes  # imports triton, which needs a GPU machine
@@ -241,7 +214,7 @@ def cpu_forward(view: Any, settings: RunnerSettings) -> Forward:
     pack = settings.pack_weights
     if pack is None:
         pack = packed_bytes(view) < free_memory(torch.device("cpu")) // 4
-    return make_forward(view, pack=pack)
+    return AdaptedForward(view, pack=pack) if settings.adapters else make_forward(view, pack=pack)
 
 
 class CPURunner:
@@ -259,8 +232,8 @@ class CPURunner:
         self.pool = KVPool(shape, num_blocks, block_size)
         self._rows: DenseRows[Sequence] = DenseRows(self.pool)
         self._prefix_rows: DenseRows[Prefix] = DenseRows(self.pool)
-        self._prefixes: dict[bytes, Prefix] = {}
-        """By their tokens."""
+        self._prefixes: dict[tuple[int, bytes], Prefix] = {}
+        """By their adapters and tokens."""
         self._shared: SharedPrefixes | None = None
         self._rows_changed = False
         self._is_plain = True
@@ -295,6 +268,8 @@ class CPURunner:
         slots.append(torch.full((padding,), self.pool.scratch_slot))
         slots_T = torch.cat(slots)
         state = PrefillState(self.pool, spans, slots_T)
+        computed = [(chunk.sequence.adapter, chunk.length) for chunk in chunks if chunk.source is None]
+        self._use_adapters(computed, [0] * padding, last)
         logits_NV = self._forward(tokens + [0] * padding, positions + [0] * padding, state, last, lambda: slots_T)
         self._is_plain &= state.is_plain
         ended = [chunk for chunk in chunks if chunk.reaches_the_end]
@@ -314,7 +289,7 @@ class CPURunner:
         self.pool.copy(torch.cat(sources), torch.cat(copies))
 
     @torch.inference_mode()
-    def score(self, texts: Seq[Scoring]) -> list[np.ndarray[Any, Any]]:
+    def score(self, texts: Seq[Scoring]) -> list[PromptScores]:
         """Log-probabilities of the scored tokens of texts with one temperature; stores nothing."""
         lengths = [len(text.tokens) for text in texts]
         starts = np.cumsum([0, *lengths[:-1]]).tolist()
@@ -323,11 +298,10 @@ class CPURunner:
         padding = [0] * max(0, self._min_rows - len(flat))
         spans = [Span(start, 0, length, torch.empty(0)) for start, length in zip(starts, lengths, strict=True)]
         where = [i for text, start in zip(texts, starts, strict=True) for i in text.predictors(start)]
+        self._use_adapters([(text.adapter, len(text.tokens)) for text in texts], padding, where)
         logits_NV = self._forward(flat + padding, positions + padding, PrefillState(None, spans, None), where).float()
         logits_NV /= texts[0].temperature
-        targets_N1 = torch.tensor([flat[i + 1] for i in where])[:, None]
-        chosen_N = logits_NV.gather(-1, targets_N1)[:, 0] - logits_NV.logsumexp(dim=-1)
-        return list(np.split(chosen_N.numpy(), np.cumsum([text.num_scored for text in texts])[:-1]))
+        return scores_of(texts, lambda rows: logits_NV[rows])
 
     # --- decoding ---
 
@@ -351,6 +325,7 @@ class CPURunner:
         state = DecodeState(self._rows, in_row_R, length, self._shared)
         tokens, positions = [owner.tokens[-1] for owner in owners], [owner.num_computed for owner in owners]
         where = list(range(len(owners)))
+        self._use_adapters([(owner.adapter, 1) for owner in owners], padding, where)
         logits_NV = self._forward(tokens + padding, positions + padding, state, where, lambda: self._next_slots(owners))
         return sampled_from(logits_NV, owners)
 
@@ -375,7 +350,7 @@ class CPURunner:
         self._rows.leave(sequence)
         self._rows_changed = True
         if sequence.num_shared:
-            key = tokens_as_bytes(sequence.tokens[: sequence.num_shared])
+            key = _prefix_key(sequence)
             prefix = self._prefixes[key]
             prefix.members.remove(sequence)
             if not prefix.members:
@@ -391,7 +366,7 @@ class CPURunner:
             sequence.num_pooled = sequence.num_computed
             sequence.num_shared = num_shared(sequence.num_prompt) if self._is_plain else 0
             if sequence.num_shared:
-                key = tokens_as_bytes(sequence.tokens[: sequence.num_shared])
+                key = _prefix_key(sequence)
                 if key not in self._prefixes:
                     self._prefixes[key] = Prefix(sequence.num_shared)
                     new_prefixes.append(self._prefixes[key])
@@ -402,6 +377,13 @@ class CPURunner:
         self._rows.join(sequences, [self.pool.slots(s.blocks, s.num_shared, s.num_computed) for s in sequences])
 
     # --- the model ---
+
+    def _use_adapters(self, rows: AdapterRows, padding: list[int], where: list[int]) -> None:
+        """Before a pass over these rows, padding after them; padding and the positions that pad `where` have no adapter."""
+        if isinstance(self._model, AdaptedForward):
+            num_rows = sum(count for _, count in rows)
+            num_extra = max(0, self._min_rows - len(where))
+            self._model.use([*rows, (None, len(padding) + 1)], [*where, *[num_rows] * num_extra])
 
     def _forward(
         self,
@@ -422,6 +404,10 @@ class CPURunner:
         slots_S = slots()
         self.pool.experts.index_copy_(0, slots_S, routed.experts_TLK()[: len(slots_S)])
         return logits_NV
+
+
+def _prefix_key(sequence: Sequence) -> tuple[int, bytes]:
+    return sequence.adapter_number, tokens_as_bytes(sequence.tokens[: sequence.num_shared])
 
 
 def sampled_from(logits_NV: Tensor, sequences: list[Sequence]) -> Read:

@@ -1,4 +1,4 @@
-"""Draws tokens from logits, with their log-probability under the distribution they were drawn from.
+"""Draws tokens from logits, with their log-probability under the distribution they were drawn from; scores given tokens.
 
 A token is drawn by a race: candidate i of weight w_i arrives at time E_i / w_i, E_i an exponential variable, and the first to
 arrive is drawn. That is candidate i with probability w_i / Σw (Gumbel-max in the log domain). First chunks of the
@@ -9,12 +9,19 @@ equal tokens. If rounding moves the logits (over temperature) by at most ε, ano
 most ε, because only candidates that arrive within a factor 1 + 2ε of each other can change places (docs/engine.md).
 """
 
+import threading
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ludic.inference.local.sequence import Sequence
+from ludic.models.adapters.forward import PackedAdapter
 from ludic.types import TokenArray
 from ludic.types.requests import MIX_CONSTANTS, MIX_SHIFTS, SEED_BITS, STEP_FACTOR
 
@@ -174,3 +181,124 @@ def _forbid_early_stops(logits_NV: Tensor, sequences: Seq[Sequence]) -> None:
         if len(sequence.logprobs) < sequence.sampling.min_tokens:
             stop_ids = [token for token in sequence.stop_ids if token < logits_NV.shape[1]]
             logits_NV[row, stop_ids] = _MINUS_INFINITY
+
+
+# --- scores of given tokens ---
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptScores:
+    """What the model says of each scored token of a text, given all tokens before it."""
+
+    logprobs: np.ndarray[Any, Any]
+    """[N] of the text's own tokens."""
+    top_ids: np.ndarray[Any, Any]
+    """[N, k], most probable first."""
+    top_logprobs: np.ndarray[Any, Any]
+    target_logprobs: np.ndarray[Any, Any]
+    """[N, K] of the requested tokens; 0 where none was requested."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scoring:
+    """A text to score from `num_prompt` on, and the future of its result."""
+
+    tokens: np.ndarray[Any, Any]
+    num_prompt: int
+    """Tokens at the start that are not scored."""
+    temperature: float
+    top_k: int = 0
+    targets: np.ndarray[Any, Any] | None = None
+    """[N, K]: tokens in place of each scored one whose log-probabilities are requested; -1 is none."""
+    adapter: PackedAdapter | None = None
+    answer: "Future[PromptScores]" = field(default_factory=Future)
+
+    @property
+    def num_scored(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    def predictors(self, start: int) -> range:
+        """Positions of the logits that predict the scored tokens, for a text at flat position `start`."""
+        return range(start + self.num_prompt - 1, start + len(self.tokens) - 1)
+
+
+class ScoringQueue:
+    """Texts that wait to be scored; `changed` guards it, and is notified of new ones."""
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self._changed = changed
+        self._waiting: list[Scoring] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, scoring: Scoring) -> None:
+        with self._changed:
+            self._waiting.append(scoring)
+            self._changed.notify_all()
+
+    def take(self, *, max_tokens: int, max_logits: int) -> list[Scoring]:
+        """Remove the first text and those of the same temperature that still fit; one alone always fits. Returns those whose caller
+        still waits."""
+        batch: list[Scoring] = []
+        num_tokens = num_logits = 0
+        with self._changed:
+            for scoring in list(self._waiting):
+                if batch and scoring.temperature != batch[0].temperature:
+                    continue
+                num_tokens, num_logits = num_tokens + len(scoring.tokens), num_logits + scoring.num_scored
+                if batch and (num_tokens > max_tokens or num_logits > max_logits):
+                    break
+                batch.append(scoring)
+                self._waiting.remove(scoring)
+        return [scoring for scoring in batch if scoring.answer.set_running_or_notify_cancel()]
+
+    def fail(self, error: Callable[[], BaseException | None]) -> None:
+        """All that wait, each with a new error."""
+        with self._changed:
+            waiting, self._waiting = self._waiting, []
+        for scoring in waiting:
+            if scoring.answer.set_running_or_notify_cancel():
+                scoring.answer.set_exception(error())
+
+
+def _plain_logps(logits_NV: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
+    normaliser_N = logits_NV.logsumexp(dim=-1)
+    return normaliser_N, logits_NV.gather(-1, tokens_N[:, None])[:, 0] - normaliser_N
+
+
+def scores_of(
+    texts: Seq[Scoring],
+    logits_of: Callable[[slice], Tensor],
+    *,
+    rows: int = 1024,
+    logps: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = _plain_logps,
+) -> list[PromptScores]:
+    """Scores of the texts, whose predicting positions lie one after the other; `rows` of them are read at a time.
+
+    `logits_of` returns the logits of a slice of these positions in fp32, over the temperature. `logps` returns the log of the
+    normaliser and the log-probabilities of one token per row.
+    """
+    found, start = [], 0
+    for text in texts:
+        parts = []
+        for first in range(0, text.num_scored, rows):
+            here = slice(first, min(first + rows, text.num_scored))
+            logits_NV = logits_of(slice(start + here.start, start + here.stop))
+            own = text.tokens[text.num_prompt :][here].astype(np.int64)
+            normaliser_N, chosen_N = logps(logits_NV, torch.from_numpy(own).to(logits_NV.device))
+            top = logits_NV.topk(text.top_k, dim=-1) if text.top_k else None
+            wanted = text.targets[here] if text.targets is not None else np.zeros((len(own), 0))
+            targets_NK = torch.from_numpy(wanted.astype(np.int64)).to(logits_NV.device)
+            at_targets_NK = logits_NV.gather(-1, targets_NK.clamp(min=0)) - normaliser_N[:, None]
+            parts.append(
+                (
+                    chosen_N,
+                    targets_NK[:, :0] if top is None else top.indices,
+                    at_targets_NK[:, :0] if top is None else top.values - normaliser_N[:, None],
+                    at_targets_NK.masked_fill_(targets_NK < 0, 0.0),
+                )
+            )
+        found.append(PromptScores(*(torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True))))
+        start += text.num_scored
+    return found

@@ -147,7 +147,7 @@ class Scheduler:
                     continue
             # The last token must always be computed: its output predicts the next one.
             known = tokens[:-TOKEN_BYTES] if self.limits.shares_prefixes else b""
-            shared, chain = self.pool.match(self.version, known, TOKEN_BYTES)
+            shared, chain = self.pool.match(self.version, known, TOKEN_BYTES, sequence.adapter_number)
             following = self._next_block(sequence, chain, len(shared))
             if following is not None and following in in_progress:
                 held_back.append(sequence)
@@ -180,7 +180,7 @@ class Scheduler:
     def _next_block(self, sequence: Sequence, chain: int, num_blocks: int) -> tuple[int, bytes] | None:
         """The key under which the first block after a known prefix will be published; all tokens where only equal prompts share."""
         if not self.limits.shares_prefixes:
-            return 0, tokens_as_bytes(sequence.tokens)
+            return -sequence.adapter_number, tokens_as_bytes(sequence.tokens)
         start, end = num_blocks * self.pool.block_size, (num_blocks + 1) * self.pool.block_size
         return (chain, tokens_as_bytes(sequence.tokens[start:end])) if end < len(sequence.tokens) else None
 
@@ -294,7 +294,7 @@ class Scheduler:
         if first >= end:
             return
         if first == 0:
-            sequence.chain = self.pool.root(self.version)
+            sequence.chain = self.pool.root(self.version, sequence.adapter_number)
         data, width = tokens_as_bytes(sequence.tokens[first * size : end * size]), size * TOKEN_BYTES
         for number in range(first, end):
             key = data[(number - first) * width : (number - first + 1) * width]
@@ -331,6 +331,6 @@ class Scheduler:
         return restarted
 
 
-def _prompt_key(sequence: Sequence) -> tuple[bytes, tuple[ImageSpan, ...]]:
-    """Equal for sequences that the model sees alike: the same tokens, and the same pictures in their places."""
-    return tokens_as_bytes(sequence.tokens), sequence.request.images
+def _prompt_key(sequence: Sequence) -> tuple[bytes, tuple[ImageSpan, ...], int]:
+    """Equal for sequences that the same adapter sees alike: the same tokens, and the same pictures in their places."""
+    return tokens_as_bytes(sequence.tokens), sequence.request.images, sequence.adapter_number

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ludic.inference.templates.conversation import find_stop
+from ludic.models.adapters.forward import PackedAdapter
 from ludic.types import (
     CandidateSets,
     ChatResponse,
@@ -58,6 +59,8 @@ class Sequence:
     experts: np.ndarray[Any, Any] | None = None
     """Of the computed tokens of a mixture, if they are recorded; set when the sequence finishes."""
     on_token: Callable[["Sequence"], None] | None = None
+    adapter: PackedAdapter | None = None
+    """None is the model itself."""
 
     # The scheduler reads these for every sequence in every step, so they are plain numbers.
     length: int = 0
@@ -85,6 +88,11 @@ class Sequence:
     @property
     def sampling(self) -> SamplingParams:
         return self.request.sampling
+
+    @property
+    def adapter_number(self) -> int:
+        """Part of the key of everything that is computed for it; 0 is the model itself."""
+        return 0 if self.adapter is None else self.adapter.number
 
     @property
     def keeps_candidates(self) -> bool:

@@ -75,15 +75,16 @@ class LoraAdapter:
     def __init__(self, spec: AdapterSpec, shapes: Mapping[str, tuple[int, int]], device: torch.device) -> None:
         """Zeros. `shapes`: (M, N) of each projection by module name. `create` makes an adapter to train."""
         self.spec = spec
-        self._shapes = dict(shapes)
+        self.shapes = dict(shapes)
+        """(M, N) of each adapted projection by module name."""
         rank = spec.rank
-        sizes = [(rank, n) for _, n in self._shapes.values()] + [(m, rank) for m, _ in self._shapes.values()]
+        sizes = [(rank, n) for _, n in self.shapes.values()] + [(m, rank) for m, _ in self.shapes.values()]
         self.flat = torch.zeros(sum(map(math.prod, sizes)), dtype=torch.float32, device=device)
         """All values; the parameters are views of it."""
         parts = self.flat.split([math.prod(size) for size in sizes])
         parameters = [nn.Parameter(part.view(size)) for part, size in zip(parts, sizes, strict=True)]
-        count = len(self._shapes)
-        self._weights = dict(zip(self._shapes, zip(parameters[:count], parameters[count:], strict=True), strict=True))
+        count = len(self.shapes)
+        self._weights = dict(zip(self.shapes, zip(parameters[:count], parameters[count:], strict=True), strict=True))
 
     @classmethod
     def create(cls, model: Any, spec: AdapterSpec) -> Self:
@@ -110,11 +111,6 @@ class LoraAdapter:
     @property
     def scale(self) -> float:
         return self.spec.scale
-
-    @property
-    def modules(self) -> list[str]:
-        """Names of the adapted projections."""
-        return list(self._shapes)
 
     def weights(self, module: str) -> tuple[nn.Parameter, nn.Parameter] | None:
         """A [R, N] and B [M, R] of a projection; None if it is not adapted."""
@@ -149,7 +145,7 @@ class LoraAdapter:
     @torch.no_grad()
     def copy(self) -> Self:
         """A frozen copy, for sampling while this one is trained."""
-        copied = type(self)(self.spec, self._shapes, self.flat.device)
+        copied = type(self)(self.spec, self.shapes, self.flat.device)
         copied.flat.copy_(self.flat)
         for parameter in copied.parameters():
             parameter.requires_grad_(False)
@@ -165,6 +161,6 @@ class LoraAdapter:
             "lora_alpha": self.spec.alpha,
             "lora_dropout": 0.0,
             "bias": "none",
-            "target_modules": sorted({module.rpartition(".")[2] for module in self._shapes}),
+            "target_modules": sorted({module.rpartition(".")[2] for module in self.shapes}),
             "inference_mode": True,
         }

@@ -1,12 +1,13 @@
 """Texts are scored together where they can be, and each gets the scores that it would get alone."""
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
 
 from ludic.inference.local import LocalEngine
-from ludic.inference.local.runner import Scoring, take_batch
+from ludic.inference.local.sampling import Scoring, ScoringQueue
 from tests.unit.inference.local.tiny_models import VOCAB, new_model
 
 
@@ -26,14 +27,16 @@ def text(length, num_prompt=1, temperature=1.0):
 )
 def test_a_batch_is_of_one_temperature_and_within_its_limits(limits, taken):
     waiting = [text(5, 4), text(4, 2), text(3, 1, temperature=0.5), text(6, 3)]
-    all_of_them = list(waiting)
-    batch = take_batch(waiting, **limits)
-    assert batch == [all_of_them[i] for i in taken]
-    assert waiting == [scoring for scoring in all_of_them if scoring not in batch]
+    queue = ScoringQueue(threading.Condition())
+    for scoring in waiting:
+        queue.add(scoring)
+    batch = queue.take(**limits)
+    assert batch == [waiting[i] for i in taken]
+    assert len(queue) == len(waiting) - len(batch)
 
 
 def test_an_empty_queue_gives_an_empty_batch():
-    assert take_batch([], max_tokens=1, max_logits=1) == []
+    assert ScoringQueue(threading.Condition()).take(max_tokens=1, max_logits=1) == []
 
 
 class Counting(LocalEngine):

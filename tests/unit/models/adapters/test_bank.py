@@ -18,27 +18,13 @@ from ludic.models.packed_attention import PackedSequences
 from ludic.types import ConfigError
 from tests.unit.inference.local.tiny_models import VOCAB, new_model
 
-peft = pytest.importorskip("peft", reason="the lora extra is not installed")
+pytest.importorskip("peft", reason="the lora extra is not installed")
+
+import peft
+
+from tests.unit.models.adapters.peft_reference import peft_model, tuned
 
 _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-def tuned(model, spec, seed=1):
-    """An adapter that changes something: a new one has B = 0."""
-    adapter = LoraAdapter.create(model, spec)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        adapter.flat.add_(torch.randn(adapter.flat.shape, generator=generator) * 0.05)
-    return adapter
-
-
-def peft_model(model, adapter):
-    """peft's model of the same adapter."""
-    config = peft.LoraConfig(**adapter.peft_config("base"))
-    config.inference_mode = False
-    found = peft.get_peft_model(copy.deepcopy(model), config)
-    peft.set_peft_model_state_dict(found, adapter.named())
-    return found
 
 
 def bank_of(model):

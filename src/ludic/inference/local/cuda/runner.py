@@ -22,8 +22,8 @@ from ludic.inference.local.cuda.decode_attention import DecodeAttention, SharedP
 from ludic.inference.local.cuda.forward import can_fuse, fused_forward
 from ludic.inference.local.cuda.sampling_kernels import DecodeRows, sample_round, sample_rows
 from ludic.inference.local.kv import KVPool, KVShape
-from ludic.inference.local.runner import Read, Scoring
-from ludic.inference.local.sampling import sample
+from ludic.inference.local.runner import Read
+from ludic.inference.local.sampling import PromptScores, Scoring, sample, scores_of
 from ludic.inference.local.sequence import Chunk, Sampled, Sequence
 from ludic.models.attention import SKIP_MASK, AttentionRules
 from ludic.models.execution import CAPTURING, decoder_layers, raise_recompile_limits
@@ -188,7 +188,7 @@ class CUDARunner:
         self.pool.copy(*_to_gpu(np.concatenate(found, axis=1)))
 
     @torch.inference_mode()
-    def score(self, texts: Seq[Scoring]) -> list[np.ndarray[Any, Any]]:
+    def score(self, texts: Seq[Scoring]) -> list[PromptScores]:
         """Log-probabilities of the scored tokens of texts with one temperature; stores nothing."""
         lengths = [len(text.tokens) for text in texts]
         flat = np.concatenate([text.tokens for text in texts])
@@ -196,13 +196,8 @@ class CUDARunner:
         starts = np.cumsum([0, *lengths[:-1]]).tolist()
         where = np.concatenate([text.predictors(start) for text, start in zip(texts, starts, strict=True)])
         state = PackedState(None, None, None, [(length, length) for length in lengths])
-        scores = []
         logits_NV = self._forward(flat, positions, state, where, None)
-        targets = _to_gpu(flat[where + 1].astype(np.int64))
-        for piece, target in zip(logits_NV.split(1024), targets.split(1024), strict=True):
-            scaled = piece.float() / texts[0].temperature
-            scores.append(scaled.gather(-1, target[:, None])[:, 0] - scaled.logsumexp(dim=-1))
-        return list(np.split(torch.cat(scores).cpu().numpy(), np.cumsum([text.num_scored for text in texts])[:-1]))
+        return scores_of(texts, lambda rows: logits_NV[rows].float() / texts[0].temperature)
 
     def _sample_first(self, logits_NV: Tensor, sequences: list[Sequence]) -> Read:
         if not sequences:

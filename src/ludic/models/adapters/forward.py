@@ -1,0 +1,232 @@
+"""The inference engine's forward pass over tokens of several adapters: from token ids to the requested logits.
+
+It is one of the passes of `ludic.models.forward`, whose linear layers add to their product what each row's adapter gives.
+Projections with the same input share one product with A. Rows of an adapter are computed two at least, so that a row has the
+same result, bit for bit, whatever other rows are in the pass.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ludic.models.adapters.adapter import LoraAdapter, adaptable_linears
+from ludic.models.attention import AttentionState
+from ludic.models.forward import Forward, FusedLlama, PackedLinear, make_forward
+from ludic.types import ConfigError
+
+MIN_ROWS = 2
+"""A product with a single row takes another path through the math library, and rounds in another way."""
+
+
+# Letters: T flat tokens, N inputs of a projection, M its outputs, R the rank.
+class PackedAdapter:
+    """A frozen adapter in the layout and precision of products with few rows: transposed, scale included."""
+
+    _numbers = itertools.count(1)
+
+    def __init__(self, adapter: LoraAdapter, dtype: torch.dtype) -> None:
+        """An adapter that can be trained is copied."""
+        self.number = next(self._numbers)
+        """No other adapter of this process has it."""
+        self._adapter = adapter.copy() if any(p.requires_grad for p in adapter.parameters()) else adapter
+        self._dtype = dtype
+        self._joined: dict[tuple[str, ...], tuple[Tensor, list[tuple[int, Tensor]]] | None] = {}
+
+    @torch.no_grad()
+    def joined(self, names: tuple[str, ...]) -> tuple[Tensor, list[tuple[int, Tensor]]] | None:
+        """Of projections with the same input: A of all [N, sum of R], and (its place among `names`, B [R, M]) of each adapted one.
+        None if no projection is adapted."""
+        if names not in self._joined:
+            pairs = [(place, self._adapter.weights(name)) for place, name in enumerate(names)]
+            found = [(place, *pair) for place, pair in pairs if pair is not None]
+            if found:
+                a_NR = torch.cat([a_RN for _, a_RN, _ in found]).t().to(self._dtype).contiguous()
+                scaled = [
+                    (place, (b_MR.t() * self._adapter.scale).to(self._dtype).contiguous()) for place, _, b_MR in found
+                ]
+                self._joined[names] = a_NR, scaled
+            else:
+                self._joined[names] = None
+        return self._joined[names]
+
+    def add(self, out_TM: Tensor, x_TN: Tensor, names: tuple[str, ...], sizes: Sequence[int]) -> None:
+        """Add what the adapter gives for these rows; `sizes` are the outputs of each projection, side by side in `out_TM`."""
+        joined = self.joined(names)
+        if joined is None:
+            return
+        a_NR, scaled = joined
+        x_TR = x_TN @ a_NR
+        rank = scaled[0][1].shape[0]
+        if len(sizes) == 1:
+            out_TM.addmm_(x_TR, scaled[0][1])
+            return
+        for number, (place, b_RM) in enumerate(scaled):
+            start = sum(sizes[:place])
+            inner = x_TR[:, number * rank : (number + 1) * rank]
+            out_TM[:, start : start + sizes[place]].addmm_(inner, b_RM)
+
+
+AdapterRows = Sequence[tuple[PackedAdapter | None, int]]
+"""(adapter, number of rows) in the order of the rows; None is the base model."""
+
+
+class RowPlan:
+    """Which rows of a pass belong to which adapter."""
+
+    def __init__(self, rows: AdapterRows = (), device: torch.device | None = None) -> None:
+        self._device = device
+        self._ranges: dict[PackedAdapter, list[range]] = {}
+        start = 0
+        for adapter, count in rows:
+            if adapter is not None and count:
+                self._ranges.setdefault(adapter, []).append(range(start, start + count))
+            start += count
+        self._num_rows = start
+        self._parts: dict[tuple[int, int], list[tuple[PackedAdapter, slice | Tensor]]] = {}
+
+    def select(self, where: Sequence[int]) -> "RowPlan":
+        """The plan of these rows, in this order."""
+        owners: list[PackedAdapter | None] = [None] * self._num_rows
+        for adapter, ranges in self._ranges.items():
+            for own in ranges:
+                owners[own.start : own.stop] = [adapter] * len(own)
+        return RowPlan([(owners[row], 1) for row in where], self._device)
+
+    def add(self, out_TM: Tensor, x_TN: Tensor, names: tuple[str, ...], sizes: Sequence[int], first: int) -> None:
+        """Add to the product of the rows from `first` on what the adapter of each row gives."""
+        for adapter, rows in self._part(first, first + len(x_TN)):
+            if isinstance(rows, slice):
+                adapter.add(out_TM[rows], x_TN[rows], names, sizes)
+            elif adapter.joined(names) is not None:
+                own_TM = out_TM.index_select(0, rows)
+                adapter.add(own_TM, x_TN.index_select(0, rows), names, sizes)
+                out_TM.index_copy_(0, rows, own_TM)
+
+    def _part(self, first: int, end: int) -> list[tuple[PackedAdapter, slice | Tensor]]:
+        """The adapters of rows `first` … `end`, and where each one's rows are among these."""
+        if (first, end) not in self._parts:
+            found: list[tuple[PackedAdapter, slice | Tensor]] = []
+            for adapter, ranges in self._ranges.items():
+                own = [row - first for r in ranges for row in range(max(r.start, first), min(r.stop, end))]
+                if len(own) >= MIN_ROWS and own[-1] - own[0] == len(own) - 1:
+                    found.append((adapter, slice(own[0], own[-1] + 1)))
+                elif own:
+                    # A row that is there twice is computed twice, with one result.
+                    own += own[: MIN_ROWS - len(own)]
+                    found.append((adapter, torch.tensor(own, device=self._device)))
+            self._parts[first, end] = found
+        return self._parts[first, end]
+
+
+class _Pass:
+    """The plans of the current pass: for its tokens, and for the positions whose logits are requested."""
+
+    def __init__(self) -> None:
+        self.tokens = self.positions = RowPlan()
+
+
+class _AdaptedLinear(PackedLinear):
+    """Packed linear layers with the same input, and the adapters of the current pass."""
+
+    def __init__(self, names: tuple[str, ...], current: _Pass, is_head: bool, *linears: nn.Linear) -> None:
+        super().__init__(*linears)
+        self._names, self._sizes = names, [linear.out_features for linear in linears]
+        self._current, self._is_head = current, is_head
+
+    def forward(self, x: Tensor, first_row: int = 0) -> Tensor:
+        out = super().forward(x)
+        plan = self._current.positions if self._is_head else self._current.tokens
+        plan.add(out.view(-1, self.out_features), x.reshape(-1, self.in_features), self._names, self._sizes, first_row)
+        return out
+
+
+class _PlainLinear(nn.Module):
+    """A linear layer that is not packed, and the adapters of the current pass."""
+
+    def __init__(self, name: str, current: _Pass, is_head: bool, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._name, self._current, self._is_head = name, current, is_head
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, self.in_features)
+        out = F.linear(flat, self.weight, self.bias)
+        plan = self._current.positions if self._is_head else self._current.tokens
+        plan.add(out, flat, (self._name,), [self.out_features], 0)
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+class AdaptedForward:
+    """`Forward` with adapters. Call `use` before each pass."""
+
+    def __init__(self, view: Any, *, pack: bool) -> None:
+        """`view` is a tree for this object alone; its linear layers are replaced. `pack`: by copies that compute faster."""
+        names = {id(linear): name for name, linear in adaptable_linears(view).items()}
+        head, self._pass = view.get_output_embeddings(), _Pass()
+        self._device = view.get_input_embeddings().weight.device
+
+        def packed(*linears: nn.Linear) -> PackedLinear:
+            own = tuple(names.get(id(linear), "") for linear in linears)
+            return _AdaptedLinear(own, self._pass, linears[0] is head, *linears)
+
+        self._forward: Forward = make_forward(view, pack=pack, packed=packed)
+        if not isinstance(self._forward, FusedLlama):  # what is not packed: some layers, or all on a GPU
+            for name, linear in adaptable_linears(view).items():
+                parent, _, child = name.rpartition(".")
+                layer = _PlainLinear(name, self._pass, linear is head, linear)
+                setattr(view.get_submodule(parent) if parent else view, child, layer)
+        self.min_rows = self._forward.min_rows
+
+    def use(self, rows: AdapterRows, where: Sequence[int]) -> None:
+        """The next pass has these rows; its logits are requested at `where`."""
+        self._pass.tokens = RowPlan(rows, self._device)
+        self._pass.positions = self._pass.tokens.select(where)
+
+    def logits(self, ids_T: Tensor, positions_T: Tensor, state: AttentionState, where_N: Tensor) -> Tensor:
+        return self._forward.logits(ids_T, positions_T, state, where_N)
+
+    def refresh(self) -> None:
+        self._forward.refresh()
+
+
+class AdapterNames:
+    """The adapters of an engine by name. Any thread may call it."""
+
+    def __init__(self, model: Any) -> None:
+        weight = model.get_input_embeddings().weight
+        self._dtype, self._device = weight.dtype, weight.device
+        self._shapes = {n: (m.out_features, m.in_features) for n, m in adaptable_linears(model).items()}
+        self._known: dict[str, PackedAdapter] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._known))
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def add(self, name: str, adapter: LoraAdapter) -> None:
+        if name in self._known:
+            raise ConfigError(f"There is an adapter {name!r} already. Remove it first, or take another name.")
+        wrong = [own for own, shape in adapter.shapes.items() if self._shapes.get(own) != shape]
+        if wrong or adapter.flat.device != self._device:
+            raise ConfigError(
+                f"The adapter {name!r} on {adapter.flat.device} was made for another model than this one on {self._device}: it "
+                f"adapts {wrong[:2] or 'the same layers'}. Make it with LoraAdapter.create(engine.model, …)."
+            )
+        self._known[name] = PackedAdapter(adapter, self._dtype)
+
+    def remove(self, name: str) -> None:
+        self.find(name)
+        self._known.pop(name, None)
+
+    def find(self, name: str) -> PackedAdapter:
+        found = self._known.get(name)
+        if found is None:
+            known = ", ".join(sorted(self._known)) or "none"
+            raise ConfigError(f"There is no adapter {name!r}. Added adapters: {known}.")
+        return found

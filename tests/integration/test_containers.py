@@ -72,7 +72,7 @@ async def sandbox(tmp_path, monkeypatch):
 
 async def begin(sandbox: ProcessSandbox) -> tuple[asyncio.Task, str, dict[str, int]]:
     """A run in progress, the id of its container, and the numbers of the container's processes on the host."""
-    run = asyncio.create_task(sandbox.execute(SLEEPER, timeout_s=2.0))
+    run = asyncio.create_task(sandbox.execute(SLEEPER, timeout_s=15.0))
     while not (ids := containers(os.getpid())):
         await asyncio.sleep(0.02)
     (container,) = ids  # the next one is started after the run
@@ -138,10 +138,10 @@ for _ in range(8):
     if os.fork() == 0:
         x = bytearray(100 << 20)
         for i in range(0, len(x), 4096): x[i] = 1
-        time.sleep(30)
+        time.sleep(1)
 raise SystemExit(any([os.wait()[1] for _ in range(8)]))
 """
-    result = await sandbox.execute(swarm, timeout_s=2.0)
+    result = await sandbox.execute(swarm, timeout_s=60.0)
     assert result.run_status is RunStatus.MEMORY_EXCEEDED, result
 
 

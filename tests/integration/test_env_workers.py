@@ -121,9 +121,9 @@ async def test_a_step_that_hangs_in_its_thread_costs_one_episode(nothing_left):
 
 
 async def test_a_worker_whose_event_loop_hangs_is_ended_and_its_successor_uses_threads(nothing_left):
-    async with EnvPool(parts.FaultyOnLoop, workers=1, timeout_s=1.0) as pool:
+    async with EnvPool(parts.FaultyOnLoop, workers=1, timeout_s=3.0) as pool:
         hangs, beside = await started(pool), await started(pool)
-        with pytest.raises(EnvCrashed, match=r"stood still for 1 s.* It was at parts.py:\d+ in hang"):
+        with pytest.raises(EnvCrashed, match=r"stood still for 3 s.* It was at parts.py:\d+ in hang"):
             await hangs.async_step({"agent_0": "hang"})
         with pytest.raises(EnvCrashed):
             await beside.async_step(ACT)  # it was in the same process
@@ -138,7 +138,7 @@ async def test_a_worker_whose_event_loop_hangs_is_ended_and_its_successor_uses_t
 
 async def test_a_stopped_worker_is_killed_after_its_time_limit(monkeypatch, nothing_left):
     monkeypatch.setattr(supervisor, "_SILENT_S", 0.5)
-    async with EnvPool(parts.Faulty, workers=1, timeout_s=1.0) as pool:
+    async with EnvPool(parts.Faulty, workers=1, timeout_s=3.0) as pool:
         env = await started(pool)
         os.kill(pool.processes[0], signal.SIGSTOP)
         with pytest.raises(EnvCrashed, match="no sign of life"):
@@ -193,14 +193,14 @@ def test_workers_and_their_children_end_when_the_trainer_is_killed(tmp_path):
     asyncio.run(until(lambda: not any(map(is_running, pids))))
 
 
-async def test_a_thousand_envs_of_which_five_in_a_hundred_hang(nothing_left):
+async def test_four_hundred_envs_of_which_five_in_a_hundred_hang(nothing_left):
     """The hanging ones fail as data; the others finish, although workers with many hung threads are replaced meanwhile."""
     client = ScriptedClient(lambda request: "<a>end</a>")
-    async with EnvPool(parts.some_env, workers=4) as pool:
+    async with EnvPool(parts.some_env, workers=2) as pool:
         engine = RolloutEngine(
             env_registry={"some": pool.make},
             protocol_registry={"play": lambda: SingleAgentProtocol(make_agent(client))},
-            env_timeout_s=10.0,
+            env_timeout_s=15.0,
             max_retries=0,
         )
         requests = [
@@ -209,11 +209,11 @@ async def test_a_thousand_envs_of_which_five_in_a_hundred_hang(nothing_left):
                 protocol=ProtocolSpec("play"),
                 inference=RL,
             )
-            for number in range(1000)
+            for number in range(400)
         ]
-        rollouts = await engine.generate_rollouts(requests, max_steps=2, concurrency=1000)
+        rollouts = await engine.generate_rollouts(requests, max_steps=2, concurrency=400)
         failed = [number for number, rollout in enumerate(rollouts) if rollout.failure is not None]
-        assert failed == list(range(0, 1000, 20))
+        assert failed == list(range(0, 400, 20))
         assert {rollouts[number].failure.error for number in failed} == {"TimeoutError"}
         assert all(r.env_steps[-1].reward_components["env"] == 1.0 for r in rollouts if r.failure is None)
         assert pool.num_envs == 0

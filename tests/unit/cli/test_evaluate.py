@@ -349,7 +349,7 @@ def endpoint(folder) -> Iterator[str]:
     task = loop.create_task(serve(engine, port=0, model_name="served", on_ready=ready, api_key="secret"))
     thread = threading.Thread(target=lambda: loop.run_until_complete(asyncio.wait([task])))
     thread.start()
-    assert started.wait(10)
+    assert started.wait(60)
     yield f"{address[0]}/v1"
     loop.call_soon_threadsafe(task.cancel)
     thread.join()

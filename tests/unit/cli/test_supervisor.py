@@ -160,13 +160,15 @@ def test_role_that_dies_too_often_ends_the_run_and_is_quoted(watched):
     assert watched.of("actor").count("no GPU here") == 3
 
 
-def test_deaths_outside_the_window_do_not_count(watched):
-    code = "import sys, time; time.sleep(0.25); sys.exit(3)"
-    limit = RestartLimit(max_restarts=1, within_s=0.2, delay_s=0.01)
+def test_deaths_outside_the_window_do_not_count(watched, tmp_path):
+    lives = tmp_path / "lives"
+    lives.touch()
+    code = f"import sys, time; open({str(lives)!r}, 'a').write('x'); time.sleep(0.25); sys.exit(3)"
+    third_life = f"import os, time\nwhile os.path.getsize({str(lives)!r}) < 3: time.sleep(0.02)"
     outcome = watched.run(
         role("actor", code),
-        role("main", "import time; time.sleep(1.5)", when_done=WhenDone.ENDS_ALL),
-        limit=limit,
+        role("main", third_life, when_done=WhenDone.ENDS_ALL),
+        limit=RestartLimit(max_restarts=1, within_s=0.2, delay_s=0.01),
     )
     assert outcome.code == 0 and sum("restart 1 of" in line for line in watched.of("launch")) >= 2
 

@@ -26,7 +26,7 @@ async def test_rewarded_sessions_become_batches_in_order():
     await asyncio.sleep(0)
     assert not waiting.done() and source.num_skipped == 1
     closed(source, 0.5, (0, 1), (2,))  # a session with two threads
-    batch = await asyncio.wait_for(waiting, 5)
+    batch = await asyncio.wait_for(waiting, 60)
     assert [item.weight for item in batch.items][:1] == [1.0] and {i.weight for i in batch.items[1:]} == {0.5}
     assert batch.meta["num_rollouts"] == 2 and batch.meta["rollout_metrics"]["avg_total_reward"] == 0.75
     assert source.num_waiting == 0 and source.num_taken == 2

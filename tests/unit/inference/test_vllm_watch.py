@@ -139,7 +139,7 @@ def test_a_request_that_fails_makes_the_watch_look_at_once(start):
     server.watch._health.every_s = 600
     time.sleep(0.1)
     os.kill(server.process.pid, signal.SIGKILL)
-    server.process.wait(10)
+    server.process.wait(60)
     server.watch.require_alive()
     server.until_restarted()
 

@@ -388,7 +388,7 @@ async def test_an_async_tool_that_swallows_its_cancellation_cannot_hold_the_call
             except asyncio.CancelledError:
                 continue
 
-    result = await asyncio.wait_for(Tool.from_callable(stubborn, timeout_s=0.01).call({}), timeout=1)
+    result = await asyncio.wait_for(Tool.from_callable(stubborn, timeout_s=0.01).call({}), timeout=60)
     stop.set()
     assert result.is_error
 
@@ -426,7 +426,7 @@ result = asyncio.run(Tool.from_callable(hang, timeout_s=0.05).call({}))
 assert result.is_error, result
 print(result.content)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "did not finish within 0.05 s" in done.stdout
 

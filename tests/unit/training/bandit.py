@@ -172,6 +172,25 @@ def bandit_trainer(
     return trainer, engine
 
 
+async def train_until(
+    trainer: Any, is_learned: Callable[[list[dict[str, float]]], bool], *, at_most: int
+) -> list[dict[str, float]]:
+    """The stats of all updates until `is_learned` holds for them; of `at_most` where it never does."""
+    history: list[dict[str, float]] = []
+    while len(history) < at_most and not is_learned(history):
+        history.append(await trainer.train_step())
+    return history
+
+
+def earns(more_than: float, *, over: int = 5) -> Callable[[list[dict[str, float]]], bool]:
+    """Whether the mean reward of the last updates, behind the first three, is more than that."""
+    return lambda history: len(history) >= 3 + over and mean_reward(history[-over:]) > more_than
+
+
+def mean_reward(history: list[dict[str, float]]) -> float:
+    return sum(stats["train/avg_total_reward"] for stats in history) / len(history)
+
+
 class Given:
     """Batches made by hand; it waits a moment before each, as a real source does."""
 

@@ -23,7 +23,7 @@ from ludic.training.losses import (
 )
 from ludic.types import ConfigError
 from tests.unit.inference.local.tiny_models import new_model
-from tests.unit.training.bandit import bandit_trainer, tiny_llama
+from tests.unit.training.bandit import bandit_trainer, earns, tiny_llama, train_until
 from tests.unit.training.samples import random_items
 from tests.unit.training.test_teaching import ASCII, KL, OTHERS, REWARD, Vocabulary, mean, taught
 
@@ -225,10 +225,12 @@ async def test_a_student_learns_from_whole_distributions_what_is_not_rewarded(kl
         tokenizer=Vocabulary(),
     )
     before = {name: p.clone() for name, p in engine.model.named_parameters()}
-    history = [await trainer.train_step() for _ in range(25)]
-    served.close()
     name = KL if kl == "reverse" else "train/teacher_kl_forward"
-    assert mean(history[:2], REWARD) < 0.7
-    assert mean(history[-5:], REWARD) > 0.9
-    assert mean(history[-5:], name) < 0.2 * mean(history[:2], name)
+
+    def is_learned(history):
+        return earns(0.9)(history) and mean(history[-5:], name) < 0.2 * mean(history[:2], name)
+
+    history = await train_until(trainer, is_learned, at_most=25)
+    served.close()
+    assert mean(history[:2], REWARD) < 0.7 and is_learned(history)
     assert all(torch.equal(p, before[name]) for name, p in engine.model.named_parameters()), "the teacher stays"

@@ -21,7 +21,7 @@ from ludic.types import (
     StopReason,
     VersionRun,
 )
-from tests.unit.training.bandit import Given, bandit_trainer, hand_trainer
+from tests.unit.training.bandit import Given, bandit_trainer, earns, hand_trainer, mean_reward, train_until
 from tests.unit.training.samples import random_items
 from tests.unit.training.test_training_loop import Recorder, Source
 
@@ -312,8 +312,8 @@ def same(ours, theirs):
 async def test_bandit_is_learned_with_several_steps_per_batch():
     cfg = TrainerConfig(lr=3e-3, max_seq_len=64, weight_decay=0.0, updates_per_batch=2, mini_batches=2)
     trainer, engine = bandit_trainer(make_grpo(group_size=8), cfg=cfg)
-    history = [await trainer.train_step() for _ in range(72)]
+    history = await train_until(trainer, earns(0.8, over=16), at_most=72)
     engine.close()
     assert history[0]["train/logp_difference_abs"] < 1e-4 < history[3]["train/logp_difference_abs"]
-    assert np.mean([stats["train/avg_total_reward"] for stats in history[-16:]]) > 0.8
+    assert mean_reward(history[-16:]) > 0.8
     assert {stats["train/lag_max"] for stats in history} == {0.0}

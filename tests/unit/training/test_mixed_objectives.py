@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,7 +22,7 @@ from ludic.training.learner.packing import pack
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SAWBatch, SAWItem
 from tests.unit.inference.local.tiny_models import new_model
-from tests.unit.training.bandit import BanditRequests, bandit_trainer, rollout_engine
+from tests.unit.training.bandit import BanditRequests, bandit_trainer, earns, mean_reward, rollout_engine, train_until
 from tests.unit.training.hand_made import item, rollout
 from tests.unit.training.samples import random_items
 
@@ -199,10 +198,9 @@ def trainer_of_both(**settings):
 @pytest.mark.slow
 async def test_rl_imitation_and_replay_together_learn_the_bandit():
     trainer, engine = trainer_of_both()
-    history = [await trainer.train_step() for _ in range(30)]
+    history = await train_until(trainer, earns(0.9), at_most=30)
     engine.close()
-    rewards = [stats["train/avg_total_reward"] for stats in history]
-    assert np.mean(rewards[:3]) < 0.65 and np.mean(rewards[-5:]) > 0.9
+    assert mean_reward(history[:3]) < 0.65 and mean_reward(history[-5:]) > 0.9
     last = history[-1]
     assert last["train/played/num_mixed"] == 3 * last["train/demos/num_mixed"] == 48
     assert last["train/num_replayed"] == 16 and 0 < last["train/lag_max"] <= 4

@@ -1,13 +1,12 @@
 """Rejection-sampling fine-tuning: which samples are kept, and that it learns the bandit."""
 
-import numpy as np
 import pytest
 
 from ludic.batch_gen import ReplayBatchSource
 from ludic.training import make_rft
 from ludic.training.filters import forget_temperature, keep_distinct, keep_few_per_group, keep_rewarded
 from ludic.types import ActorTokenLogps, CandidateSets, ConfigError, SampleAttachments, SampleOrigin, SAWBatch, SAWItem
-from tests.unit.training.bandit import bandit_trainer
+from tests.unit.training.bandit import bandit_trainer, earns, mean_reward, train_until
 
 
 def sample(*ids, reward=1.0, group="g", rollout=None, **facts):
@@ -79,23 +78,23 @@ def test_the_roles_of_an_episode_are_not_compared_with_each_other():
     assert [item.origin.rollout_id for item in kept.items] == ["X1", "O0", helper.origin.rollout_id]
 
 
-async def rewards_of(steps, make_source=lambda source: source, **settings):
+async def rewards_of(steps, is_learned, make_source=lambda source: source, **settings):
     trainer, engine = bandit_trainer(make_rft(**settings), make_source=make_source)
-    history = [await trainer.train_step() for _ in range(steps)]
+    history = await train_until(trainer, is_learned, at_most=steps)
     engine.close()
     return history
 
 
 async def test_rft_learns_the_bandit():
-    history = await rewards_of(40)
-    rewards = [stats["train/avg_total_reward"] for stats in history]
-    assert np.mean(rewards[:3]) < 0.65 and np.mean(rewards[-4:]) > 0.9
-    assert history[-1]["train/accepted_frac"] == pytest.approx(rewards[-1])
+    history = await rewards_of(40, earns(0.9, over=4))
+    assert mean_reward(history[:3]) < 0.65 and mean_reward(history[-4:]) > 0.9
+    assert history[-1]["train/accepted_frac"] == pytest.approx(history[-1]["train/avg_total_reward"])
 
 
 async def test_several_updates_of_one_sampling_learn_from_fewer_episodes():
     history = await rewards_of(
-        30, lambda source: ReplayBatchSource(source, capacity=256, num_replayed=64, max_lag=4, fresh_every=2)
+        30,
+        lambda history: len(history) >= 8 and mean_reward(history[::2][-2:]) > 0.9,
+        lambda source: ReplayBatchSource(source, capacity=256, num_replayed=64, max_lag=4, fresh_every=2),
     )
-    sampled = [stats["train/avg_total_reward"] for stats in history[::2]]
-    assert np.mean(sampled[-2:]) > 0.9 > 0.65 > sampled[0]
+    assert mean_reward(history[::2][-2:]) > 0.9 > 0.65 > mean_reward(history[:1])

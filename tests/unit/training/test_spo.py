@@ -26,7 +26,16 @@ from ludic.training.learner.gradients import DriftProbe
 from ludic.training.learner.packing import PADDING_ITEM
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.types import ActorTokenLogps, SampleAttachments, SAWItem
-from tests.unit.training.bandit import BanditRequests, ByteTokenizer, bandit_trainer, rollout_engine, tiny_llama
+from tests.unit.training.bandit import (
+    BanditRequests,
+    ByteTokenizer,
+    bandit_trainer,
+    earns,
+    mean_reward,
+    rollout_engine,
+    tiny_llama,
+    train_until,
+)
 from tests.unit.training.hand_made import rollout
 from tests.unit.training.samples import random_items
 
@@ -57,12 +66,14 @@ def spo_trainer(*, num_tasks=64, batch_size=32, make_source=lambda source: sourc
 @pytest.mark.slow
 async def test_a_tiny_model_learns_the_bandit_with_one_sample_per_prompt():
     trainer, engine, tracker = spo_trainer(num_tasks=128, batch_size=64)
-    history = [await trainer.train_step() for _ in range(32)]
+
+    def is_learned(history):
+        beliefs = [tracker.value_of(key) for key in tracker.state_dict()["beliefs"]]
+        return earns(0.85)(history) and sum(beliefs) / len(beliefs) > 0.6
+
+    history = await train_until(trainer, is_learned, at_most=32)
     engine.close()
-    rewards = [stats["train/avg_total_reward"] for stats in history]
-    assert sum(rewards[:3]) / 3 < 0.6
-    assert sum(rewards[-5:]) / 5 > 0.85
-    assert sum(tracker.value_of(key) for key in tracker.state_dict()["beliefs"]) / len(tracker) > 0.6
+    assert mean_reward(history[:3]) < 0.6 and is_learned(history)
 
 
 async def test_each_step_reports_policy_drift_to_the_tracker():

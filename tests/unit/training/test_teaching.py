@@ -9,7 +9,7 @@ from ludic.inference import ByteTemplate, LocalTeacher, tokenizer_fingerprint
 from ludic.inference.local import LocalEngine
 from ludic.training import make_grpo_opd, make_mopd, make_opd
 from ludic.types import ConfigError
-from tests.unit.training.bandit import ByteTokenizer, bandit_trainer, tiny_llama
+from tests.unit.training.bandit import ByteTokenizer, bandit_trainer, earns, tiny_llama, train_until
 
 ASCII, OTHERS = slice(0, 128), slice(128, 256)
 
@@ -47,13 +47,14 @@ def taught(**answers):
     return LocalEngine(model.requires_grad_(False), Vocabulary(), max_model_len=64, kv_tokens=1024)
 
 
-async def distilled(algorithm, teacher, steps, **settings):
+async def distilled(algorithm, teacher, steps, is_learned, **settings):
+    """The stats of `steps` updates; of fewer, as soon as it is learned."""
     trainer, engine = bandit_trainer(
         algorithm,
         make_source=lambda source: TeacherAnnotatedBatchSource(source, teacher, tokenizer_fingerprint=FINGERPRINT),
         **settings,
     )
-    history = [await trainer.train_step() for _ in range(steps)]
+    history = await train_until(trainer, is_learned, at_most=steps)
     engine.close()
     return history
 
@@ -68,18 +69,20 @@ REWARD, KL = "train/avg_total_reward", "train/teacher_kl"
 @pytest.mark.slow
 async def test_a_student_learns_from_its_teacher_what_is_not_rewarded():
     engine = taught(x=ASCII, y=OTHERS)
-    history = await distilled(make_opd(), LocalTeacher(engine), 40, group_size=1, num_prompts=64)
+
+    def is_learned(history):
+        return earns(0.9)(history) and mean(history[-5:], KL) < 0.5 * mean(history[:3], KL)
+
+    history = await distilled(make_opd(), LocalTeacher(engine), 40, is_learned, group_size=1, num_prompts=64)
     engine.close()
-    assert mean(history[:3], REWARD) < 0.65
-    assert mean(history[-5:], REWARD) > 0.9
-    assert mean(history[-5:], KL) < 0.5 * mean(history[:3], KL)
+    assert mean(history[:3], REWARD) < 0.65 and is_learned(history)
     assert history[0]["perf/teacher_s"] > 0
 
 
 @pytest.mark.slow
 async def test_rewards_and_a_teacher_together_need_few_steps():
     engine = taught(x=ASCII, y=OTHERS)
-    history = await distilled(make_grpo_opd(group_size=8, kl_coeff=0.5), LocalTeacher(engine), 34)
+    history = await distilled(make_grpo_opd(group_size=8, kl_coeff=0.5), LocalTeacher(engine), 34, earns(0.8))
     engine.close()
     assert mean(history[:3], REWARD) < 0.65
     assert mean(history[-5:], REWARD) > 0.8, "chance is one half; 0.87 was the lowest of five seeds"
@@ -92,7 +95,7 @@ async def test_two_teachers_of_half_the_task_each_teach_all_of_it():
         {"x": LocalTeacher(knows_x), "y": LocalTeacher(knows_y)},
         domain_of=lambda item: "x" if ord("x") in item.input_ids[~item.action_mask] else "y",
     )
-    history = await distilled(make_mopd(group_size=8, outcome_coeff=0.0), teachers, 40)
+    history = await distilled(make_mopd(group_size=8, outcome_coeff=0.0), teachers, 40, earns(0.9))
     knows_x.close()
     knows_y.close()
     assert mean(history[-5:], REWARD) > 0.9

@@ -8,7 +8,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -43,8 +42,11 @@ from tests.unit.training.bandit import (
     Given,
     bandit_protocol,
     bandit_trainer,
+    earns,
     hand_trainer,
+    mean_reward,
     tiny_llama,
+    train_until,
 )
 from tests.unit.training.samples import assert_same_up_to_rounding, first_moments, random_items
 
@@ -55,9 +57,7 @@ async def learn(algorithm, steps, is_learned=lambda history: False, **settings):
     """The stats of `steps` updates; of fewer, as soon as it is learned."""
     trainer, engine = bandit_trainer(algorithm, **settings)
     history = []
-    with contextlib.suppress(
-        NothingToTrainOn
-    ):  # everything is solved, for those that leave out groups without variance
+    with contextlib.suppress(NothingToTrainOn):  # all is solved, for those that leave out groups without variance
         while len(history) < steps and not is_learned(history):
             history.append(await trainer.train_step())
     engine.close()
@@ -68,16 +68,12 @@ def is_better(history):
     return len(history) >= 8 and mean_reward(history[-5:]) > mean_reward(history[:3]) + 0.25
 
 
-def mean_reward(history):
-    return float(np.mean([stats["train/avg_total_reward"] for stats in history]))
-
-
 # --- learning ---
 
 
 @pytest.mark.slow
 async def test_tiny_model_learns_the_bandit():
-    history = await learn(make_grpo(group_size=8), steps=32)
+    history = await learn(make_grpo(group_size=8), steps=32, is_learned=earns(0.85))
     assert mean_reward(history[:3]) < 0.6
     assert mean_reward(history[-5:]) > 0.85
 
@@ -130,11 +126,11 @@ async def test_generation_overlaps_with_training_within_the_lag():
         make_grpo(group_size=8), make_source=lambda source: AsyncRolloutBatchSource(source, max_lag=1)
     )
     async with trainer.batch_source:
-        history = [await trainer.train_step() for _ in range(32)]
+        history = await train_until(trainer, is_better, at_most=32)
     engine.close()
     assert max(stats["train/lag_max"] for stats in history) <= 1
     assert any(stats["train/lag_max"] == 1 for stats in history), "nothing overlapped"
-    assert mean_reward(history[-5:]) > mean_reward(history[:3]) + 0.25
+    assert is_better(history)
 
 
 class BagOfTokens(torch.nn.Module):
@@ -201,9 +197,9 @@ async def test_training_an_adapter_leaves_its_base_unchanged():
     trainer, engine = bandit_trainer(
         make_grpo(group_size=8), model=model, cfg=TrainerConfig(lr=3e-2, max_seq_len=64, weight_decay=0.0)
     )
-    history = [await trainer.train_step() for _ in range(30)]
+    history = await train_until(trainer, is_better, at_most=32)
     engine.close()
-    assert mean_reward(history[-5:]) > mean_reward(history[:3]) + 0.2
+    assert is_better(history)
     assert all(stats["train/logp_difference_abs"] < 1e-4 for stats in history)
     for name, parameter in model.named_parameters():
         if "lora" not in name:

@@ -83,7 +83,7 @@ def test_the_env_of_the_readme_is_the_one_that_a_test_trains():
 
 
 def test_links_between_documents_lead_somewhere():
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]:
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("skills/*/SKILL.md")]:
         prose = re.sub(r"```.*?```|^    .*$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
         for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", prose):
             if "://" not in link:
@@ -98,6 +98,9 @@ def test_links_between_documents_lead_somewhere():
         "CHANGELOG.md",
         "CONTRIBUTING.md",
         "SECURITY.md",
+        "AGENTS.md",
+        "CODE_OF_CONDUCT.md",
+        ".github/pull_request_template.md",
         "constraints.txt",
         ".pre-commit-config.yaml",
     ],

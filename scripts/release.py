@@ -1,8 +1,9 @@
 """Makes a release: `python scripts/release.py 0.2.0 [--dry-run]`.
 
-It checks that the working tree is clean and that the version is new, moves "Unreleased" of CHANGELOG.md under the version, writes the version into
-pyproject.toml and ludic/__init__.py, builds sdist and wheel, installs the wheel into an empty environment and runs `ludic --version` there, commits and
-tags. With --dry-run it stops before the commit and puts the files back. Nothing is uploaded: `git push --tags` and `twine upload dist/*` are yours.
+It checks that the working tree is clean and that the version is new, moves "Unreleased" of CHANGELOG.md under the version, writes
+the version into pyproject.toml and ludic/__init__.py, builds sdist and wheel, installs the wheel into an empty environment and
+runs `ludic --version` there, commits and tags. With --dry-run it stops before the commit and puts the files back. Nothing is
+uploaded: `git push --tags` and `twine upload dist/*` are yours.
 """
 
 import argparse
@@ -59,8 +60,7 @@ def _run(*command: str | Path) -> str:
 
 
 def build_and_try(version: str) -> list[Path]:
-    """sdist and wheel in dist/, after the wheel has been installed into an empty environment (with numpy and msgspec only)."""
-    _run(sys.executable, "-m", "pip", "--version")
+    """sdist and wheel in dist/, after the wheel has been installed into an empty environment."""
     dist = ROOT / "dist"
     with tempfile.TemporaryDirectory() as folder:
         _run(sys.executable, "-m", "venv", folder)

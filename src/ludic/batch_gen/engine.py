@@ -266,6 +266,10 @@ class RolloutEngine:
         """What the scorers count of themselves, over all episodes so far."""
         return {} if self._rewards is None else self._rewards.metrics()
 
+    def scorer_mean_weights(self) -> dict[str, float]:
+        """Of those metrics the ones that are means, and over how many."""
+        return {} if self._rewards is None else self._rewards.mean_weights()
+
     @property
     def progress(self) -> Progress | None:
         """Progress of the running batch (the one started first, if there are several); None if no batch is running."""

@@ -58,6 +58,10 @@ class PositionBias:
         found = {} if self.value is None else {f"{name}/position_bias": self.value}
         return found | ({f"{name}/order_agreement": self.num_same / self.num_swapped} if self.num_swapped else {})
 
+    def weights(self, name: str) -> dict[str, float]:
+        """Over how many verdicts and pairs these metrics are means."""
+        return {f"{name}/position_bias": float(self.num_orders), f"{name}/order_agreement": float(self.num_swapped)}
+
 
 class SiblingJudge(JudgeBase):
     """What both judges of groups share: from the rollouts of groups to distinct replies, and back."""
@@ -111,6 +115,9 @@ class SiblingJudge(JudgeBase):
 
     def metrics(self) -> dict[str, float]:
         return super().metrics() | self.bias.metrics(self.name)
+
+    def mean_weights(self) -> dict[str, float]:
+        return self.bias.weights(self.name)
 
 
 class GroupJudge(SiblingJudge):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from ludic.inference import HFChatTemplate, OpenAIChatClient
-from ludic.judges.group import GroupJudge, PairwiseJudge
+from ludic.judges.group import GroupJudge, PairwiseJudge, SiblingJudge
 from ludic.judges.llm import Criterion, JudgeBase, LLMJudge, RubricJudge, read_criteria
 from ludic.judges.model import JudgeModel
 from ludic.types import ConfigError, Rollout, SamplingParams
@@ -64,6 +64,9 @@ class LazyJudge:
 
     def metrics(self) -> dict[str, float]:
         return {} if self._judge is None else self._judge.metrics()
+
+    def mean_weights(self) -> dict[str, float]:
+        return self._judge.mean_weights() if isinstance(self._judge, SiblingJudge) else {}
 
     def _make(self) -> None:
         with self._making:  # the first episodes end at the same time

@@ -17,6 +17,7 @@ from ludic.tasks import all_or_none
 from ludic.types import (
     ConfigError,
     EnvironmentStep,
+    ReportsMeans,
     ReportsMetrics,
     Rollout,
     Scorer,
@@ -87,6 +88,14 @@ class Rewards:
         for scorer in self.scorers:
             if isinstance(scorer, ReportsMetrics):
                 found |= scorer.metrics()
+        return found
+
+    def mean_weights(self) -> dict[str, float]:
+        """Of the metrics that are means: over how many."""
+        found: dict[str, float] = {}
+        for scorer in self.scorers:
+            if isinstance(scorer, ReportsMeans):
+                found |= scorer.mean_weights()
         return found
 
     def weight_of(self, component: str) -> float:

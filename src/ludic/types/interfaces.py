@@ -160,7 +160,16 @@ class ReportsMetrics(Protocol):
     """Counts something that is worth a metric: calls, tokens, cache hits."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Metrics by name, since it was made."""
+        """Metrics by name, since it was made. Those of several processes are added up."""
+        ...
+
+
+@runtime_checkable
+class ReportsMeans(Protocol):
+    """Has metrics that are means. Those of several processes are averaged."""
+
+    def mean_weights(self) -> Mapping[str, float]:
+        """Metric that is a mean → over how many."""
         ...
 
 

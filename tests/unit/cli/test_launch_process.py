@@ -16,7 +16,10 @@ from ludic.training.loggers import read_metrics
 from tests import forked, warm_python
 from tests.integration.pipeline_harness import counted_by_hand
 from tests.redis_fixtures import end_redis, start_redis
+from tests.unit.cli.test_rescore import judge
 from tests.unit.cli.train_parts import ENV
+
+__all__ = ["judge"]  # a fixture
 
 pytestmark = [
     pytest.mark.slow,
@@ -132,9 +135,17 @@ def test_pipeline_resumes_after_interrupts_and_kills(folder):
     assert counts["produced"] == counts["trained"] + counts["stale"] + counts["filtered"] + counts["dead"] + in_queue
 
 
-def test_killing_the_launcher_ends_all_roles(folder):
-    process = launch(folder, *RUN, "--steps", "1000", "--actors", "1")
-    until(lambda: len(steps(folder)) >= 1, process, "no update")
+def test_killing_the_launcher_ends_all_roles_and_the_learner_logs_what_the_actors_judge_costs(folder, judge):
+    judged = ["--judge", judge, "--reward-weight", "judge=0.1"]
+    process = launch(folder, *RUN, "--steps", "1000", "--actors", "1", *judged)
+    metrics = folder / "runs" / "run" / "metrics.jsonl"
+    until(
+        lambda: steps(folder) and any("train/judge/calls" in row for row in read_metrics(metrics)), process, "no cost"
+    )
+    cost = [row for row in read_metrics(metrics) if "train/judge/calls" in row][-1]
+    assert 0 < cost["train/judge/calls"] <= cost["train/judge/verdicts"], "an equal reply is judged once"
+    assert cost["train/judge/prompt_tokens"] == 100 * cost["train/judge/calls"]
+    assert cost["train/judge/cache_hits"] == cost["train/judge/verdicts"] - cost["train/judge/calls"]
     pids = [pid_of(folder, name) or 0 for name in ("redis", "learner", "actor-0")]
     process.kill()
     process.communicate()

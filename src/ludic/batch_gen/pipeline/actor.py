@@ -18,6 +18,7 @@ from ludic.batch_gen.engine import RolloutEngine
 from ludic.batch_gen.pipeline.episodes import GroupRunner, RecentFailures
 from ludic.batch_gen.pipeline.pacing import LearnerState, is_too_late, may_begin
 from ludic.batch_gen.pipeline.queue import ActorId, ExperienceQueue, new_actor_id
+from ludic.batch_gen.pipeline.stats import scorer_report
 from ludic.batch_gen.pipeline.wire import WireLimits, encode_group, group_facts
 from ludic.batch_gen.requests.groups import RequestGroup, RequestsFn, RequestStrategy, RequestStream
 from ludic.inference.http import RetryableError
@@ -132,6 +133,7 @@ async def run_pipeline_actor(
         stop=stop or asyncio.Event(),
         on_group=on_group,
         poll_s=poll_s,
+        report_scorers=lambda: scorer_report(engine.scorer_metrics(), engine.scorer_mean_weights()),
     )
     try:
         await actor.run(follow)
@@ -156,6 +158,8 @@ class _Actor:
     stop: asyncio.Event
     on_group: Callable[[ActorReport], None] | None
     poll_s: float
+    report_scorers: Callable[[], str]
+    """What scorers, such as a judge, have counted so far; each heartbeat carries it to the learner."""
     running: list[_RunningGroup] = field(default_factory=list)
     next_group: RequestGroup | None = None
     """Drawn and not started yet."""
@@ -338,7 +342,7 @@ class _Actor:
     async def _beat(self) -> LearnerState:
         """Send a heartbeat with the items in progress, read the learner's state, and cancel groups that are too old."""
         num_items = self.num_reserved + sum(group.num_expected for group in self.running)
-        before, learner = self.learner, await self.queue.beat_actor(self.report.actor, num_items)
+        before, learner = self.learner, await self.queue.beat_actor(self.report.actor, num_items, self.report_scorers())
         self.learner = learner
         if before is not None and (learner.version or 0) < (before.version or 0):
             logger.warning("the learner went back from version %s to %s", before.version, learner.version)
@@ -354,8 +358,8 @@ class _Actor:
                 group.task.cancel()
 
     async def _leave(self) -> None:
-        """Send a last heartbeat with no items in progress, so that pacing does not wait for them."""
-        beat = asyncio.create_task(self.queue.beat_actor(self.report.actor, 0))
+        """Send a last heartbeat with no items in progress, so that pacing does not wait for them, and the last report."""
+        beat = asyncio.create_task(self.queue.beat_actor(self.report.actor, 0, self.report_scorers()))
         await asyncio.wait([beat], timeout=_LEAVE_S)
         await _end([beat])
 

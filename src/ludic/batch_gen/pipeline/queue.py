@@ -194,10 +194,10 @@ class ExperienceQueue:
 
         return await self._patiently(push, waits_for_room=True)
 
-    async def beat_actor(self, actor: ActorId, in_progress_items: int) -> LearnerState:
-        """Send an actor's heartbeat and return the learner's state."""
+    async def beat_actor(self, actor: ActorId, in_progress_items: int, scorers: str = "") -> LearnerState:
+        """Send an actor's heartbeat and return the learner's state. `scorers`: a `scorer_report`, which replaces the last."""
         lease_ms = round(self.lease_times.holds_s * 1000)
-        args = [actor, in_progress_items, self._living_ms, _FORGET_ACTOR_S * 1000, lease_ms]
+        args = [actor, in_progress_items, self._living_ms, _FORGET_ACTOR_S * 1000, lease_ms, scorers]
         version, batch, max_lag, is_waiting, *counts = await self._call(scripts.BEAT_ACTOR, args)
         items, _, versions = batch.partition(b"/")
         learner = LearnerState(_number(version), _number(items), _number(max_lag), bool(is_waiting), *counts)

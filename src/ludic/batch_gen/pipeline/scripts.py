@@ -20,6 +20,9 @@ MAX_DEAD_PAYLOAD = 65_536
 """A dead letter keeps a payload of at most this many bytes."""
 
 
+_HASHES = ("counts", "actors", "beats", "learner", "leases", "tries", "scorers")
+
+
 class Keys:
     """The keys of one queue. The braces put them into one slot of a Redis cluster."""
 
@@ -33,9 +36,9 @@ class Keys:
         """Prefix of the payload keys."""
         self.dead = f"{self.stream}:dead"
         """Stream of groups that cannot be trained on, with reasons."""
-        hashes = [f"{self.stream}:{name}" for name in ("counts", "actors", "beats", "learner", "leases", "tries")]
-        counts, actors, beats, learner, leases, tries = hashes
-        self.all = [self.stream, self.payloads, counts, actors, beats, learner, leases, self.dead, tries]
+        hashes = [f"{self.stream}:{name}" for name in _HASHES]
+        counts, actors, beats, learner, leases, tries, scorers = hashes
+        self.all = [self.stream, self.payloads, counts, actors, beats, learner, leases, self.dead, tries, scorers]
         """In the order of the scripts' KEYS."""
         self.types = {self.stream: "stream", self.dead: "stream", **dict.fromkeys(hashes, "hash")}
         """Redis type of each key."""
@@ -53,8 +56,9 @@ _PRELUDE = f"""
 -- Hashes: COUNTS in items (produced, trained, stale, filtered, dead), ACTORS (actor -> sequence number of its last push), BEATS
 -- (actor -> time of its last heartbeat, and its items in progress), LEARNER (its state, for actors), LEASES (learner's name ->
 -- token of its holder, and time of the last heartbeat), TRIES (entry -> number of learner processes that started an update with it
--- and did not end it, and the last of them).
-local STREAM, PAYLOADS, COUNTS, ACTORS, BEATS, LEARNER, LEASES, DEAD, TRIES = unpack(KEYS)
+-- and did not end it, and the last of them), SCORERS (actor -> what its scorers report, such as a judge's cost; also of actors
+-- that have ended).
+local STREAM, PAYLOADS, COUNTS, ACTORS, BEATS, LEARNER, LEASES, DEAD, TRIES, SCORERS = unpack(KEYS)
 local GROUP = '{GROUP}'
 
 local function now_ms()
@@ -429,8 +433,9 @@ end
 BEAT_ACTOR = _script(
     _LOOK_AROUND
     + """
--- actor, its items in progress, heartbeat duration, time after which an actor is removed, lease duration
+-- actor, its items in progress, heartbeat duration, time after which an actor is removed, lease duration, report of its scorers
 pass_when_full()
+if ARGV[6] ~= '' then redis.call('HSET', SCORERS, ARGV[1], ARGV[6]) end
 redis.call('HSET', BEATS, ARGV[1], whole(now_ms()) .. ' ' .. ARGV[2])
 local num_actors, in_progress = living_actors(tonumber(ARGV[3]), tonumber(ARGV[4]))
 local lease_ms = tonumber(ARGV[5])
@@ -504,6 +509,6 @@ local missing = whole(accounted() - taken_items - waiting_items)
 if (redis.call('HGET', LEARNER, 'missing') or '0') ~= missing then redis.call('HSET', LEARNER, 'missing', missing) end
 return {counted('produced'), counted('trained'), counted('stale'), counted('filtered'), counted('dead'),
   taken_groups, taken_items, waiting_groups, waiting_items, taken_foreign + waiting_foreign, age_ms,
-  num_actors, in_progress, redis.call('XLEN', DEAD), redis.call('HGET', LEARNER, 'version') or ''}
+  num_actors, in_progress, redis.call('XLEN', DEAD), redis.call('HGET', LEARNER, 'version') or '', redis.call('HVALS', SCORERS)}
 """
 )

@@ -1,8 +1,13 @@
-"""`PipelineStats`: counts of the queue and its learner, and whether every item is accounted for."""
+"""`PipelineStats`: counts of the queue and its learner, whether every item is accounted for, and what actors' scorers report."""
 
-from collections.abc import Mapping, Sequence
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
+
+_MAX_REPORT = 65_536
+"""Bytes of a report of scorers; a larger one is of another program."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,11 +48,16 @@ class PipelineStats:
     """Lag → items that this learner trained on."""
     dropped_lags: Mapping[int, int] = field(default_factory=dict)
     """Lag → items that this learner dropped."""
+    scorers: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the actors' scorers, such as what judges have cost: of all actors together, ended ones included."""
 
     @classmethod
     def read(cls, reply: Sequence[Any]) -> "PipelineStats":
-        """From the reply of the script COUNT_ITEMS: the fields from `produced` to `version`, the age in milliseconds."""
-        told = dict(zip((field.name for field in fields(cls)), reply, strict=False))
+        """From the reply of the script COUNT_ITEMS: the fields from `produced` to `version`, the age in milliseconds; then the
+        reports of scorers."""
+        *counts, reports = reply
+        told = dict(zip((field.name for field in fields(cls)), counts, strict=False))
+        told["scorers"] = combined_reports(reports)
         told["oldest_waiting_s"] /= 1000
         told["version"] = int(told["version"]) if told["version"].isdigit() else None
         return cls(**told)
@@ -82,4 +92,35 @@ class PipelineStats:
             "queue_dead": float(self.dead),
             "queue_balance": float(self.balance),
             "num_actors": float(self.num_actors),
+            **self.scorers,
         }
+
+
+def scorer_report(metrics: Mapping[str, float], mean_weights: Mapping[str, float]) -> str:
+    """What an actor sends of its scorers: of each metric the value and, of a mean, over how many. Empty without scorers."""
+    if not metrics:
+        return ""
+    return json.dumps({name: [float(value), mean_weights.get(name)] for name, value in metrics.items()})
+
+
+def combined_reports(reports: Iterable[bytes]) -> dict[str, float]:
+    """Counts added up, means averaged by their weights. What no actor has written is left out."""
+    sums: dict[str, float] = {}
+    weights: dict[str, float] = {}
+    for name, value, weight in (row for report in reports for row in _rows(report)):
+        sums[name] = sums.get(name, 0.0) + value * (1.0 if weight is None else weight)
+        if weight is not None:
+            weights[name] = weights.get(name, 0.0) + weight
+    return {name: total / weights[name] if weights.get(name) else total for name, total in sums.items()}
+
+
+def _rows(report: bytes) -> list[tuple[str, float, float | None]]:
+    """(metric, value, weight) of a report; empty if it is none."""
+    try:
+        found: Any = json.loads(report) if len(report) <= _MAX_REPORT else {}
+        rows = [
+            (name, float(value), None if weight is None else float(weight)) for name, (value, weight) in found.items()
+        ]
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return []
+    return [row for row in rows if math.isfinite(row[1]) and math.isfinite(row[2] or 0.0)]

@@ -59,6 +59,7 @@ MODULES_OF = {
     "train": ("torch", "transformers", "jinja2", "safetensors"),
     "local": ("torch", "transformers", "jinja2"),
     "serve": ("torch", "transformers", "jinja2", "aiohttp"),
+    "tinker": ("tinker",),
     "pipeline": ("redis",),
     "openenv": ("aiohttp",),
     "endpoint": ("aiohttp",),

@@ -46,6 +46,8 @@ class ServeArgs:
     """Listen on any host without a key."""
     engine: Literal["local", "vllm"] = "local"
     """local: the engine in this process; vllm: a vLLM server, which can be trained against."""
+    tinker: Switch = False
+    """Speak Tinker's protocol instead, for training and sampling with its SDK: `ludic serve --tinker --help`."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -54,6 +56,10 @@ class ServeArgs:
 
 
 def serve(args: list[str]) -> int:
+    if "--tinker" in args:
+        from ludic.cli.servers.tinker_server import serve_tinker
+
+        return serve_tinker([arg for arg in args if arg != "--tinker"])
     own, vllm_flags = args, list[str]()
     if "--" in args:
         own, vllm_flags = args[: args.index("--")], args[args.index("--") + 1 :]

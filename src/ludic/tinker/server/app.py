@@ -1,0 +1,357 @@
+"""The HTTP endpoints that Tinker's SDK calls, on aiohttp: keys, bodies, errors and long polling.
+
+A handler reads the body, asks the service, and answers with JSON. Requests that compute are answered with the id of a future;
+`retrieve_future` holds the connection until there is a result, for half a minute at most.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from msgspec import Struct
+
+from ludic.inference.vllm.command import check_host
+from ludic.tasks import cancel_all
+from ludic.tinker.server.futures import Failure, Future
+from ludic.tinker.server.records import CheckpointPath, Keys, Refused
+from ludic.tinker.server.service import Service
+from ludic.tinker.server.wire import bodies, messages
+from ludic.types import MissingExtra
+
+try:
+    from aiohttp import web
+
+    from ludic.inference.serving.limits import Connection, Load, ServerLimits, answering, describe_error, listen, url_of
+except ImportError as error:
+    raise MissingExtra("serve", "The HTTP server") from error
+
+logger = logging.getLogger(__name__)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+B = TypeVar("B", bound=Struct)
+
+LIMITS = ServerLimits(max_connections=8192, max_body_bytes=64 * 2**20, max_body_bytes_in_all=512 * 2**20)
+POLL_S = 30.0
+"""How long a client that asks for a result is kept waiting; the SDK gives up after 45 s."""
+SWEEP_S = 15.0
+SHUTDOWN_S = 0.5
+_API = "/api/v1"
+_OPEN = {f"{_API}/healthz"}
+"""Endpoints that need no key."""
+_CONFIG: dict[str, Any] = {"create_model_via_load_weights": True, "sample_join_sampling_session": True}
+"""Features of this server that the SDK uses if it is told so."""
+_DYNAMIC_CONFIG: dict[str, Any] = {"sample_cancel_enabled": True}
+_NOT_HERE = {
+    "create_custom_loss": "Losses cannot be uploaded to this server; forward_backward_custom computes them in the client.",
+    "auth/token": "This server takes API keys and issues no tokens.",
+}
+
+
+def make_app(
+    service: Service, keys: Keys, *, limits: ServerLimits = LIMITS, config: dict[str, Any] | None = None
+) -> web.Application:
+    """The endpoints as an aiohttp application. `config`: features to tell the SDK of, instead of the usual ones."""
+    server = _Server(service, keys, limits, _CONFIG if config is None else config)
+    # A client that goes away cancels its handler: a long poll, never what it waits for.
+    app = web.Application(middlewares=[server.guard], handler_args={"handler_cancellation": True})
+    posts: dict[str, Handler] = {
+        "client/config": server.client_config,
+        "client/dynamic_config": server.client_dynamic_config,
+        "telemetry": server.telemetry,
+        "create_session": server.create_session,
+        "session_heartbeat": server.session_heartbeat,
+        "sessions/{id}/finish": server.finish_session,
+        "create_model": server.create_model,
+        "get_info": server.get_info,
+        "unload_model": server.unload_model,
+        "forward_backward": server.forward_backward,
+        "optim_step": server.optim_step,
+        "save_weights": server.save_weights,
+        "save_weights_for_sampler": server.save_weights_for_sampler,
+        "load_weights": server.load_weights,
+        "weights_info": server.weights_info,
+        "create_sampling_session": server.create_sampling_session,
+        "join_sampling_session": server.join_sampling_session,
+        "asample": server.asample,
+        "retrieve_future": server.retrieve_future,
+        "retrieve_futures": server.retrieve_futures,
+        "cancel_future": server.cancel_future,
+        **dict.fromkeys(_NOT_HERE, server.not_here),
+    }
+    app.add_routes([web.post(f"{_API}/{name}", handler) for name, handler in posts.items()])
+    app.add_routes(
+        [
+            web.get(f"{_API}/healthz", server.health),
+            web.get(f"{_API}/get_server_capabilities", server.capabilities),
+            web.get(f"{_API}/samplers/{{id}}", server.sampler),
+        ]
+    )
+    return app
+
+
+async def serve(
+    service: Service,
+    keys: Keys,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    *,
+    insecure: bool = False,
+    limits: ServerLimits = LIMITS,
+    config: dict[str, Any] | None = None,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
+    """Serve until cancelled. Port 0 takes a free one; `on_ready` gets the address."""
+    check_host(host, "keys" if keys else None, insecure)
+    runner = web.AppRunner(
+        make_app(service, keys, limits=limits, config=config), access_log=None, shutdown_timeout=SHUTDOWN_S
+    )
+    await runner.setup()
+    listener, sweeper = None, asyncio.create_task(_sweep(service))
+    try:
+        listener = await listen(runner, host, port, limits)
+        if on_ready is not None:
+            on_ready(url_of(host, listener))
+        await asyncio.Event().wait()
+    finally:
+        if listener is not None:
+            listener.close()
+        await cancel_all([sweeper])
+        await runner.cleanup()
+        await service.close()
+
+
+async def _sweep(service: Service) -> None:
+    while True:
+        await asyncio.sleep(SWEEP_S)
+        service.sweep()
+
+
+class _Server:
+    """The handlers."""
+
+    def __init__(self, service: Service, keys: Keys, limits: ServerLimits, config: dict[str, Any]) -> None:
+        self._service, self._keys, self._limits, self._config = service, keys, limits, config
+        self._load = Load(limits)
+
+    @web.middleware
+    async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Check the key; turn every error into a response. The only place that does."""
+        if isinstance(request.protocol, Connection):
+            request.protocol.is_heard = True
+        try:
+            if request.path not in _OPEN:
+                self._tenant(request)
+            response = await handler(request)
+        except Exception as error:  # noqa: BLE001 - the client gets JSON for any error, and other requests continue
+            response = _error_response(error)
+        async with answering(request, self._limits):
+            await response.prepare(request)
+            await response.write_eof()
+        return response
+
+    def _tenant(self, request: web.Request) -> str:
+        return self._keys.tenant(request.headers.get("X-API-Key"))
+
+    async def _read(self, request: web.Request, kind: type[B]) -> tuple[str, B]:
+        """The tenant and the body."""
+        async with self._load.body(request) as data:
+            return self._tenant(request), bodies.read_json(data, kind)
+
+    # --- the server itself ---
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def client_config(self, request: web.Request) -> web.Response:
+        return web.json_response(self._config)
+
+    async def client_dynamic_config(self, request: web.Request) -> web.Response:
+        return web.json_response(_DYNAMIC_CONFIG)
+
+    async def telemetry(self, request: web.Request) -> web.Response:
+        """Read and forgotten."""
+        async with self._load.body(request):
+            return web.json_response({"status": "accepted"})
+
+    async def capabilities(self, request: web.Request) -> web.Response:
+        offer = self._service.offer
+        about = {"max_context_length": offer.max_context, "trainable": True, "sampleable": True}
+        return web.json_response({"supported_models": [{"model_name": name, **about} for name in offer.names]})
+
+    async def not_here(self, request: web.Request) -> web.Response:
+        raise Refused(501, _NOT_HERE[request.path.removeprefix(f"{_API}/")])
+
+    # --- sessions ---
+
+    async def create_session(self, request: web.Request) -> web.Response:
+        tenant, body = await self._read(request, bodies.CreateSession)
+        session = self._service.create_session(tenant, body)
+        return web.json_response({"type": "create_session", "session_id": session.id})
+
+    async def session_heartbeat(self, request: web.Request) -> web.Response:
+        tenant, body = await self._read(request, bodies.SessionBody)
+        self._service.heard(tenant, body.session_id)
+        return web.json_response({"type": "session_heartbeat"})
+
+    async def finish_session(self, request: web.Request) -> web.Response:
+        tenant, body = await self._read(request, bodies.FinishSession)
+        self._service.finish_session(tenant, request.match_info["id"], body.reason.type, body.detail)
+        return web.json_response({})
+
+    # --- training ---
+
+    async def create_model(self, request: web.Request) -> web.Response:
+        tenant, body = await self._read(request, bodies.CreateModel)
+        return _promise(self._service.create_model(tenant, body))
+
+    async def get_info(self, request: web.Request) -> web.Response:
+        tenant, body = await self._read(request, bodies.ModelBody)
+        run, offer = self._service.run(tenant, body.model_id), self._service.offer
+        data = {"arch": offer.architecture, "model_name": run.base_model, "tokenizer_id": offer.tokenizer_id}
+        about = {"type": "get_info", "model_id": run.id, "model_name": run.base_model, "model_data": data}
+        return web.json_response({**about, "is_lora": True, "lora_rank": run.spec.rank})
+
+    async def unload_model(self, request: web.Request) -> web.Response:
+        tenant, body = await self._read(request, bodies.ModelBody)
+        return _promise(self._service.unload(tenant, body.model_id))
+
+    async def forward_backward(self, request: web.Request) -> web.Response:
+        async with self._load.body(request) as data:
+            head = messages.read_pass(data)
+            return _promise(
+                self._service.request(self._tenant(request), head.model_id, head.seq_id, "forward_backward", data)
+            )
+
+    async def optim_step(self, request: web.Request) -> web.Response:
+        async with self._load.body(request) as data:
+            head = bodies.read_json(data, bodies.OptimStep)
+            return _promise(
+                self._service.request(self._tenant(request), head.model_id, head.seq_id, "optim_step", data)
+            )
+
+    async def save_weights(self, request: web.Request) -> web.Response:
+        async with self._load.body(request) as data:
+            head = bodies.read_json(data, bodies.SaveWeights)
+            return _promise(
+                self._service.request(self._tenant(request), head.model_id, head.seq_id, "save_weights", data)
+            )
+
+    async def save_weights_for_sampler(self, request: web.Request) -> web.Response:
+        async with self._load.body(request) as data:
+            head = bodies.read_json(data, bodies.SaveWeights)
+            return _promise(
+                self._service.request(
+                    self._tenant(request), head.model_id, head.seq_id, "save_weights_for_sampler", data
+                )
+            )
+
+    async def load_weights(self, request: web.Request) -> web.Response:
+        async with self._load.body(request) as data:
+            head, tenant = bodies.read_json(data, bodies.LoadWeights), self._tenant(request)
+            if head.session_id is not None and head.model_seq_id is not None:
+                return _promise(self._service.create_from_weights(tenant, head, data))
+            if head.model_id is None or head.seq_id is None:
+                raise Refused(400, "load_weights needs model_id and seq_id, or session_id and model_seq_id.")
+            return _promise(self._service.request(tenant, head.model_id, head.seq_id, "load_weights", data))
+
+    async def weights_info(self, request: web.Request) -> web.Response:
+        tenant, body = await self._read(request, bodies.WeightsInfo)
+        found = self._service.checkpoint(tenant, CheckpointPath.parse(body.tinker_path))
+        trained = {"train_unembed": found.spec.head, "train_mlp": found.spec.mlp, "train_attn": found.spec.attention}
+        return web.json_response(
+            {"base_model": found.base_model, "is_lora": True, "lora_rank": found.spec.rank, **trained}
+        )
+
+    # --- sampling ---
+
+    async def create_sampling_session(self, request: web.Request) -> web.Response:
+        tenant, body = await self._read(request, bodies.CreateSamplingSession)
+        sampler = self._service.create_sampling_session(tenant, body)
+        return web.json_response({"type": "create_sampling_session", "sampling_session_id": sampler.id})
+
+    async def join_sampling_session(self, request: web.Request) -> web.Response:
+        """A number for another client of the session; drawn, so that it stays unique after a restart."""
+        tenant, body = await self._read(request, bodies.SamplingSessionBody)
+        self._service.samplers.find(body.sampling_session_id, tenant)
+        return web.json_response({"type": "join_sampling_session", "client_counter": 1 + secrets.randbelow(10**9 - 1)})
+
+    async def sampler(self, request: web.Request) -> web.Response:
+        found = self._service.samplers.find(request.match_info["id"], self._tenant(request))
+        about = {"sampler_id": found.id, "base_model": self._service.offer.names[0], "model_path": found.path}
+        return web.json_response(about)
+
+    async def asample(self, request: web.Request) -> web.Response:
+        tenant, body = await self._read(request, bodies.SampleBody)
+        return _promise(self._service.sample(tenant, body))
+
+    # --- results ---
+
+    async def retrieve_future(self, request: web.Request) -> web.Response:
+        tenant, body = await self._read(request, bodies.RetrieveFuture)
+        future = self._service.futures.get(body.request_id, tenant)
+        if future is None:
+            # The SDK sends a sampling request again after 410; a training request has been carried out or never arrived.
+            status = 410 if ":sample:" in body.request_id else 404
+            raise Refused(status, f"There is no request {body.request_id!r:.200}; its result may have been dropped.")
+        result = await future.wait(POLL_S)
+        if result is None:
+            why = self._service.why_waiting(body.request_id)
+            state = (
+                {"queue_state": "active"}
+                if why is None
+                else {"queue_state": "paused_capacity", "queue_state_reason": why}
+            )
+            return web.json_response({"type": "try_again", "request_id": body.request_id, **state}, status=408)
+        self._service.futures.retrieved(future)
+        if isinstance(result, Failure):
+            return web.json_response({"error": result.message, "category": "user" if result.is_users else "server"})
+        if isinstance(result, bytes):
+            return web.Response(body=result, content_type=messages.PROTOBUF)
+        return web.json_response(result)
+
+    async def retrieve_futures(self, request: web.Request) -> web.Response:
+        """Which requests of a sampling client are done; their results are then asked for one by one."""
+        tenant, body = await self._read(request, bodies.RetrieveFutures)
+        service, target = self._service, body.target
+        sampler = service.samplers.find(target.sampling_session_id, tenant)
+        service.futures.forget(body.retrieved_request_ids, tenant)
+        channel = f"{sampler.id}/{target.cloned_sampler_id}"
+        done, cursor = await service.futures.completions(
+            channel, body.prev_cursor, min(POLL_S, body.timeout if body.timeout is not None else POLL_S)
+        )
+        return web.json_response({"completions": [_completion(future) for future in done], "cursor": cursor})
+
+    async def cancel_future(self, request: web.Request) -> web.Response:
+        tenant, body = await self._read(request, bodies.CancelFuture)
+        self._service.cancel(tenant, body.request_id)
+        return web.json_response({})
+
+
+def _promise(future: Future) -> web.Response:
+    answer: dict[str, Any] = {"request_id": future.id}
+    if future.num_sequences:
+        answer["sample_sequence_ids"] = [f"{future.id}:{index}" for index in range(future.num_sequences)]
+    return web.json_response(answer)
+
+
+def _completion(future: Future) -> dict[str, Any]:
+    if isinstance(future.result, Failure):
+        return {"state": "failed", "request_id": future.id}
+    size = len(future.result) if isinstance(future.result, bytes) else None
+    return {"state": "finished", "request_id": future.id, "response_payload_uncompressed_size": size}
+
+
+def _error_response(error: Exception) -> web.Response:
+    headers = {}
+    if isinstance(error, Refused):
+        status, message = error.status, str(error)
+        if error.retry_after_s is not None:
+            headers["Retry-After"] = f"{error.retry_after_s:g}"
+    elif isinstance(error, OSError):  # the store: the request fails and the server lives
+        logger.error("a request could not be written down: %s", error)
+        status, message = 507, f"The server could not write the request down: {error}"
+    else:
+        facts = describe_error(error)
+        status, message = facts.status, facts.message
+    return web.json_response({"detail": message}, status=status, headers=headers)

@@ -1,0 +1,467 @@
+"""`Service`: sessions and training runs, and what their requests do.
+
+The event loop accepts requests; the scheduler's worker thread carries out those of training runs. A request is known by its
+run and number: a repeated one is given the future of the first.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ludic.models.adapters import AdapterSpec
+from ludic.tinker.server.futures import Failure, Future, Futures, Result
+from ludic.tinker.server.records import (
+    Checkpoint,
+    CheckpointPath,
+    Refused,
+    RequestKind,
+    Run,
+    Sampler,
+    Session,
+    Store,
+    TenantLimits,
+    Usage,
+)
+from ludic.tinker.server.requests import OpenRun, TrainingRequests, find_checkpoint, sampler_id
+from ludic.tinker.server.runs import TrainingBase
+from ludic.tinker.server.sampling import Samplers
+from ludic.tinker.server.scheduler import Scheduler, Task, as_failure
+from ludic.tinker.server.wire import bodies
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_LORA_ALPHA = 32.0
+"""Tinker's, whatever the rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """What clients are told about the base model."""
+
+    names: tuple[str, ...]
+    """By which they may ask for it; the first is its name."""
+    max_context: int
+    """Tokens of a prompt and its completion, or of a row."""
+    architecture: str = ""
+    tokenizer_id: str | None = None
+    """What `get_tokenizer` of the SDK loads: a hub id or a folder."""
+
+
+@dataclass(slots=True, eq=False)
+class _OpenSession:
+    record: Session
+    last_seen: float
+    is_finished: bool = False
+
+
+class Service:
+    """Everything behind the HTTP endpoints of training; `samplers` is everything behind those of sampling."""
+
+    def __init__(
+        self,
+        base: TrainingBase,
+        samplers: Samplers,
+        store: Store,
+        offer: Offer,
+        *,
+        token_budget: int,
+        limits: TenantLimits | None = None,
+        max_idle_s: float = 3600.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`max_idle_s`: a session ends when its client has not been heard for so long. Call it in the running event loop."""
+        self.samplers, self.offer, self.limits = samplers, offer, limits or TenantLimits()
+        self.futures = Futures()
+        self._base, self.store, self._clock, self._max_idle_s = base, store, clock, max_idle_s
+        self._sessions: dict[str, _OpenSession] = {}
+        self._runs: dict[str, OpenRun] = {}
+        self._usage = Usage(self.limits)
+        self._sampling: dict[str, asyncio.Task[None]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._scheduler = Scheduler(base.compute, token_budget=token_budget)
+        self._requests = TrainingRequests(
+            base,
+            samplers.engine,
+            store,
+            on_sampler=lambda run, sampler: self._post(self._add_unnamed, run, sampler),
+            clock=clock,
+        )
+
+    async def close(self) -> None:
+        """End the worker; open requests are not answered."""
+        for task in list(self._sampling.values()):
+            task.cancel()
+        await asyncio.to_thread(self._scheduler.close)
+
+    # --- sessions ---
+
+    def create_session(self, tenant: str, body: bodies.CreateSession) -> Session:
+        session = Session(
+            id=f"session-{secrets.token_hex(12)}",
+            tenant=tenant,
+            created=self._clock(),
+            tags=tuple(body.tags),
+            user_metadata=body.user_metadata or {},
+            sdk_version=body.sdk_version,
+            display_name=body.display_name,
+        )
+        self.store.add_session(session)
+        self._sessions[session.id] = _OpenSession(session, self._clock())
+        return session
+
+    def heard(self, tenant: str, session_id: str) -> Session:
+        """The client of this session lives. Refused(404) if it is none of the tenant's, Refused(410) if it has ended."""
+        session = self._sessions.get(session_id)
+        if session is None or session.record.tenant != tenant:
+            raise Refused(404, f"There is no session {session_id!r:.200}.")
+        if session.is_finished:
+            raise Refused(410, f"The session {session_id} has ended.")
+        session.last_seen = self._clock()
+        return session.record
+
+    def finish_session(self, tenant: str, session_id: str, reason: str = "success", detail: str | None = None) -> None:
+        """End its runs and samplers; named checkpoints stay."""
+        try:
+            self.heard(tenant, session_id)
+        except Refused as refused:
+            if refused.status == 410:
+                return
+            raise
+        self._end_session(session_id, reason, detail)
+
+    def _end_session(self, session_id: str, reason: str, detail: str | None) -> None:
+        self._sessions[session_id].is_finished = True
+        for run in [run for run in self._runs.values() if run.record.session == session_id]:
+            self._end_run(run)
+        for sampler in self.samplers.of_session(session_id):
+            self.samplers.remove(sampler.id)
+            self.store.remove_sampler(sampler.id)
+            self.futures.close_channels(f"{sampler.id}/")
+        self.store.end_session(session_id, reason, detail)
+
+    def sweep(self) -> None:
+        """End sessions whose clients are gone, and drop results that were not retrieved. Call it now and then."""
+        now = self._clock()
+        for session in list(self._sessions.values()):
+            if not session.is_finished and now - session.last_seen > self._max_idle_s:
+                logger.warning("session %s was silent for %.0f s; it ends", session.record.id, now - session.last_seen)
+                self._end_session(session.record.id, "interrupted", "its client was silent")
+        self.futures.sweep()
+
+    # --- runs ---
+
+    def create_model(self, tenant: str, body: bodies.CreateModel) -> Future:
+        """A new run; its id follows from the session and the number that the client gives."""
+        self.heard(tenant, body.session_id)
+        run_id = _run_id(body.session_id, body.model_seq_id)
+        if (known := self.futures.get(_request_id(run_id, 0), tenant)) is not None:
+            return known
+        _check_optimizer(body.optimizer_config)
+        lora = body.lora_config
+        spec = AdapterSpec(
+            rank=lora.rank,
+            alpha=_LORA_ALPHA,
+            seed=lora.seed if lora.seed is not None else secrets.randbits(31),
+            attention=lora.train_attn,
+            mlp=lora.train_mlp,
+            head=lora.train_unembed,
+        )
+        record = self._new_record(tenant, run_id, body.session_id, body.base_model, spec, body.user_metadata)
+        return self._create(record, "create_model", b"")
+
+    def create_from_weights(self, tenant: str, body: bodies.LoadWeights, payload: bytes) -> Future:
+        """A new run with the weights of a checkpoint, and its optimizer if that is asked for."""
+        assert body.session_id is not None and body.model_seq_id is not None, "checked by the caller"
+        self.heard(tenant, body.session_id)
+        run_id = _run_id(body.session_id, body.model_seq_id)
+        if (known := self.futures.get(_request_id(run_id, 0), tenant)) is not None:
+            return known
+        checkpoint = self.checkpoint(tenant, CheckpointPath.parse(body.path))
+        _check_optimizer(body.optimizer_config)
+        base_model = body.base_model or checkpoint.base_model
+        record = self._new_record(tenant, run_id, body.session_id, base_model, checkpoint.spec, body.user_metadata)
+        return self._create(record, "load_weights", payload)
+
+    def _create(self, record: Run, kind: RequestKind, payload: bytes) -> Future:
+        """A run begins with its request 0. The store drops a run without one: its client was not answered and asks again."""
+        self.store.add_run(record)
+        self.store.accept(record.id, 0, kind, payload)
+        return self._submit(self._open(record, next_number=0), 0, kind, payload)
+
+    def _new_record(
+        self, tenant: str, run_id: str, session_id: str, base_model: str, spec: AdapterSpec, metadata: Any
+    ) -> Run:
+        self.check_base(base_model)
+        if spec.rank > self.limits.max_rank:
+            raise Refused(400, f"lora_config.rank={spec.rank}; this server allows {self.limits.max_rank}.")
+        num_runs = sum(run.record.tenant == tenant for run in self._runs.values())
+        if num_runs >= self.limits.max_runs:
+            raise Refused(
+                403,
+                f"You have {num_runs} training runs open, and this server allows {self.limits.max_runs}. End a session "
+                "(ServiceClient.close), or wait until an abandoned one has ended.",
+            )
+        return Run(
+            id=run_id,
+            session=session_id,
+            tenant=tenant,
+            base_model=base_model,
+            spec=spec,
+            created=self._clock(),
+            user_metadata=metadata or {},
+        )
+
+    def _open(self, record: Run, *, next_number: int, state: "Mapping[str, Tensor] | None" = None) -> OpenRun:
+        """The worker makes the run, before its first request."""
+        run = self._runs[record.id] = OpenRun(record)
+
+        def make() -> None:
+            run.training = self._base.new_run(record.spec)
+            if state is not None:
+                run.training.load(state, optimizer=True)
+
+        self._scheduler.open(record.id, record.tenant, next_number=next_number, make=make)
+        return run
+
+    def run(self, tenant: str, run_id: str) -> Run:
+        """Refused(404) if there is none, or it is another tenant's."""
+        return self._find(tenant, run_id).record
+
+    def _find(self, tenant: str, run_id: str) -> OpenRun:
+        run = self._runs.get(run_id)
+        if run is None or run.record.tenant != tenant:
+            raise Refused(404, f"There is no training run {run_id!r:.200}. Runs end with their session.")
+        return run
+
+    def unload(self, tenant: str, run_id: str) -> Future:
+        """End a run; named checkpoints stay."""
+        request_id = f"{run_id}#unload"
+        if (known := self.futures.get(request_id, tenant)) is not None:
+            return known
+        self._end_run(self._find(tenant, run_id))
+        future = self.futures.begin(request_id, tenant)
+        self.futures.resolve(future, {"type": "unload_model", "model_id": run_id})
+        return future
+
+    def _end_run(self, run: OpenRun) -> None:
+        run.is_closed = True
+        del self._runs[run.record.id]
+        self._scheduler.close_run(run.record.id)
+        self._forget_unnamed(run, keep=0)
+        self.store.end_run(run.record.id)
+
+    def restore_session(self, session: Session) -> None:
+        """A session of before a restart. Its client has time again to be heard."""
+        self._sessions[session.id] = _OpenSession(session, self._clock(), is_finished=session.finished is not None)
+
+    def restore_run(
+        self,
+        record: Run,
+        *,
+        state: "Mapping[str, Tensor] | None",
+        next_number: int,
+        requests: Iterable[tuple[int, RequestKind, bytes]],
+        results: Mapping[int, Result],
+        unnamed: Iterable[CheckpointPath],
+    ) -> None:
+        """A run as it was before a restart: the requests from `next_number` on are carried out again. One that has a result
+        keeps it; if it now fails, the run has not the weights that its client was told of, and takes no more requests."""
+        run = self._open(record, next_number=next_number, state=state)
+        run.unnamed.extend(unnamed)
+        for number, result in results.items():
+            self.futures.resolve(self.futures.begin(_request_id(record.id, number), record.tenant), result)
+        for number, kind, payload in requests:
+            if number not in results:
+                self._submit(run, number, kind, payload)
+                continue
+            _, done = self._begin(run, number)
+            done = functools.partial(_kept, run, results[number], done)
+            task = self._requests.repeated(run, number, kind, payload, results[number], done)
+            self._usage.add(record.tenant, task.num_tokens)
+            self._scheduler.submit(task)
+
+    # --- training requests ---
+
+    def request(self, tenant: str, run_id: str, number: int, kind: RequestKind, payload: bytes) -> Future:
+        """Accept a request of a run, once."""
+        run = self._find(tenant, run_id)
+        self._sessions[run.record.session].last_seen = self._clock()
+        known = self.futures.get(_request_id(run_id, number), tenant)
+        if known is not None:
+            return known
+        if self._scheduler.is_over(run_id, number):
+            raise Refused(410, f"Request {number} of {run_id} was carried out, and its result is no longer kept.")
+        return self._accept(run, number, kind, payload)
+
+    def _accept(self, run: OpenRun, number: int, kind: RequestKind, payload: bytes) -> Future:
+        # The request that a run waits for is always accepted: the SDK sends the parts of a large one in any order.
+        if not self._scheduler.is_next(run.record.id, number):
+            self._usage.check(run.record.tenant)
+        self.store.accept(run.record.id, number, kind, payload)
+        return self._submit(run, number, kind, payload)
+
+    def _submit(self, run: OpenRun, number: int, kind: RequestKind, payload: bytes) -> Future:
+        future, done = self._begin(run, number)
+        task = self._requests.task(run, number, kind, payload, done)
+        self._usage.add(run.record.tenant, task.num_tokens)
+        self._scheduler.submit(task)
+        return future
+
+    def _begin(self, run: OpenRun, number: int) -> tuple[Future, Callable[[Task, Result], None]]:
+        """A future, and what the worker calls with its result."""
+        request_id, tenant = _request_id(run.record.id, number), run.record.tenant
+        # A request of before a restart may have its result already.
+        future = self.futures.get(request_id, tenant) or self.futures.begin(request_id, tenant)
+
+        def resolve(num_tokens: int, result: Result) -> None:
+            self._usage.remove(tenant, num_tokens)
+            self.futures.resolve(future, result)
+
+        def done(task: Task, result: Result) -> None:
+            if not run.is_closed and (training := run.training) is not None:
+                try:
+                    self.store.executed(run.record.id, number, result, lambda: training.state(gradient=True))
+                except OSError as error:
+                    logger.error("request %d of %s could not be written down: %s", number, run.record.id, error)
+                    result = Failure(f"The server could not write the result down: {error}", is_users=False)
+            self._post(resolve, task.num_tokens, result)
+
+        return future, done
+
+    def _post(self, call: Callable[..., None], *args: Any) -> None:
+        """Have the event loop call it; calls keep their order."""
+        try:
+            self._loop.call_soon_threadsafe(call, *args)
+        except RuntimeError:  # the loop has ended
+            logger.debug("a result came after the end")
+
+    def _add_unnamed(self, run: OpenRun, sampler: Sampler) -> None:
+        assert sampler.path is not None, "it has weights"
+        path = CheckpointPath.parse(sampler.path)
+        self.samplers.held(path)
+        self.samplers.add(sampler)
+        if path not in run.unnamed:
+            run.unnamed.append(path)
+        self._forget_unnamed(run, keep=self.limits.max_samplers)
+
+    def _forget_unnamed(self, run: OpenRun, *, keep: int) -> None:
+        while len(run.unnamed) > keep:
+            path = run.unnamed.pop(0)
+            self.samplers.drop(path)
+            with contextlib.suppress(Refused):  # the tenant has deleted it
+                self.store.delete_checkpoint(path)
+
+    # --- sampling requests ---
+
+    def create_sampling_session(self, tenant: str, body: bodies.CreateSamplingSession) -> Sampler:
+        self.heard(tenant, body.session_id)
+        name = sampler_id(body.session_id, body.sampling_session_seq_id)
+        try:
+            return self.samplers.find(name, tenant)
+        except Refused:
+            sampler = self._new_sampler(tenant, name, body.session_id, body.model_path, body.base_model)
+        self.store.add_sampler(sampler)
+        self.samplers.add(sampler)
+        return sampler
+
+    def _new_sampler(
+        self, tenant: str, name: str, session: str, model_path: str | None, base_model: str | None
+    ) -> Sampler:
+        if model_path is None:
+            if base_model is None:
+                raise Refused(400, "A sampling session needs a model_path or a base_model.")
+            self.check_base(base_model)
+            path = None
+        else:
+            path = str(self.checkpoint(tenant, CheckpointPath.parse(model_path)).path)
+        return Sampler(id=name, session=session, tenant=tenant, path=path, created=self._clock())
+
+    def sample(self, tenant: str, body: bodies.SampleBody) -> Future:
+        """Accept a sampling request, once."""
+        if body.sampling_session_id is not None:
+            if body.seq_id is None:
+                raise Refused(400, "A request of a sampling session needs a seq_id.")
+            sampler = self.samplers.find(body.sampling_session_id, tenant)
+            request_id = _request_id(sampler.id, body.seq_id)
+            channel = f"{sampler.id}/{body.seq_id // 1_000_000_000}"
+            if (known := self.futures.get(request_id, tenant)) is not None:
+                return known
+        else:
+            request_id, channel = f"sample-{secrets.token_hex(12)}", None
+            sampler = self._new_sampler(tenant, request_id, "", body.model_path, body.base_model)
+        tokens = body.prompt.tokens
+        sampling = self.samplers.check(body, tokens)
+        self._usage.check(tenant)
+        future = self.futures.begin(request_id, tenant, channel=channel)
+        future.num_sequences = body.num_samples
+        num_tokens = len(tokens) + body.num_samples * sampling.max_tokens
+
+        async def run() -> None:
+            self._usage.add(tenant, num_tokens)
+            result: Result = Failure("The request was cancelled.")
+            try:
+                result = await self.samplers.sample(sampler, body, tokens, sampling)
+            except Exception as error:  # noqa: BLE001 - the client hears of it when it asks for the result
+                result = as_failure(error)
+            finally:
+                self._usage.remove(tenant, num_tokens)
+                self._sampling.pop(request_id, None)
+                self.futures.resolve(future, result)
+
+        self._sampling[request_id] = self._loop.create_task(run())
+        return future
+
+    def cancel(self, tenant: str, request_id: str) -> None:
+        """Take a sampling request out of the engine; others are left alone."""
+        if self.futures.get(request_id, tenant) is not None and (task := self._sampling.get(request_id)) is not None:
+            task.cancel()
+
+    # --- checks ---
+
+    def checkpoint(self, tenant: str, path: CheckpointPath) -> Checkpoint:
+        """Refused(404) if there is none, or it is another tenant's."""
+        return find_checkpoint(self.store, tenant, path)
+
+    def check_base(self, name: str) -> None:
+        """Refused(400) for another model than the one that is served."""
+        if name not in self.offer.names:
+            raise Refused(
+                400, f"There is no base model {name!r:.200} here. This server has {', '.join(self.offer.names)}."
+            )
+
+    def why_waiting(self, request_id: str) -> str | None:
+        """In words, if a run waits for a request that has not arrived."""
+        run_id, _, number = request_id.rpartition("#")
+        missing = self._scheduler.missing(run_id)
+        return None if missing is None or not number.isdecimal() else f"request {missing} of {run_id} has not arrived"
+
+
+def _run_id(session_id: str, number: int) -> str:
+    """The SDK derives the same."""
+    return f"{session_id}:train:{number}"
+
+
+def _kept(run: OpenRun, before: Result, done: Callable[[Task, Result], None], task: Task, result: Result) -> None:
+    """The end of a request that was carried out again after a restart."""
+    if isinstance(result, Failure) and not isinstance(before, Failure):
+        logger.error("request %d of %s succeeded before the restart, now: %s", task.number, task.run, result.message)
+        run.training = None
+    done(task, before)
+
+
+def _request_id(owner: str, number: int) -> str:
+    return f"{owner}#{number}"
+
+
+def _check_optimizer(asked: bodies.OptimizerSettings | None) -> None:
+    if asked is not None and asked.type != "adamw":
+        raise Refused(400, f"The optimizer {asked.type!r:.80} is not here; this server has adamw.")

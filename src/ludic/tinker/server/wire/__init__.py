@@ -1,0 +1,1 @@
+"""The protocol's messages: JSON bodies (bodies.py), and protobuf for training data and results (messages.py)."""

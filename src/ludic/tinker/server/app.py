@@ -39,7 +39,7 @@ SHUTDOWN_S = 0.5
 _API = "/api/v1"
 _OPEN = {f"{_API}/healthz"}
 """Endpoints that need no key."""
-_CONFIG: dict[str, Any] = {"create_model_via_load_weights": True, "sample_join_sampling_session": True}
+CONFIG: dict[str, Any] = {"create_model_via_load_weights": True, "sample_join_sampling_session": True}
 """Features of this server that the SDK uses if it is told so."""
 _DYNAMIC_CONFIG: dict[str, Any] = {"sample_cancel_enabled": True}
 _NOT_HERE = {
@@ -52,7 +52,7 @@ def make_app(
     service: Service, keys: Keys, *, limits: ServerLimits = LIMITS, config: dict[str, Any] | None = None
 ) -> web.Application:
     """The endpoints as an aiohttp application. `config`: features to tell the SDK of, instead of the usual ones."""
-    server = _Server(service, keys, limits, _CONFIG if config is None else config)
+    server = _Server(service, keys, limits, CONFIG if config is None else config)
     # A client that goes away cancels its handler: a long poll, never what it waits for.
     app = web.Application(middlewares=[server.guard], handler_args={"handler_cancellation": True})
     posts: dict[str, Handler] = {

@@ -3,14 +3,14 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tinker
+from tinker import types
 
 from ludic.inference.local import LocalEngine
-from ludic.tinker.server.app import serve
+from ludic.tinker.server.app import CONFIG, serve
 from ludic.tinker.server.memory import MemoryStore
 from ludic.tinker.server.records import Keys, TenantLimits
 from ludic.tinker.server.runs import TrainingBase
@@ -25,12 +25,12 @@ NAME = "tiny"
 class RunningServer:
     """`url` is where it listens; `service` belongs to its thread."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(self, **settings: Any) -> None:
         self.model = tiny_llama()
         self.keys: dict[str, str] = settings.pop("keys", {})
-        self.config: dict[str, Any] | None = settings.pop("config", None)
+        self.config = dict(CONFIG)
+        """Features that the next clients are told of."""
         self.limits: TenantLimits = settings.pop("limits", TenantLimits())
-        self._folder = folder
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.error: BaseException | None = None
@@ -83,8 +83,47 @@ class RunningServer:
         if self.error is not None:
             raise self.error
 
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until it holds, asking between the turns of the server's event loop."""
+
+        async def wait() -> None:
+            while not condition():
+                await asyncio.sleep(0.01)
+
+        asyncio.run_coroutine_threadsafe(wait(), self.loop).result(60)
+
+    def call(self, function: Callable[[], Any]) -> None:
+        """In the server's thread."""
+
+        async def run() -> None:
+            function()
+
+        asyncio.run_coroutine_threadsafe(run(), self.loop).result(60)
+
     @contextlib.contextmanager
-    def client(self, key: str = KEY) -> Iterator[tinker.ServiceClient]:
-        """A session of the SDK."""
-        with tinker.ServiceClient(base_url=self.url, api_key=key) as client:
-            yield client
+    def client(self, key: str = KEY, **features: Any) -> Iterator[tinker.ServiceClient]:
+        """A session of the SDK, which is told of these features."""
+        self.config.update(features)
+        try:
+            with tinker.ServiceClient(base_url=self.url, api_key=key) as client:
+                _ = client.holder  # connects
+                yield client
+        finally:
+            self.config.clear()
+            self.config.update(CONFIG)
+
+
+def datum(*, start: int = 1, length: int = 6, **inputs: float) -> types.Datum:
+    """A row of training data; each input has the same value for all its tokens."""
+    tokens = list(range(start, start + length))
+    tensors = {
+        name: types.TensorData(data=[value] * length, dtype="float32", shape=[length]) for name, value in inputs.items()
+    }
+    targets = types.TensorData(data=[token + 1 for token in tokens], dtype="int64", shape=[length])
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs={"target_tokens": targets, **tensors}
+    )
+
+
+def prompt(*tokens: int) -> types.ModelInput:
+    return types.ModelInput.from_ints(list(tokens))

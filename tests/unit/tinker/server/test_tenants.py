@@ -1,0 +1,357 @@
+"""Tenants, keys and limits; repeated, disordered and malformed requests; failures that stay with their tenant."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+pytest.importorskip("tinker", reason="the extra 'tinker' is not installed")
+
+import tinker
+from tinker import types
+from tinker.proto import tinker_public_pb2 as proto
+from tinker.proto.request_conv import forward_backward_request_to_proto
+
+from ludic.tinker.server.records import CheckpointPath, Keys, Refused, TenantLimits, Usage
+from ludic.types import ConfigError
+from tests.unit.tinker.server.running import NAME, RunningServer, datum, prompt
+
+ANNA, BERT = "tml-anna", "tml-bert"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TINKER_TELEMETRY", "0")
+        limits = TenantLimits(max_runs=4, max_rank=8, max_requests=3, max_samplers=2)
+        with RunningServer(keys={ANNA: "anna", BERT: "bert"}, limits=limits) as running:
+            yield running
+
+
+class Raw:
+    """Requests as bytes, without the SDK's retries."""
+
+    def __init__(self, server: RunningServer, key: str | None = ANNA) -> None:
+        headers = {} if key is None else {"X-API-Key": key}
+        self.http = httpx.Client(base_url=f"{server.url}/api/v1/", headers=headers, timeout=60)
+
+    def post(self, name: str, body: Any) -> httpx.Response:
+        data = {"content": body} if isinstance(body, bytes) else {"json": body}
+        return self.http.post(name, **data)
+
+    def result(self, request_id: str) -> httpx.Response:
+        return self.post("retrieve_future", {"request_id": request_id})
+
+    def session(self) -> str:
+        return self.post("create_session", {"tags": [], "sdk_version": "0"}).json()["session_id"]
+
+    def run(self, session: str | None = None, number: int = 0, **lora: Any) -> str:
+        body = {"session_id": session or self.session(), "model_seq_id": number, "base_model": NAME}
+        promise = self.post("create_model", {**body, "lora_config": {"rank": 2, "seed": 1, **lora}}).json()
+        return self.result(promise["request_id"]).json()["model_id"]
+
+    def finish(self, run: str) -> None:
+        self.post(f"sessions/{run.split(':')[0]}/finish", {"reason": {"type": "success"}})
+
+
+@pytest.fixture
+def raw(server: RunningServer) -> Raw:
+    return Raw(server)
+
+
+@pytest.fixture
+def run(raw: Raw) -> Iterator[str]:
+    made = raw.run()
+    yield made
+    raw.finish(made)
+
+
+def pass_body(run: str, number: int, *, forward_only: bool = False) -> bytes:
+    request = types.ForwardBackwardRequest(
+        forward_backward_input=types.ForwardBackwardInput(data=[datum(weights=1.0)], loss_fn="cross_entropy"),
+        model_id=run,
+        seq_id=number,
+    )
+    message = forward_backward_request_to_proto(request)
+    message.forward_only = forward_only
+    return message.SerializeToString()
+
+
+def step_body(run: str, number: int) -> dict[str, Any]:
+    return {"model_id": run, "seq_id": number, "adam_params": {"learning_rate": 0.01}}
+
+
+def loss_in(answer: httpx.Response) -> float:
+    output = proto.ForwardBackwardOutput()
+    output.ParseFromString(answer.content)
+    return output.metrics["loss:sum"]
+
+
+# --- tenants ---
+
+
+@pytest.mark.parametrize("key", [None, "", "tml-else", "tml-ann"])
+def test_other_keys_are_refused(server, key):
+    answer = Raw(server, key).post("create_session", {})
+    assert (answer.status_code, "does not know the API key" in answer.json()["detail"]) == (401, True)
+    assert Raw(server, key).http.get("healthz").json() == {"status": "ok"}
+
+
+def test_wrong_key_fails_at_once_in_the_sdk(server):
+    with pytest.raises(tinker.AuthenticationError):
+        tinker.ServiceClient(base_url=server.url, api_key="tml-else").get_server_capabilities()
+
+
+def test_nothing_of_one_tenant_exists_for_another(server, raw, run):
+    other, session = Raw(server, BERT), run.split(":")[0]
+    raw.post("save_weights", {"model_id": run, "seq_id": 1, "path": "a"})
+    saved = raw.result(
+        raw.post("save_weights_for_sampler", {"model_id": run, "seq_id": 2, "path": "a"}).json()["request_id"]
+    )
+    unnamed = raw.post("save_weights_for_sampler", {"model_id": run, "seq_id": 3, "sampling_session_seq_id": 7})
+    sampler = raw.result(unnamed.json()["request_id"]).json()["sampling_session_id"]
+    path, state = saved.json()["path"], f"tinker://{run}/weights/a"
+    theirs = other.session()
+    sample = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}, "sampling_params": {"max_tokens": 1}}
+    tried = {
+        "session_heartbeat": {"session_id": session},
+        f"sessions/{session}/finish": {},
+        "create_model": {"session_id": session, "model_seq_id": 9, "base_model": NAME},
+        "get_info": {"model_id": run},
+        "unload_model": {"model_id": run},
+        "forward_backward": pass_body(run, 4),
+        "optim_step": step_body(run, 4),
+        "save_weights": {"model_id": run, "seq_id": 4},
+        "save_weights_for_sampler": {"model_id": run, "seq_id": 4},
+        "weights_info": {"tinker_path": state},
+        "create_sampling_session": {"session_id": theirs, "sampling_session_seq_id": 0, "model_path": path},
+        "join_sampling_session": {"sampling_session_id": sampler},
+        "retrieve_futures": {"target": {"sampling_session_id": sampler}, "timeout": 0},
+        "retrieve_future": {"request_id": f"{run}#1"},
+        "asample": {**sample, "sampling_session_id": sampler, "seq_id": 0},
+    }
+    assert {name: other.post(name, body).status_code for name, body in tried.items()} == dict.fromkeys(tried, 404)
+    assert other.http.get(f"samplers/{sampler}").status_code == 404
+    assert other.post("asample", {**sample, "model_path": path}).status_code == 404
+    created = other.post("load_weights", {"session_id": theirs, "model_seq_id": 0, "path": state, "optimizer": False})
+    assert created.status_code == 404
+    own = other.run(theirs, 1)
+    loading = other.post("load_weights", {"model_id": own, "seq_id": 1, "path": state, "optimizer": False})
+    assert "There is no checkpoint" in other.result(loading.json()["request_id"]).json()["error"]
+    other.finish(own)
+    assert raw.post("session_heartbeat", {"session_id": session}).status_code == 200, "it still lives"
+
+
+def test_two_tenants_at_once_train_as_each_does_alone(server):
+    def train(key: str, start: int) -> torch.Tensor:
+        with server.client(key) as client:
+            training = client.create_lora_training_client(NAME, rank=4, seed=start)
+            data = [datum(start=start, length=3 + n, weights=1.0) for n in range(4)]
+            for _ in range(5):
+                training.forward_backward(data, "cross_entropy").result()
+                training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+            sampler = training.save_weights_and_get_sampling_client()
+            return torch.tensor(sampler.compute_logprobs(prompt(*range(start, start + 6))).result()[1:])
+
+    plans = [(ANNA, 1), (BERT, 40)]
+    alone = [train(*plan) for plan in plans]
+    together: dict[int, torch.Tensor] = {}
+    threads = [
+        threading.Thread(target=lambda i=i, plan=plan: together.setdefault(i, train(*plan)))
+        for i, plan in enumerate(plans)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.testing.assert_close([together[0], together[1]], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_diverged_weights_of_one_tenant_leave_another_alone(server):
+    with server.client(ANNA) as anna, server.client(BERT) as bert:
+        broken = anna.create_lora_training_client(NAME, rank=2, seed=1)
+        broken.forward_backward([datum(weights=1.0)], "cross_entropy")
+        broken.optim_step(types.AdamParams(learning_rate=1e38)).result()
+        healthy = bert.create_lora_training_client(NAME, rank=2, seed=1)
+        before = healthy.forward([datum(weights=1.0)], "cross_entropy").result().metrics["loss:sum"]
+        passes = [run.forward_backward([datum(weights=1.0)], "cross_entropy") for run in (broken, healthy)]
+        assert passes[1].result().metrics["loss:sum"] == pytest.approx(before, rel=1e-5)
+        with pytest.raises(tinker.RequestFailedError, match="not finite"):
+            broken.optim_step(types.AdamParams()).result()
+        healthy.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        samplers = [run.save_weights_and_get_sampling_client() for run in (broken, healthy)]
+        samples = [own.sample(prompt(1, 2), 1, types.SamplingParams(max_tokens=3)) for own in samplers]
+        assert len(samples[1].result().sequences[0].tokens) == 3
+        with pytest.raises(tinker.RequestFailedError, match="not finite"):
+            samples[0].result()
+
+
+# --- limits ---
+
+
+def test_run_and_rank_limits_say_what_is_allowed(server):
+    with server.client(BERT) as client:
+        with pytest.raises(tinker.BadRequestError, match="this server allows 8"):
+            client.create_lora_training_client(NAME, rank=16)
+        for _ in range(4):
+            client.create_lora_training_client(NAME, rank=1)
+        with pytest.raises(tinker.PermissionDeniedError, match="4 training runs open"):
+            client.create_lora_training_client(NAME, rank=1)
+        with server.client(ANNA) as other:
+            other.create_lora_training_client(NAME, rank=1)
+    with server.client(BERT) as client:  # the session has ended, and its runs with it
+        client.create_lora_training_client(NAME, rank=1)
+
+
+def test_too_many_waiting_requests_are_sent_again_later(raw, run):
+    """Requests 2 to 4 wait for the first, which is accepted however many wait."""
+    promises = [raw.post("optim_step", step_body(run, number)) for number in (2, 3, 4)]
+    full = raw.post("optim_step", step_body(run, 5))
+    assert (full.status_code, full.headers["Retry-After"]) == (429, "1")
+    assert "3 requests of yours are waiting, and this server allows 3" in full.json()["detail"]
+    assert raw.post("optim_step", step_body(run, 3)).json() == promises[1].json(), "a repeated one is no new one"
+    first = raw.post("forward_backward", pass_body(run, 1))
+    assert loss_in(raw.result(first.json()["request_id"])) > 0
+    assert all("metrics" in raw.result(promise.json()["request_id"]).json() for promise in promises)
+    assert raw.post("optim_step", step_body(run, 5)).status_code == 200
+
+
+def test_sdk_gets_all_results_though_few_requests_may_wait(server):
+    with server.client(ANNA) as client:
+        sampler = client.create_sampling_client(base_model=NAME)
+        answers = [sampler.sample(prompt(1, n), 1, types.SamplingParams(max_tokens=1)) for n in range(1, 7)]
+        assert [len(answer.result().sequences) for answer in answers] == [1] * 6
+
+
+def test_oldest_unnamed_sampler_weights_are_forgotten(server):
+    with server.client(ANNA) as client:
+        training = client.create_lora_training_client(NAME, rank=1)
+        samplers = [training.save_weights_and_get_sampling_client() for _ in range(3)]
+        assert len(samplers[2].compute_logprobs(prompt(1, 2)).result()) == 2
+        with pytest.raises(tinker.RequestFailedError, match="no checkpoint"):
+            samplers[0].compute_logprobs(prompt(1, 2)).result()
+
+
+# --- repeated and disordered requests ---
+
+
+def test_repeated_request_is_carried_out_once(raw, run):
+    for _ in range(3):
+        promise = raw.post("forward_backward", pass_body(run, 1)).json()
+    once = loss_in(raw.result(promise["request_id"]))
+    assert loss_in(raw.result(promise["request_id"])) == once, "a result can be asked for again"
+    for _ in range(2):
+        stepped = raw.result(raw.post("optim_step", step_body(run, 2)).json()["request_id"]).json()
+    single = raw.run(run.split(":")[0], 1)
+    raw.post("forward_backward", pass_body(single, 1))
+    alone = raw.result(raw.post("optim_step", step_body(single, 2)).json()["request_id"]).json()
+    assert stepped == alone, "the gradient of three requests would be three times as large"
+
+
+def test_requests_are_carried_out_in_the_order_of_their_numbers(raw, run):
+    losses = {}
+    for number in (3, 2):
+        body = pass_body(run, 3) if number == 3 else step_body(run, 2)
+        losses[number] = raw.post("forward_backward" if number == 3 else "optim_step", body).json()["request_id"]
+    losses[1] = raw.post("forward_backward", pass_body(run, 1)).json()["request_id"]
+    assert loss_in(raw.result(losses[3])) < loss_in(raw.result(losses[1]))
+
+
+def test_repeated_session_requests_give_the_same_answer(raw, run):
+    session = run.split(":")[0]
+    body = {"session_id": session, "sampling_session_seq_id": 5, "base_model": NAME}
+    assert raw.post("create_sampling_session", body).json() == raw.post("create_sampling_session", body).json()
+    assert raw.run(session, 0, rank=2) == run
+    assert raw.post(f"sessions/{session}/finish", {}).status_code == 200
+    assert raw.post(f"sessions/{session}/finish", {}).status_code == 200
+    assert raw.post("session_heartbeat", {"session_id": session}).status_code == 410
+    assert raw.post("optim_step", step_body(run, 1)).status_code == 404
+
+
+def test_unknown_results_are_gone_for_samples_and_missing_for_runs(raw):
+    assert raw.result("session-1:sample:0#3").status_code == 410
+    assert raw.result("session-1:train:0#3").status_code == 404
+
+
+def test_silent_session_ends(server, raw, run):
+    service, now = server.service, server.service._clock
+    service._clock = lambda: now() + 2 * service._max_idle_s
+    try:
+        server.call(service.sweep)
+    finally:
+        service._clock = now
+    assert raw.post("session_heartbeat", {"session_id": run.split(":")[0]}).status_code == 410
+    assert raw.post("get_info", {"model_id": run}).status_code == 404
+
+
+# --- malformed requests ---
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "said"),
+    [
+        ("optim_step", b"{", "not what OptimStep should be"),
+        ("optim_step", b"[]", "must be a JSON object"),
+        ("optim_step", {"model_id": "x", "seq_id": -1}, "seq_id"),
+        ("optim_step", {"model_id": "x", "seq_id": 1, "momentum": 0.9}, "does not know momentum"),
+        ("forward_backward", b"\xff\xff", "no ForwardBackwardRequest"),
+        ("forward_backward", b"", "needs a model_id"),
+        ("create_model", {"session_id": "x"}, "model_seq_id"),
+        ("load_weights", {"path": "x"}, "needs model_id and seq_id"),
+        ("weights_info", {"tinker_path": "tinker://run/weights/../x"}, "no path of a checkpoint"),
+        ("asample", {"prompt": {"chunks": []}}, "sampling_params"),
+    ],
+)
+def test_malformed_body_is_refused_with_what_is_wrong(raw, name, body, said):
+    answer = raw.post(name, body)
+    assert answer.status_code == 400 and said in answer.json()["detail"]
+
+
+def test_unknown_endpoint_and_missing_features(raw):
+    assert raw.post("nonsense", {}).status_code == 404
+    answer = raw.post("create_custom_loss", {})
+    assert answer.status_code == 501 and "forward_backward_custom" in answer.json()["detail"]
+    assert raw.post("telemetry", {"events": [{"anything": 1}]}).json() == {"status": "accepted"}
+
+
+# --- keys and names ---
+
+
+def test_keys_are_read_from_lines_of_names_and_keys(tmp_path: Path):
+    file = tmp_path / "keys"
+    file.write_text("# tenants\nanna tml-1\nanna tml-2  # a second key\n\nbert tml-3\n")
+    keys = Keys.read(file)
+    assert [keys.tenant(key) for key in ("tml-1", "tml-2", "tml-3")] == ["anna", "anna", "bert"]
+    with pytest.raises(Refused):
+        keys.tenant("tml-4")
+    for text, said in (
+        ("anna", "1 words"),
+        ("anna sk-1", "does not begin with 'tml-'"),
+        ("anna tml-1\nbert tml-1", "repeats the key of anna"),
+        ("# nothing", "no keys"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            Keys.read(file)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "x" * 200, "-", "é"])
+def test_names_that_are_no_file_names_are_refused(name):
+    with pytest.raises(Refused):
+        CheckpointPath.named("run", "training", name)
+    with pytest.raises(Refused):
+        CheckpointPath.parse(f"tinker://run/weights/{name}")
+
+
+def test_usage_counts_down_to_nothing():
+    usage = Usage(TenantLimits(max_requests=2, max_tokens=10))
+    usage.add("a", 11)
+    with pytest.raises(Refused, match="11 tokens"):
+        usage.check("a")
+    usage.check("b")
+    usage.remove("a", 11)
+    usage.check("a")

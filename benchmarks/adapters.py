@@ -84,21 +84,23 @@ def training(model: Any, args: argparse.Namespace) -> None:
     head = find_head(theirs)
     trained = [p for p in theirs.parameters() if p.requires_grad]
 
-    def one_pass(net: Any, own: list[Tensor], logps: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def hidden_of(net: Any, own: list[Tensor]) -> Tensor:
         lengths = [len(row) for row in own]
         positions = torch.cat([torch.arange(n) for n in lengths])
-        hidden = hidden_states(net, torch.cat(own), positions, PackedSequences(lengths, torch.device("cpu")))
-        logps(hidden, torch.cat(own).roll(-1)).sum().backward()
+        return hidden_states(net, torch.cat(own), positions, PackedSequences(lengths, torch.device("cpu")))
 
     def by_peft() -> None:
-        one_pass(theirs, rows, lambda hidden, targets: chosen_logps(hidden, head, targets)[0])
+        chosen_logps(hidden_of(theirs, rows), head, torch.cat(rows).roll(-1))[0].sum().backward()
         for parameter in trained:
             parameter.grad = None
 
     def by_bank(own: list[Tensor], owners: list[LoraAdapter]) -> None:
         spans = [(adapter, len(row)) for adapter, row in zip(owners, own, strict=True)]
         with bank.using(spans):
-            one_pass(bank.model, own, lambda hidden, targets: bank.chosen_logps(hidden, targets, spans))
+            hidden = hidden_of(bank.model, own)
+        targets = torch.cat(own).roll(-1)
+        output = bank.target_logps(hidden, spans, torch.arange(len(targets)), targets, for_backward=True)
+        hidden.backward(output.backward(torch.ones(len(targets))))
         for adapter in owners:
             for parameter in adapter.parameters():
                 parameter.grad = None

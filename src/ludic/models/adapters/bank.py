@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ludic.models.adapters.adapter import LoraAdapter, adaptable_linears
@@ -17,6 +16,9 @@ from ludic.models.adapters.targets import HeadAdapter, TargetLogps
 from ludic.models.head import Head, find_head
 from ludic.models.weights import shared_view
 
+_MAX_TURNED = 1 << 28
+"""Weights of a base model that are kept transposed, too, for the forward pass on a CPU, which multiplies by such a copy 5 to 20 %
+faster than by a transposed view, and small matrices three times: a gigabyte in fp32."""
 Spans = Sequence[tuple[LoraAdapter | None, int]]
 """(adapter, number of rows) in the order of the rows; None is the base model."""
 
@@ -60,12 +62,15 @@ class AdapterBank:
         self._spans: list[RowSpan] = []
         self._num_rows: int | None = None
         self._head_name = ""
-        for name, linear in adaptable_linears(self.model).items():
+        linears = adaptable_linears(self.model)
+        size = sum(linear.weight.numel() for linear in linears.values() if linear is not output)
+        turns = size <= _MAX_TURNED and output.weight.device.type == "cpu" and output.weight.dtype is torch.float32
+        for name, linear in linears.items():
             if linear is output:
                 self._head_name = name
                 continue
             parent, _, child = name.rpartition(".")
-            setattr(self.model.get_submodule(parent), child, AdaptedLinear(linear, name, self))
+            setattr(self.model.get_submodule(parent), child, AdaptedLinear(linear, name, self, turns=turns))
 
     @contextlib.contextmanager
     def using(self, spans: Spans) -> Iterator[None]:
@@ -101,44 +106,41 @@ class AdapterBank:
 class AdaptedLinear(nn.Module):
     """A frozen linear layer and the adapters of the bank's current pass."""
 
-    def __init__(self, linear: nn.Linear, name: str, bank: AdapterBank) -> None:
+    def __init__(self, linear: nn.Linear, name: str, bank: AdapterBank, *, turns: bool) -> None:
+        """`turns`: keep a transposed copy of the weight for the forward pass."""
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._name = name
+        self._turned_NM = linear.weight.detach().t().contiguous() if turns else linear.weight.detach().t()
         self._bank = (bank,)  # a tuple, so that the module does not hold a tree that holds the module
 
     def forward(self, x: Tensor) -> Tensor:
         x_TN = x.reshape(-1, self.in_features)
         spans = self._bank[0].spans_of(len(x_TN))
-        return adapted_product(x_TN, self.weight, self.bias, self._name, spans).view(*x.shape[:-1], self.out_features)
+        return self._product(x_TN, spans).view(*x.shape[:-1], self.out_features)
 
-
-def adapted_product(
-    x_TN: Tensor, weight_MN: Tensor, bias_M: Tensor | None, name: str, spans: Sequence[RowSpan]
-) -> Tensor:
-    """The projection `name` of all rows, each with its own adapter: [T, M]."""
-    pairs = [(span, span.adapter.weights(name)) for span in spans]
-    adapted = [(span, pair) for span, pair in pairs if pair is not None]
-    if not adapted:
-        return F.linear(x_TN, weight_MN, bias_M)
-    rows = [(span.start, span.end, span.adapter.scale) for span, _ in adapted]
-    weights = [weight for _, pair in adapted for weight in pair]
-    if torch.is_grad_enabled():
-        out: Tensor = _AdaptedProduct.apply(x_TN, weight_MN, bias_M, rows, *weights)
-        return out
-    return _product(x_TN, weight_MN, bias_M, rows, weights)[0]
+    def _product(self, x_TN: Tensor, spans: Sequence[RowSpan]) -> Tensor:
+        """[T, M] of all rows, each with its own adapter."""
+        pairs = [(span, span.adapter.weights(self._name)) for span in spans]
+        adapted = [(span, pair) for span, pair in pairs if pair is not None]
+        rows = [(span.start, span.end, span.adapter.scale) for span, _ in adapted]
+        weights = [weight for _, pair in adapted for weight in pair]
+        if torch.is_grad_enabled():
+            out: Tensor = _AdaptedProduct.apply(x_TN, self.weight, self._turned_NM, self.bias, rows, *weights)
+            return out
+        return _product(x_TN, self._turned_NM, self.bias, rows, weights)[0]
 
 
 def _product(
     x_TN: Tensor,
-    weight_MN: Tensor,
+    weight_NM: Tensor,
     bias_M: Tensor | None,
     rows: list[tuple[int, int, float]],
     weights: Sequence[Tensor],
 ) -> tuple[Tensor, list[Tensor]]:
     """[T, M], and A x of every span."""
-    out_TM = F.linear(x_TN, weight_MN, bias_M)
+    out_TM = x_TN @ weight_NM if bias_M is None else torch.addmm(bias_M, x_TN, weight_NM)
     inner = []
     for (start, end, scale), a_RN, b_MR in zip(rows, weights[::2], weights[1::2], strict=True):
         x_TR = x_TN[start:end] @ _transposed(a_RN, x_TN)
@@ -154,18 +156,19 @@ def _transposed(weight: Tensor, like: Tensor) -> Tensor:
 
 
 class _AdaptedProduct(torch.autograd.Function):
-    """`adapted_product` with gradients of the input and of every span's A and B."""
+    """`_product` with gradients of the input and of every span's A and B."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x_TN: Tensor,
         weight_MN: Tensor,
+        weight_NM: Tensor,
         bias_M: Tensor | None,
         rows: list[tuple[int, int, float]],
         *weights: Tensor,
     ) -> Tensor:
-        out_TM, inner = _product(x_TN, weight_MN, bias_M, rows, weights)
+        out_TM, inner = _product(x_TN, weight_NM, bias_M, rows, weights)
         ctx.rows = rows
         ctx.save_for_backward(x_TN, weight_MN, *weights, *inner)
         return out_TM
@@ -184,7 +187,7 @@ class _AdaptedProduct(torch.autograd.Function):
             grad_TR = (own_TM @ b_MR.to(own_TM.dtype)).mul_(scale)
             if grad_x_TN is not None:
                 grad_x_TN[start:end].addmm_(grad_TR, a_RN.to(own_TM.dtype))
-            needs_a, needs_b = ctx.needs_input_grad[4 + 2 * number : 6 + 2 * number]
+            needs_a, needs_b = ctx.needs_input_grad[5 + 2 * number : 7 + 2 * number]
             grads.append((grad_TR.t() @ x_TN[start:end]).to(a_RN.dtype) if needs_a else None)
             grads.append((own_TM.t() @ inner[number]).mul_(scale).to(b_MR.dtype) if needs_b else None)
-        return grad_x_TN, None, None, None, *grads
+        return grad_x_TN, None, None, None, None, *grads

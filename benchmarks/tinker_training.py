@@ -118,7 +118,7 @@ def main() -> None:
     steps = {
         "Trainer, peft": trainer_step(model, items, args),
         "server": server_step(base, items, 1, plain),
-        "server, head adapted": server_step(base, items, 1, with_head),
+        "server, with the head": server_step(base, items, 1, with_head),
         several: server_step(base, items, args.tenants, plain),
     }
     seconds = measure(steps, args.repeat, args.device)

@@ -23,8 +23,8 @@ from tests.unit.training.luck_and_skill import LuckThenSkill
 
 GROUP = 8
 STEPS, LEARNED = 44, 0.85
-"""Of the tiny model, whose training ends when it has learned. By turn credit, 40 steps end with 0.95 and more, 64 with 1.0; by episodic credit, no number up to 64 with
-more than 0.6."""
+"""Of the tiny model, whose training ends when it has learned. By turn credit, 40 steps end with 0.95 and more, 64 with 1.0; by
+episodic credit, no number up to 64 with more than 0.6."""
 
 
 # --- a table ---

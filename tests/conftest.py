@@ -50,7 +50,7 @@ HURRIED = (
 WAITING = (
     "one vLLM server", "test_two_hosts.py", "test_fsdp_endings.py", "test_pipeline_faults.py", "test_launch_process.py",
     "test_gateway_faults.py", "test_sandbox_lifetime.py", "test_sandbox_hostile.py", "test_vllm_process.py", "test_supervisor.py",
-    "test_containers.py", "test_remote_sandbox.py",
+    "test_containers.py", "test_remote_sandbox.py", "test_sandbox.py", "test_env_workers.py",
 )  # fmt: skip
 """These wait most of their time: for servers that start, limits that pass, processes that end."""
 ORDERS = {"gw2": ("waits", "other"), "gw3": ("computes",)}

@@ -19,7 +19,7 @@ from tests.fakes import RecordingClient
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
-NUM_NEW = 12
+NUM_NEW = 8
 QUESTIONS = [
     "What is the capital of France?",
     "Write one line about the sea.",
@@ -86,7 +86,7 @@ async def test_greedy_together_equals_generate_and_is_scored_alike(engine, promp
 
 async def test_seeded_requests_of_unequal_lengths_draw_the_same_alone_and_together(engine, prompts):
     story = prompts[2].tolist()
-    requests = [request(story[: 3 + 2 * n], seed=n, temperature=1.5, ignore_eos=True, max_tokens=6) for n in range(8)]
+    requests = [request(story[: 3 + 2 * n], seed=n, temperature=1.5, ignore_eos=True, max_tokens=4) for n in range(6)]
     await asyncio.to_thread(engine.release_cache)
     alone = [(await engine.complete_tokens(r))[0] for r in requests]
     await asyncio.to_thread(engine.release_cache)
@@ -111,7 +111,7 @@ async def test_an_agent_plays_tic_tac_toe_on_the_engine_token_exactly(engine):
         max_steps=3,
         env_seed=1,
         sampling_seed=2,
-        inference=InferenceSpec(sampling=SamplingParams(temperature=0.7, max_tokens=16), return_=ReturnSpec.for_rl()),
+        inference=InferenceSpec(sampling=SamplingParams(temperature=0.7, max_tokens=8), return_=ReturnSpec.for_rl()),
     )
     traces = [step.trace for step in rollout.agent_steps]
     assert rollout.failure is None and traces

@@ -62,9 +62,10 @@ def test_a_pipeline_on_ray_survives_the_loss_of_the_host_of_its_actor():
 
 def test_fsdp_on_two_hosts_trains_what_one_process_trains():
     with script.two_hosts() as (a, b):
-        flags = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=10.77.0.1:29500"]
-        worker = ["-m", "tests.integration.fsdp_worker", "/mnt", "run:full"]
-        ranks = [host.popen(str(script.BIN / "torchrun"), *flags, *worker) for host in (a, b)]
+        # As torchrun would start them, without its own two processes: `scripts/two_hosts.py fsdp` has torchrun.
+        worker = [str(script.BIN / "python"), "-m", "tests.integration.fsdp_worker", "/mnt", "run:full"]
+        meeting = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": a.address, "MASTER_PORT": "29500"}
+        ranks = [host.popen(*worker, RANK=str(rank), **meeting) for rank, host in enumerate((a, b))]
         for rank in ranks:
             said, _ = rank.communicate(timeout=PATIENCE_S)
             assert rank.returncode == 0, said

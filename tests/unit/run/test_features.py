@@ -116,7 +116,7 @@ def test_dynamic_sampling_resumes(ludic):
 
 
 def test_updates_begin_before_the_last_episodes_and_train_on_them_later(ludic):
-    close = ["--close-batch-at", "0.5", "--rollouts-per-update", "16", "--max-tokens", "24", "--max-lag", "2"]
+    close = ["--close-batch-at", "0.5", "--rollouts-per-update", "16", "--max-tokens", "12", "--max-lag", "2"]
     done(ludic("train", *RUN, *close, "--steps", "4", "--checkpoint-every", "2"))
     trained, carried = logged("train/num_rollouts"), logged("train/num_carried")
     assert all(number >= 8 and number % 4 == 0 for number in trained)

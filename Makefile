@@ -26,7 +26,14 @@ help:
 # Modules are compiled when they are first imported, not all 25,000 when they are installed; so the bytecode must be kept, also
 # where the machine's settings say otherwise.
 unexport PYTHONDONTWRITEBYTECODE
-INSTALL := pip --disable-pip-version-check install -q --no-compile
+INSTALL := pip --disable-pip-version-check install -q --no-compile $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)')
+
+# On Linux, PyPI has PyTorch with 2.7 GB of CUDA libraries. Without a GPU:
+#   make train TORCH_INDEX=https://download.pytorch.org/whl/cpu    takes the build for CPUs from another index
+#   make train TORCH=/path/torch-2.13.0+cpu-….whl                  takes a file (or a URL) of the version in constraints.txt
+# `make vllm` and LOCKED=1 install the build for CPUs anyway; TORCH_INDEX tells them where it is. docs/install.md has the sizes.
+TORCH ?= torch
+TORCH_INDEX ?=
 
 # `make test LOCKED=1`, which is what CI runs, installs exactly the files whose hashes are in requirements/ (scripts/lock.py).
 HASHED := --no-deps --no-build-isolation --require-hashes
@@ -54,7 +61,7 @@ else
 $(VENV)/.ready: pyproject.toml environments/*/pyproject.toml constraints.txt requirements/no_deps.in requirements/pip.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	-$(BIN)/$(NEW_PIP)
-	$(BIN)/$(INSTALL) -c constraints.txt torch -e '.[$(TRAIN_EXTRAS)]'
+	$(BIN)/$(INSTALL) -c constraints.txt '$(TORCH)' -e '.[$(TRAIN_EXTRAS)]'
 	$(BIN)/$(INSTALL) --no-deps $(ENVIRONMENTS) -r requirements/no_deps.in
 	touch $@
 
@@ -62,7 +69,7 @@ $(VENV)/.ready: pyproject.toml environments/*/pyproject.toml constraints.txt req
 $(VENV)/.ready-all: pyproject.toml environments/*/pyproject.toml constraints.txt requirements/no_deps.in requirements/pip.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	-$(BIN)/$(NEW_PIP)
-	$(BIN)/$(INSTALL) -c constraints.txt torch -e '.[$(TRAIN_EXTRAS),search,datasets,tinker,cookbook,others,agents,browser]' $(ENVIRONMENTS)
+	$(BIN)/$(INSTALL) -c constraints.txt '$(TORCH)' -e '.[$(TRAIN_EXTRAS),search,datasets,tinker,cookbook,others,agents,browser]' $(ENVIRONMENTS)
 	$(BIN)/$(INSTALL) --no-deps -r requirements/no_deps.in
 	touch $(VENV)/.ready $@
 endif

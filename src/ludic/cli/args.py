@@ -33,6 +33,7 @@ A = TypeVar("A", bound=Any)
 """The dataclass of a command's arguments."""
 
 Target: TypeAlias = Annotated[str, tyro.conf.arg(metavar="TARGET", help_behavior_hint=""), tyro.conf.Positional]
+EnvId: TypeAlias = Annotated[str, tyro.conf.arg(metavar="ENV"), tyro.conf.Positional]
 Switch: TypeAlias = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
 """An on-switch of a command; it is not a setting, so there is no --no-… flag."""
 

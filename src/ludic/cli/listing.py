@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 from rich.markup import escape
@@ -23,7 +24,7 @@ class NoArgs:
 class PartsArgs:
     """List the registered parts of one kind."""
 
-    kind: tyro.conf.Positional[str]
+    kind: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="KIND")]
     """env, agent, context, protocol, parser, tool, reward, filter, curriculum or algorithm"""
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from string import Template
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -36,7 +36,7 @@ class NewArgs:
 
     kind: tyro.conf.Positional[Literal["env"]]
     """What to make."""
-    name: tyro.conf.Positional[str]
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
     """Name of the package and of the env, such as my_env: small letters, digits and _."""
     into: Path = Path()
     """Folder that the package's folder is made in."""

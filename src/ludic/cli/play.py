@@ -19,7 +19,7 @@ from ludic import registry
 from ludic.agents import Agent, ToolAgent
 from ludic.batch_gen.requests.samples import is_on_hub, read_lines, read_sample, read_samples
 from ludic.batch_gen.requests.streams import is_stream, read_or_generate
-from ludic.cli.args import Switch, parse
+from ludic.cli.args import EnvId, Switch, parse
 from ludic.cli.terminal.colour import make_console
 from ludic.context import FullDialog
 from ludic.inference import ByteTemplate, HermesToolParser, ScriptedClient
@@ -43,7 +43,7 @@ console = make_console(soft_wrap=False)
 class PlayArgs:
     """Play an environment yourself, or watch it being played."""
 
-    env: tyro.conf.Positional[str]
+    env: EnvId
     """Id of an environment (`ludic envs` lists them), or file.py:Class of your own."""
     watch: Switch = False
     """Watch a scripted agent instead of playing."""

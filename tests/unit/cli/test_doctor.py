@@ -184,6 +184,17 @@ def test_versions_are_compared_as_numbers(installed, needed, says, monkeypatch):
     assert packages.problems(["train"]) == says
 
 
+def test_an_environment_without_pip_is_repaired_with_uv(tmp_path, monkeypatch):
+    program(tmp_path, "uv", "#!/bin/sh\n", monkeypatch)
+    monkeypatch.setattr(sys, "executable", "/nowhere/bin/python")
+    assert packages.pip_install() == "/nowhere/bin/python -m pip install"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert packages.pip_install() == "uv pip install --python /nowhere/bin/python"
+    program(tmp_path, "pip", "#!/bin/sh\n", monkeypatch)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert packages.pip_install() == "pip install"
+
+
 def test_requirements_come_from_pip_where_there_is_no_clone(monkeypatch):
     monkeypatch.setattr(packages, "_project", lambda: None)
     lines = ["numpy>=1.26", "torch>=2.8; extra == 'train'", 'peft>=0.15; extra == "lora"']

@@ -10,7 +10,7 @@ from typing import Any
 
 from ludic import __version__
 from ludic.cli.doctor.machine import CHECKS, Finding, ask_all, loaded
-from ludic.cli.doctor.packages import install, pip, problems, version_of
+from ludic.cli.doctor.packages import install, pip_install, problems, version_of
 from ludic.cli.terminal.colour import Style, paint
 from ludic.cli.terminal.pages import wrapped
 
@@ -71,7 +71,7 @@ def findings_of(ability: Ability, machine: dict[str, Finding]) -> Finding:
     repairs = [install(ability.extras)] if lacking else []
     if ability.beside and not version_of(ability.beside.partition("==")[0]):
         lacking.append(f"{ability.beside} is not installed")
-        repairs.append(f"{pip()} install --no-deps {ability.beside}")
+        repairs.append(f"{pip_install()} --no-deps {ability.beside}")
     if lacking:
         return Finding(name=ability.name, status="missing", says="; ".join(lacking), repair=" && ".join(repairs))
     for status in ("broken", "missing", "doubtful"):

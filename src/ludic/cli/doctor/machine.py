@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ludic.cli.doctor.packages import install, pip, problems, version_of
+from ludic.cli.doctor.packages import install, pip_install, problems, version_of
 
 Status = Literal["ok", "missing", "doubtful", "broken"]
 """missing: an optional part is not there. broken: it is there and cannot work, or the base install needs it."""
@@ -137,7 +137,7 @@ def gpu() -> Finding:
     )
     build, newest = torch_build(), int(supported[1] + supported[2]) if supported else 130
     index = max((one for one in _CUDA_INDEXES if one <= newest), default=_CUDA_INDEXES[0])
-    other_torch = f"{pip()} install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu{index}"
+    other_torch = f"{pip_install()} --force-reinstall torch --index-url https://download.pytorch.org/whl/cu{index}"
     if build == "cpu":
         return Finding(name="GPU", status="broken", says=f"{says}; torch is a build for CPUs", repair=other_torch)
     if supported and build.startswith("cuda") and int(build.split()[1].split(".")[0]) > int(supported[1]):
@@ -166,7 +166,7 @@ def triton() -> Finding:
     version = version_of("triton")
     if not version:
         return Finding(
-            name="triton", status="missing", says="not installed; only a GPU needs it", repair=f"{pip()} install triton"
+            name="triton", status="missing", says="not installed; only a GPU needs it", repair=f"{pip_install()} triton"
         )
     if not any(map(shutil.which, ("cc", "gcc", "clang"))):
         says, repair = f"{version}, but there is no C compiler, which it calls", "apt-get install gcc libc6-dev"
@@ -186,7 +186,7 @@ def loaded() -> Finding:
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return Finding(
-            name="torch at work", status="broken", says=last, repair=f"{pip()} install --force-reinstall torch"
+            name="torch at work", status="broken", says=last, repair=f"{pip_install()} --force-reinstall torch"
         )
     return Finding(name="torch at work", status="ok", says=f"{done.stdout.strip()}; {seconds:.1f} s with the import")
 
@@ -311,7 +311,7 @@ def disk() -> Finding:
             name="disk", status="broken", says=f"{here} cannot be written; runs/ is made there", repair="cd ~"
         )
     if free < 5 * GIB:
-        says = f"{says}; torch takes 1 to 8, a checkpoint of 1.5 billion parameters 15"
+        says = f"{says}; little for torch (2.7 GB to download where it is built for CUDA) and for checkpoints"
         return Finding(name="disk", status="doubtful", says=says, repair="free some space, or give --runs FOLDER")
     return Finding(name="disk", status="ok", says=says)
 

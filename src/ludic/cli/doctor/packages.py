@@ -2,6 +2,7 @@
 
 import functools
 import importlib.metadata
+import importlib.util
 import json
 import re
 import shlex
@@ -81,11 +82,11 @@ def install(extras: Iterable[str]) -> str:
     wanted = f"[{names}]" if names else ""
     if _project() is not None:
         place = f".{wanted}" if Path.cwd() == _CHECKOUT else f"{_CHECKOUT}{wanted}"
-        return f"{pip()} install -e {shlex.quote(place)}"
+        return f"{pip_install()} -e {shlex.quote(place)}"
     origin = _origin()
     url = origin.get("url", "<repository URL>")
     vcs = "" if "dir_info" in origin or "archive_info" in origin else origin.get("vcs_info", {}).get("vcs", "git") + "+"
-    return f"{pip()} install '{DISTRIBUTION}{wanted} @ {vcs}{url}'"
+    return f"{pip_install()} '{DISTRIBUTION}{wanted} @ {vcs}{url}'"
 
 
 def _origin() -> dict[str, Any]:
@@ -99,8 +100,11 @@ def _origin() -> dict[str, Any]:
     return found
 
 
-def pip() -> str:
-    """How a shell calls the pip of this Python."""
-    found = shutil.which("pip")
-    is_this_one = found is not None and Path(found).parent == Path(sys.executable).parent
-    return "pip" if is_this_one else f"{shlex.quote(sys.executable)} -m pip"
+def pip_install() -> str:
+    """The command that installs a package into this Python: pip's, or uv's where an environment has no pip."""
+    found, python = shutil.which("pip"), shlex.quote(sys.executable)
+    if found is not None and Path(found).parent == Path(sys.executable).parent:
+        return "pip install"
+    if importlib.util.find_spec("pip") is None and shutil.which("uv"):
+        return f"uv pip install --python {python}"
+    return f"{python} -m pip install"

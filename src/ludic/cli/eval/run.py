@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import tyro
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ludic.batch_gen import GRPORequestStrategy
 from ludic.batch_gen.requests.streams import held_out, is_stream, read_or_generate
-from ludic.cli.args import Switch, config_file, parse_with_settings
+from ludic.cli.args import Switch, Target, config_file, parse_with_settings
 from ludic.cli.eval.config import EvalConfig, of_run, resolve, trains_on
 from ludic.cli.eval.models import EvaluatedModel, endpoint_models, evaluated_models, opened
 from ludic.cli.eval.results import (
@@ -52,7 +51,7 @@ USUAL = (
 class EvalArgs:
     """What to do."""
 
-    target: tyro.conf.Positional[str]
+    target: Target
     """Id of an env (`ludic envs`), file.py:Class of your own, or the folder of a training run: its env, before and after."""
     resume: Switch = False
     """Go on with the evaluation in the folder --name, or else with the newest of this env and model."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import tyro
 
 from ludic.batch_gen.requests.samples import read_samples
-from ludic.cli.args import need_extras, parse
+from ludic.cli.args import EnvId, need_extras, parse
 from ludic.envs.adapters.openenv.server import openenv_app
 from ludic.inference.vllm.command import check_port, is_loopback
 from ludic.interaction.base import AnyEnv
@@ -24,7 +24,7 @@ TOKEN_VARIABLE = "LUDIC_OPENENV_TOKEN"
 class OpenEnvServerArgs:
     """Serve an environment in OpenEnv's protocol: WebSocket sessions at /ws, MCP tools, /schema, /metadata, /health."""
 
-    env: tyro.conf.Positional[str]
+    env: EnvId
     """Id of an environment (`ludic envs` lists them), or file.py:Class of your own. It has one agent."""
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=VALUE")] = ()
     """Argument of the env; may be repeated."""

@@ -185,7 +185,7 @@ def _zsh_specs(flag: Flag) -> list[str]:
 def _zsh_action(flag: Flag) -> str:
     words = " ".join(words_of(flag))
     if words and takes_file(flag):
-        return f"{{_alternative 'words:name:({words})' 'files:file:_files'}}"
+        return f" _ludic_name_or_file {words}"
     return f"({words})" if words else "_files" if takes_file(flag) else " "
 
 
@@ -213,6 +213,9 @@ _ludic_rest() {{
     case "$words[1]" in
 {branches}
     esac
+}}
+_ludic_name_or_file() {{
+    _alternative "names:name:($*)" 'files:file:_files'
 }}
 if [ "$funcstack[1]" = _ludic ]; then _ludic "$@"; else compdef _ludic ludic; fi
 """

@@ -23,17 +23,17 @@ _WIDEST = 100
 FIRST_STEPS = (
     ("ludic doctor", "Check what works on this machine."),
     ("ludic play tic_tac_toe", "Play an environment yourself; --watch shows a scripted game."),
+    ("ludic new env my", "Make an environment: a small game to replace by yours, with its tests."),
     (
-        "ludic train tic_tac_toe --model tiny --max-tokens 1 --lr 0.003",
-        "Train a small model from random weights on the CPU.",
+        "ludic train my/src/my/env.py:MyEnv --model tiny --max-tokens 1 --lr 0.003",
+        "Train a small model on it from random weights, on the CPU.",
     ),
-    ("ludic view", "Look at that run in a browser: rewards, games, tokens."),
-    ("ludic new env my_env", "Make a package with an environment of your own, and its tests."),
+    ("ludic view", "Look at the run in a browser: rewards, episodes, tokens."),
 )
 """Five things to do, in an order in which all of them work."""
 
 EXAMPLES = {
-    "train": "ludic train tic_tac_toe --model tiny --max-tokens 1 --lr 0.003",
+    "train": "ludic train tic_tac_toe --model smollm2-135m --lora-rank 16 --name ttt",
     "eval": "ludic eval tic_tac_toe --model tiny --num-tasks 50",
     "play": "ludic play tic_tac_toe --seed 3",
     "serve": "ludic serve --model smollm2-135m --port 8000",
@@ -41,13 +41,13 @@ EXAMPLES = {
     "openenv-server": "ludic openenv-server tic_tac_toe",
     "sandbox-server": "ludic sandbox-server --workers 4",
     "env-server": "ludic env-server --workers 4",
-    "export": "ludic export runs/tic_tac_toe-tiny-grpo my-model",
-    "rescore": "ludic rescore runs/tic_tac_toe-tiny-grpo --reward length",
-    "launch": "ludic launch tic_tac_toe --model tiny --max-tokens 1 --actors 2",
-    "actor": "ludic actor runs/tic_tac_toe-tiny-grpo --actor-index 1",
-    "view": "ludic view runs/tic_tac_toe-tiny-grpo",
-    "show": "ludic show runs/tic_tac_toe-tiny-grpo --worst",
-    "plot": "ludic plot runs/tic_tac_toe-tiny-grpo --metric train/avg_total_reward",
+    "export": "ludic export runs/ttt my-model",
+    "rescore": "ludic rescore runs/ttt --reward length",
+    "launch": "ludic launch tic_tac_toe --model smollm2-135m --actors 2",
+    "actor": "ludic actor runs/ttt --actor-index 1",
+    "view": "ludic view runs/ttt",
+    "show": "ludic show runs/ttt --worst",
+    "plot": "ludic plot runs/ttt --metric train/avg_total_reward",
     "plan": "ludic plan 7b --gpus 8",
     "new": "ludic new env my_env",
     "parts": "ludic parts algorithm",
@@ -68,7 +68,7 @@ def wrapped(text: str, indent: int) -> list[str]:
 
 
 def greeting(version: str, missing: str) -> str:
-    """What `ludic` prints without arguments. `missing`: a sentence about what the third step needs and this machine lacks."""
+    """What `ludic` prints without arguments. `missing`: a sentence about what training needs and this machine lacks."""
     lines = [f"{paint('Ludic', 'bold')} {version}: reinforcement learning of LLM agents. Five things to do:", ""]
     for number, (command, what) in enumerate(FIRST_STEPS, start=1):
         lines += [f"  {number}  {what}", f"     {paint(command, 'command')}"]

@@ -69,11 +69,13 @@ def wrapped(text: str, indent: int) -> list[str]:
 
 def greeting(version: str, missing: str) -> str:
     """What `ludic` prints without arguments. `missing`: a sentence about what training needs and this machine lacks."""
-    lines = [f"{paint('Ludic', 'bold')} {version}: reinforcement learning of LLM agents. Five things to do:", ""]
+    title, *more = textwrap.wrap(f"Ludic {version}: reinforcement learning of LLM agents. Five things to do:", width())
+    lines = [title.replace("Ludic", paint("Ludic", "bold"), 1), *more, ""]
     for number, (command, what) in enumerate(FIRST_STEPS, start=1):
-        lines += [f"  {number}  {what}", f"     {paint(command, 'command')}"]
+        first, *rest = wrapped(what, 5)
+        lines += [f"  {number}  {first}", *(f"     {line}" for line in rest), f"     {paint(command, 'command')}"]
         if missing and command.startswith("ludic train"):
-            lines += textwrap.wrap(missing, width(), initial_indent=" " * 5, subsequent_indent=" " * 5)
+            lines.append(f"     {missing}")
     return "\n".join([*lines, "", "`ludic --help` lists all commands."])
 
 

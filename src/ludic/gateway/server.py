@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import hmac
 import logging
-import resource
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +31,16 @@ from ludic.types.steps import MAX_REWARD
 try:
     from aiohttp import web
 
-    from ludic.inference.serving.limits import Connection, Load, ServerLimits, answering, describe_error, listen, url_of
+    from ludic.inference.serving.limits import (
+        Connection,
+        Load,
+        ServerLimits,
+        allow_many_files,
+        answering,
+        describe_error,
+        listen,
+        url_of,
+    )
 except ImportError as error:
     raise MissingExtra("serve", "The gateway") from error
 
@@ -100,7 +108,7 @@ class Gateway:
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, *, unix_socket: str | Path | None = None) -> None:
         """Listen on an address, and on a Unix socket if one is given. Port 0 takes a free one; `url` is set then."""
-        _allow_many_files()
+        allow_many_files()
         runner = web.AppRunner(self._app(), access_log=None, shutdown_timeout=_SHUTDOWN_S)
         await runner.setup()
         self._closing.push_async_callback(runner.cleanup)
@@ -400,13 +408,6 @@ class Gateway:
                 self._hand_over(session) if is_rewarded else self.close_session(session)
             except Exception:
                 logger.exception("The rollouts of session %s are lost.", session.id)
-
-
-def _allow_many_files() -> None:
-    """Raise this process's limit of open files to what the system allows: each episode has connections, and 1,024 are too few."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
 
 
 def _is_number(value: Any) -> bool:

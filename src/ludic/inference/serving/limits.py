@@ -226,6 +226,17 @@ async def listen(runner: web.AppRunner, host: str, port: int, limits: ServerLimi
         raise ConfigError(f"Cannot listen on {host} port {port}: {error.strerror or error}.") from error
 
 
+def allow_many_files() -> None:
+    """Raise this process's limit of open files to what the system allows: each connection is one, and 1,024 are too few."""
+    try:
+        import resource  # Unix only
+    except ImportError:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
+
+
 def url_of(host: str, listener: asyncio.Server) -> str:
     """The address of a server; its port, if any free one was asked for."""
     shown = f"[{host}]" if ":" in host else host

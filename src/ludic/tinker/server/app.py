@@ -6,6 +6,7 @@ A handler reads the body, asks the service, and answers with JSON. Requests that
 
 import asyncio
 import logging
+import re
 import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -23,7 +24,16 @@ from ludic.types import MissingExtra
 try:
     from aiohttp import web
 
-    from ludic.inference.serving.limits import Connection, Load, ServerLimits, answering, describe_error, listen, url_of
+    from ludic.inference.serving.limits import (
+        Connection,
+        Load,
+        ServerLimits,
+        allow_many_files,
+        answering,
+        describe_error,
+        listen,
+        url_of,
+    )
 except ImportError as error:
     raise MissingExtra("serve", "The HTTP server") from error
 
@@ -36,11 +46,20 @@ POLL_S = 30.0
 """How long a client that asks for a result is kept waiting; the SDK gives up after 45 s."""
 SWEEP_S = 15.0
 SHUTDOWN_S = 0.5
+OLDEST_SDK = (0, 22)
+"""The first version whose training data is protobuf. Tested: 0.22.7, 0.24.1, 0.27.2, 0.30.4, 0.33.1, 0.35.0 and 0.36.0."""
 _API = "/api/v1"
 _OPEN = {f"{_API}/healthz"}
 """Endpoints that need no key."""
-CONFIG: dict[str, Any] = {"create_model_via_load_weights": True, "sample_join_sampling_session": True}
-"""Features of this server that the SDK uses if it is told so."""
+CONFIG: dict[str, Any] = {
+    "create_model_via_load_weights": True,
+    "sample_join_sampling_session": True,
+    # Of SDKs before 0.27; later ones always do so.
+    "proto_write_fwdbwd": True,
+    "fwd_via_fwdbwd": True,
+}
+"""Features of this server that the SDK uses if it is told so. Its poller `sample_use_retrieve_futures` is left out: after a
+restart of the server it would wait for lost requests without end."""
 _DYNAMIC_CONFIG: dict[str, Any] = {"sample_cancel_enabled": True}
 _NOT_HERE = {
     "create_custom_loss": "Losses cannot be uploaded to this server; forward_backward_custom computes them in the client.",
@@ -103,6 +122,7 @@ async def serve(
 ) -> None:
     """Serve until cancelled. Port 0 takes a free one; `on_ready` gets the address."""
     check_host(host, "keys" if keys else None, insecure)
+    allow_many_files()  # every client that waits for a result holds a connection
     runner = web.AppRunner(
         make_app(service, keys, limits=limits, config=config), access_log=None, shutdown_timeout=SHUTDOWN_S
     )
@@ -186,6 +206,7 @@ class _Server:
 
     async def create_session(self, request: web.Request) -> web.Response:
         tenant, body = await self._read(request, bodies.CreateSession)
+        check_sdk(body.sdk_version)
         session = self._service.create_session(tenant, body)
         return web.json_response({"type": "create_session", "session_id": session.id})
 
@@ -326,6 +347,14 @@ class _Server:
         tenant, body = await self._read(request, bodies.CancelFuture)
         self._service.cancel(tenant, body.request_id)
         return web.json_response({})
+
+
+def check_sdk(version: str) -> None:
+    """Refused(400) for an SDK that sends training data in another way."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST_SDK:
+        oldest = ".".join(map(str, OLDEST_SDK))
+        raise Refused(400, f"This server takes requests of tinker {oldest} and later; yours is {version}. Upgrade it.")
 
 
 def _promise(future: Future) -> web.Response:

@@ -64,6 +64,8 @@ class _Channel:
 
     finished: list[tuple[int, Future]] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    num_polls: int = 0
+    """Clients that wait for it now."""
 
 
 class Futures:
@@ -117,11 +119,14 @@ class Futures:
         own.finished = [(cursor, future) for cursor, future in own.finished if cursor > after]
         if not own.finished:
             own.changed.clear()
+            own.num_polls += 1
             try:
                 async with asyncio.timeout(timeout_s):
                     await own.changed.wait()
             except TimeoutError:
                 return [], after
+            finally:
+                own.num_polls -= 1
         return [future for _, future in own.finished], own.finished[-1][0]
 
     def close_channels(self, prefix: str) -> None:
@@ -135,3 +140,7 @@ class Futures:
         over = [future.id for future in self._by_id.values() if future.expires is not None and future.expires < now]
         for request_id in over:
             del self._by_id[request_id]
+        for name, channel in list(self._channels.items()):  # most have no client that polls
+            channel.finished = [entry for entry in channel.finished if entry[1].id in self._by_id]
+            if not channel.finished and channel.num_polls == 0:
+                del self._channels[name]

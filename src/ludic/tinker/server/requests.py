@@ -159,7 +159,8 @@ class TrainingRequests:
             return {"path": str(path)}
         path = CheckpointPath.named(run.record.id, "sampler", f"unnamed-{number:06d}")
         self._save(run, number, path, body, adapter.named())
-        self._engine.add_adapter(str(path), adapter)
+        if str(path) not in (self._engine.adapters or ()):  # it is there if the request is repeated after a restart
+            self._engine.add_adapter(str(path), adapter)
         asked = body.sampling_session_seq_id
         sampler = Sampler(
             id=sampler_id(run.record.session, asked if asked is not None else number),

@@ -126,6 +126,8 @@ class Samplers:
         self._by_id: dict[str, Sampler] = {}
         self._held: OrderedDict[str, int] = OrderedDict()
         """Adapters of the engine by path, the least recently used first, and the requests that use each now."""
+        self._deleted: set[str] = set()
+        """Held paths whose weights are deleted; the requests that use them finish."""
         self._loading: dict[str, asyncio.Lock] = {}
         self._turns = Turns(int(engine.max_sequences * _AHEAD))
 
@@ -152,9 +154,10 @@ class Samplers:
         self._held[str(path)] = 0
 
     def drop(self, path: CheckpointPath) -> None:
-        """The weights are deleted."""
-        if self._held.pop(str(path), None) is not None:
-            self.engine.remove_adapter(str(path))
+        """The weights are deleted. Requests that use them finish."""
+        if str(path) in self._held:
+            self._deleted.add(str(path))
+            self._make_room()
 
     @contextlib.asynccontextmanager
     async def _adapter(self, path: str | None) -> AsyncIterator[str | None]:
@@ -172,8 +175,7 @@ class Samplers:
         try:
             yield path
         finally:
-            if path in self._held:
-                self._held[path] -= 1
+            self._held[path] -= 1
             self._make_room()
 
     def _load(self, path: str) -> None:
@@ -182,11 +184,11 @@ class Samplers:
 
     def _make_room(self) -> None:
         for path in [path for path, num_users in self._held.items() if not num_users]:
-            if len(self._held) <= self._max_adapters:
-                return
-            del self._held[path]
-            self._loading.pop(path, None)
-            self.engine.remove_adapter(path)
+            if path in self._deleted or len(self._held) > self._max_adapters:
+                del self._held[path]
+                self._deleted.discard(path)
+                self._loading.pop(path, None)
+                self.engine.remove_adapter(path)
 
     # --- requests ---
 

@@ -163,7 +163,7 @@ class Service:
         """A new run; its id follows from the session and the number that the client gives."""
         self.heard(tenant, body.session_id)
         run_id = _run_id(body.session_id, body.model_seq_id)
-        if (known := self.futures.get(_request_id(run_id, 0), tenant)) is not None:
+        if (known := self._known(tenant, run_id, {"type": "create_model", "model_id": run_id})) is not None:
             return known
         _check_optimizer(body.optimizer_config)
         lora = body.lora_config
@@ -183,13 +183,21 @@ class Service:
         assert body.session_id is not None and body.model_seq_id is not None, "checked by the caller"
         self.heard(tenant, body.session_id)
         run_id = _run_id(body.session_id, body.model_seq_id)
-        if (known := self.futures.get(_request_id(run_id, 0), tenant)) is not None:
+        if (known := self._known(tenant, run_id, {"type": "load_weights", "model_id": run_id})) is not None:
             return known
         checkpoint = self.checkpoint(tenant, CheckpointPath.parse(body.path))
         _check_optimizer(body.optimizer_config)
         base_model = body.base_model or checkpoint.base_model
         record = self._new_record(tenant, run_id, body.session_id, base_model, checkpoint.spec, body.user_metadata)
         return self._create(record, "load_weights", payload)
+
+    def _known(self, tenant: str, run_id: str, result: Result) -> Future | None:
+        """The future of a run's creation, if it was created; the result may have been dropped since."""
+        found = self.futures.get(_request_id(run_id, 0), tenant)
+        if found is None and run_id in self._runs:
+            found = self.futures.begin(_request_id(run_id, 0), tenant)
+            self.futures.resolve(found, result)
+        return found
 
     def _create(self, record: Run, kind: RequestKind, payload: bytes) -> Future:
         """A run begins with its request 0. The store drops a run without one: its client was not answered and asks again."""

@@ -272,6 +272,22 @@ def test_repeated_session_requests_give_the_same_answer(raw, run):
     assert raw.post("optim_step", step_body(run, 1)).status_code == 404
 
 
+def test_created_run_is_not_made_again_when_its_result_was_dropped(server, raw, run):
+    body = {
+        "session_id": run.split(":")[0],
+        "model_seq_id": 0,
+        "base_model": NAME,
+        "lora_config": {"rank": 2, "seed": 1},
+    }
+    raw.post("forward_backward", pass_body(run, 1))
+    step = raw.result(raw.post("optim_step", step_body(run, 2)).json()["request_id"])
+    assert step.status_code == 200
+    before = server.service._runs[run].training
+    server.call(lambda: server.service.futures.forget([f"{run}#0"], "anna"))
+    assert raw.result(raw.post("create_model", body).json()["request_id"]).json()["model_id"] == run
+    assert server.service._runs[run].training is before
+
+
 def test_unknown_results_are_gone_for_samples_and_missing_for_runs(raw):
     assert raw.result("session-1:sample:0#3").status_code == 410
     assert raw.result("session-1:train:0#3").status_code == 404
@@ -309,6 +325,12 @@ def test_silent_session_ends(server, raw, run):
 def test_malformed_body_is_refused_with_what_is_wrong(raw, name, body, said):
     answer = raw.post(name, body)
     assert answer.status_code == 400 and said in answer.json()["detail"]
+
+
+def test_sdk_that_sends_no_protobuf_is_refused(raw):
+    answer = raw.post("create_session", {"sdk_version": "0.20.0"})
+    assert answer.status_code == 400 and "tinker 0.22 and later; yours is 0.20.0" in answer.json()["detail"]
+    assert raw.post("create_session", {"sdk_version": "1.0"}).status_code == 200
 
 
 def test_unknown_endpoint_and_missing_features(raw):

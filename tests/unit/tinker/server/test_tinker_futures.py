@@ -85,12 +85,20 @@ async def test_channels_without_a_client_keep_no_results():
     [
         (["--host", "0.0.0.0"], "Give an --api-key"),
         (["--api-key", "secret"], "does not begin with 'tml-'"),
-        (["--api-key", "tml-a", "--api-keys", "file"], "give one of them"),
         (["--api-keys", "/nowhere/keys"], "cannot be read"),
-        (["--max-runs", "0"], "max_runs"),
     ],
 )
 def test_wrong_flags_of_the_command_are_named(flags, said, monkeypatch):
     monkeypatch.delenv("LUDIC_API_KEY", raising=False)
     with pytest.raises(ConfigError, match=said):
         serve(["--tinker", "--model", "tiny", "--port", "0", *flags])
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [(["--api-key", "tml-a", "--api-keys", "file"], "give one of them"), (["--max-runs", "0"], "max_runs")],
+)
+def test_flags_that_no_server_can_have_end_the_command(flags, said, capsys):
+    with pytest.raises(SystemExit):
+        serve(["--tinker", "--model", "tiny", *flags])
+    assert said in capsys.readouterr().err

@@ -291,7 +291,7 @@ def test_abandoned_sample_leaves_the_engine(server, sampler):
     engine.pause()
     try:
         abandoned = sampler.sample(prompt(1), 1, types.SamplingParams(max_tokens=63, stop=[]))
-        server.until(lambda: len(sampling) == 1)
+        server.until(lambda: any(future._done._waiters for future in server.service.futures._by_id.values()))
         assert abandoned.cancel()
         server.until(lambda: not sampling)
     finally:

@@ -102,7 +102,8 @@ class _Line:
 
     @property
     def head(self) -> Task | None:
-        return self.waiting.get(self.next_number)
+        """The request whose turn it is; none before the run is made."""
+        return None if self.make is not None else self.waiting.get(self.next_number)
 
 
 class Scheduler:
@@ -143,7 +144,7 @@ class Scheduler:
         """The number of the request that a run waits for, if later ones have arrived."""
         with self._changed:
             line = self._lines.get(run)
-            return None if line is None or line.head is not None or not line.waiting else line.next_number
+            return None if line is None or line.next_number in line.waiting or not line.waiting else line.next_number
 
     def is_over(self, run: str, number: int) -> bool:
         """Whether this request was carried out, or is older than what a run began with."""
@@ -242,6 +243,8 @@ class Scheduler:
         """Of each tenant, of each run: the passes that can be computed now."""
         found: dict[str, list[list[PassTask]]] = {}
         for line in self._lines.values():
+            if line.head is None:
+                continue
             passes, number = [], line.next_number
             while isinstance(task := line.waiting.get(number), PassTask):
                 passes.append(task)
@@ -251,14 +254,17 @@ class Scheduler:
         return found
 
     def _compute_batch(self, batch: dict[PassTask, list[Row]]) -> None:
+        jobs: list[PassJob] = []
+        for task, rows in list(batch.items()):
+            try:
+                run = task.training()
+            except LudicError as error:  # this run could not be made; the others can be computed
+                del batch[task]
+                self._finish(task, as_failure(error))
+            else:
+                jobs.append(PassJob(run, rows, task.loss, task.config, task.forward_only))
         outputs: list[PassOutput | Exception]
         try:
-            jobs = [
-                PassJob(
-                    run=task.training(), rows=rows, loss=task.loss, config=task.config, forward_only=task.forward_only
-                )
-                for task, rows in batch.items()
-            ]
             outputs = self._compute(jobs)
         except Exception as error:
             logger.exception("a batch failed")

@@ -125,6 +125,19 @@ def test_a_missing_request_is_named_while_later_ones_wait(bench):
     assert bench.scheduler.missing("a/0") is None and bench.scheduler.is_over("a/0", 2)
 
 
+def test_a_run_is_made_before_its_first_request(bench):
+    """Also one that is opened while the worker makes another."""
+    order: list[str] = []
+
+    def make_first() -> None:
+        bench.scheduler.open("b/0", "b", next_number=1, make=lambda: order.append("make b"))
+        bench.step("b/0", 1, lambda: order.append("request b") or {})
+
+    bench.scheduler.open("a/0", "a", next_number=1, make=make_first)
+    bench.wait(1)
+    assert order == ["make b", "request b"]
+
+
 def test_rows_of_several_tenants_share_one_batch(bench):
     bench.open("a/0", "b/0", "c/0")
     bench.hold()

@@ -13,6 +13,7 @@ pytest.importorskip("tinker", reason="the extra 'tinker' is not installed")
 import tinker
 from tinker import types
 
+from ludic.tinker.server import app
 from tests.tinker_fake.losses import loss_of
 from tests.unit.tinker.server.running import KEY, NAME, RunningServer, datum, prompt
 
@@ -299,6 +300,20 @@ def test_abandoned_sample_leaves_the_engine(server, sampler):
     server.until(lambda: engine.stats["running"] + engine.stats["waiting"] == 0)
     [after] = sampler.sample(prompt(1), 1, types.SamplingParams(max_tokens=2, stop=[])).result().sequences
     assert len(after.tokens) == 2
+
+
+def test_client_asks_again_until_the_result_is_there(server, sampler, monkeypatch):
+    asked: list[str] = []
+    monkeypatch.setattr(app, "POLL_S", 0.01)
+    monkeypatch.setattr(server.service, "why_waiting", asked.append)
+    engine = server.service.samplers.engine
+    engine.pause()
+    try:
+        answer = sampler.sample(prompt(1), 1, types.SamplingParams(max_tokens=1))
+        server.until(lambda: len(asked) >= 3)
+    finally:
+        engine.resume()
+    assert len(answer.result().sequences) == 1
 
 
 # --- saving and loading ---

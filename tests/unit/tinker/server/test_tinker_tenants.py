@@ -16,6 +16,7 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as proto
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
+from ludic.tinker.server import app
 from ludic.tinker.server.records import CheckpointPath, Keys, Refused, TenantLimits, Usage
 from ludic.types import ConfigError
 from tests.unit.tinker.server.running import NAME, RunningServer, datum, prompt
@@ -259,6 +260,14 @@ def test_requests_are_carried_out_in_the_order_of_their_numbers(raw, run):
         losses[number] = raw.post("forward_backward" if number == 3 else "optim_step", body).json()["request_id"]
     losses[1] = raw.post("forward_backward", pass_body(run, 1)).json()["request_id"]
     assert loss_in(raw.result(losses[3])) < loss_in(raw.result(losses[1]))
+
+
+def test_client_is_told_which_request_is_missing(raw, run, monkeypatch):
+    monkeypatch.setattr(app, "POLL_S", 0.01)
+    waiting = raw.post("optim_step", step_body(run, 2)).json()["request_id"]
+    answer = raw.result(waiting)
+    assert (answer.status_code, answer.json()["type"]) == (408, "try_again")
+    assert answer.json()["queue_state_reason"] == f"request 1 of {run} has not arrived"
 
 
 def test_repeated_session_requests_give_the_same_answer(raw, run):

@@ -325,6 +325,7 @@ def local_engine(
     *,
     max_length: int,
     kv_tokens: int | None = None,
+    kv_memory_fraction: float | None = None,
     concurrency: int | None = None,
     bitwise: bool = False,
     record_experts: bool = False,
@@ -337,6 +338,7 @@ def local_engine(
         loaded.tokenizer,
         max_model_len=min(max_length, longest),
         kv_tokens=kv_tokens,
+        kv_memory_fraction=kv_memory_fraction,
         keep_room=True,
         max_sequences=None if concurrency is None or not on_gpu else min(max(concurrency, 512), _MAX_SEQUENCES),
         bitwise=bitwise,
@@ -361,12 +363,18 @@ def serve_locally(
     loaded: LoadedModel,
     *,
     max_length: int,
+    kv_memory_fraction: float | None = None,
     concurrency: int | None = None,
     bitwise: bool = False,
     record_experts: bool = False,
 ) -> ServedPolicy:
     engine = local_engine(
-        loaded, max_length=max_length, concurrency=concurrency, bitwise=bitwise, record_experts=record_experts
+        loaded,
+        max_length=max_length,
+        kv_memory_fraction=kv_memory_fraction,
+        concurrency=concurrency,
+        bitwise=bitwise,
+        record_experts=record_experts,
     )
     return ServedPolicy(
         client=engine,

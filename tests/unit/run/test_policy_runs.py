@@ -12,6 +12,7 @@ from ludic.run import build, load
 from ludic.run.config import RunConfig
 from ludic.run.policies.entry import PolicyEntry, with_policies
 from ludic.run.policies.resolve import seatings
+from ludic.run.policies.team import cache_fraction
 from ludic.run.settings import from_table, read_toml, to_toml
 from ludic.types import ConfigError
 from tests.contract.pages import DOCS
@@ -127,6 +128,15 @@ def test_the_file_on_the_page_is_planned(ludic):
     said = done(ludic("train", "run.toml", "--dry-run")).out
     assert "simulator plays user. Model tiny" in said and "helper plays assistant. Model smollm2-135m" in said
     assert "training all weights with grpo, lr 1e-06." in said and "a LoRA adapter of rank 16 with gspo." in said
+
+
+def test_caches_of_all_engines_take_what_one_engine_would():
+    free = 1.0
+    for number in range(3):
+        taken = free * cache_fraction(number, 3)
+        assert taken == pytest.approx(0.2)
+        free -= taken
+    assert cache_fraction(0, 1) == 0.6
 
 
 # --- training ---

@@ -50,7 +50,7 @@ class Team:
         self._run, self._start = run, start
         self._closing = ExitStack()
         self._models = _load_models(run, start)
-        self._served = {policy.name: self._serve(policy) for policy in run.policies}
+        self._served = {policy.name: self._serve(number, policy) for number, policy in enumerate(run.policies)}
         self._setup = self._make_setup()
         rollouts = run.config.rollouts
         path = rollouts_file(run.folder, start) if rollouts.save_rollouts else None
@@ -89,11 +89,13 @@ class Team:
             token_recorder=self._closing.enter_context(closing(recorder)),
         )
 
-    def _serve(self, policy: NamedPolicy) -> ServedPolicy:
-        run = policy.run
+    def _serve(self, number: int, policy: NamedPolicy) -> ServedPolicy:
+        run, loaded = policy.run, self._models[policy.name]
+        on_gpu = next(loaded.model.parameters()).is_cuda
         served = serve_locally(
-            self._models[policy.name],
+            loaded,
             max_length=run.trainer.max_seq_len,
+            kv_memory_fraction=cache_fraction(number, len(self._run.policies)) if on_gpu else None,
             concurrency=run.config.rollouts.concurrency,
             bitwise=run.trainer.bitwise,
             record_experts=run.trainer.replay_experts,
@@ -152,6 +154,16 @@ class Team:
 
     def close(self) -> None:
         self._closing.close()
+
+
+_CACHES = 0.6
+"""Share of a GPU's free memory for the caches of all engines together: what a single engine takes."""
+
+
+def cache_fraction(number: int, num_engines: int) -> float:
+    """What the n-th engine (from 0) takes of the memory that the ones before have left: the same amount as each of them."""
+    each = _CACHES / num_engines
+    return each / (1 - number * each)
 
 
 # --- models ----------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,12 @@ class TinkerServeArgs:
     """Address to listen on; other than loopback it wants a key."""
     port: int = 8000
     """Port; 0 takes a free one."""
+    data: Path | None = None
+    """Folder of runs and checkpoints; after a restart, also after kill -9, clients go on. Default: runs/tinker/<name>."""
+    snapshot_every: int = 16
+    """Steps of a run after which its state is saved; a restart computes no more than these again."""
+    sync: Switch = False
+    """Wait for the disk at every training request: nothing acknowledged is lost in a power cut either."""
     api_key: str | None = None
     """Key that clients must send; it begins with tml-. Default: $LUDIC_API_KEY."""
     api_keys: Path | None = None
@@ -62,6 +67,7 @@ class TinkerServeArgs:
             raise ConfigError(f"--port {self.port}; a port is a number from 0 to 65535.")
         at_least(1, max_runs=self.max_runs, max_rank=self.max_rank, max_requests=self.max_requests)
         at_least(1, max_adapters=self.max_adapters, max_sequences=self.max_sequences, max_model_len=self.max_model_len)
+        at_least(1, snapshot_every=self.snapshot_every)
         at_least(2, token_budget=self.token_budget)
         if not self.session_timeout_s > 0:
             raise ConfigError(f"--session-timeout-s {self.session_timeout_s:g}; it must be more than 0.")
@@ -91,15 +97,21 @@ async def _serve_until_stopped(given: TinkerServeArgs, stack: contextlib.ExitSta
     from ludic.models.loading import load_model
     from ludic.run.model import find_device
     from ludic.tinker.server.app import serve
-    from ludic.tinker.server.memory import MemoryStore
     from ludic.tinker.server.records import LOCAL_TENANT, Keys, TenantLimits
+    from ludic.tinker.server.recovery import recover
     from ludic.tinker.server.runs import TrainingBase
     from ludic.tinker.server.sampling import Samplers
     from ludic.tinker.server.service import Offer, Service
+    from ludic.tinker.server.storage.store import DiskStore
 
     keys = Keys({given.api_key: LOCAL_TENANT} if given.api_key else {})
     if given.api_keys is not None:
         keys = Keys.read(given.api_keys)
+    names = tuple(given.name) or (given.model,)
+    data = given.data or Path("runs", "tinker", names[0].strip("/").replace("/", "--"))
+    # Before a large model is loaded: another server may have the folder.
+    store = DiskStore(data, base_model=names[0], sync=given.sync, snapshot_every=given.snapshot_every)
+    stack.callback(store.close)
     device = find_device(given.device)
     dtype = None if given.dtype == "auto" else getattr(torch, given.dtype)
     loaded = load_model(given.model, dtype=dtype, device=device)
@@ -113,14 +125,12 @@ async def _serve_until_stopped(given: TinkerServeArgs, stack: contextlib.ExitSta
         max_model_len=given.max_model_len,
     )
     stack.callback(engine.close)
-    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ludic-tinker-"))
     offer = Offer(
-        names=tuple(given.name) or (given.model,),
+        names=names,
         max_context=min(engine.max_total_tokens, token_budget),
         architecture=loaded.model.config.model_type,
-        tokenizer_id=_tokenizer_id(given.model, loaded.tokenizer, Path(folder)),
+        tokenizer_id=_tokenizer_id(given.model, loaded.tokenizer, data.absolute() / "tokenizer"),
     )
-    store = MemoryStore()
     service = Service(
         base,
         Samplers(engine, store, max_adapters=given.max_adapters),
@@ -130,9 +140,10 @@ async def _serve_until_stopped(given: TinkerServeArgs, stack: contextlib.ExitSta
         limits=TenantLimits(max_runs=given.max_runs, max_rank=given.max_rank, max_requests=given.max_requests),
         max_idle_s=given.session_timeout_s,
     )
+    recover(store, service)
 
     def announce(url: str) -> None:
-        print(_how_to_use(url, offer.names[0], has_keys=bool(keys)), flush=True)
+        print(_how_to_use(url, names[0], data, has_keys=bool(keys)), flush=True)
 
     serving = asyncio.create_task(
         serve(service, keys, given.host, given.port, insecure=given.insecure, on_ready=announce)
@@ -157,9 +168,10 @@ def _tokenizer_id(model: str, tokenizer: Any, folder: Path) -> str | None:
     return str(folder)
 
 
-def _how_to_use(url: str, name: str, *, has_keys: bool) -> str:
+def _how_to_use(url: str, name: str, data: Path, *, has_keys: bool) -> str:
     key = "<your key>" if has_keys else _KEY_SHOWN
     return (
         f"Tinker server of {name} at {url} (Ctrl-C stops)\n"
-        f"  clients:  export TINKER_BASE_URL={url} TINKER_API_KEY={key}"
+        f"  clients:  export TINKER_BASE_URL={url} TINKER_API_KEY={key}\n"
+        f"  data:     {data}"
     )

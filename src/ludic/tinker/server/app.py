@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from ludic.inference.vllm.command import check_host
 from ludic.tasks import cancel_all
+from ludic.tinker.server import rest
 from ludic.tinker.server.futures import Failure, Future
 from ludic.tinker.server.records import CheckpointPath, Keys, Refused
 from ludic.tinker.server.service import Service
@@ -49,7 +50,7 @@ SHUTDOWN_S = 0.5
 OLDEST_SDK = (0, 22)
 """The first version whose training data is protobuf. Tested: 0.22.7, 0.24.1, 0.27.2, 0.30.4, 0.33.1, 0.35.0 and 0.36.0."""
 _API = "/api/v1"
-_OPEN = {f"{_API}/healthz"}
+_OPEN = {f"{_API}/healthz", rest.DOWNLOAD}
 """Endpoints that need no key."""
 CONFIG: dict[str, Any] = {
     "create_model_via_load_weights": True,
@@ -88,6 +89,7 @@ def make_app(
         "optim_step": server.optim_step,
         "save_weights": server.save_weights,
         "save_weights_for_sampler": server.save_weights_for_sampler,
+        "save_weights_external": server.save_weights_external,
         "load_weights": server.load_weights,
         "weights_info": server.weights_info,
         "create_sampling_session": server.create_sampling_session,
@@ -106,6 +108,7 @@ def make_app(
             web.get(f"{_API}/samplers/{{id}}", server.sampler),
         ]
     )
+    app.add_routes(rest.routes(service.store, server.tenant))
     return app
 
 
@@ -144,7 +147,10 @@ async def serve(
 async def _sweep(service: Service) -> None:
     while True:
         await asyncio.sleep(SWEEP_S)
-        service.sweep()
+        try:
+            service.sweep()
+        except OSError as error:
+            logger.error("the end of a session could not be written down: %s", error)
 
 
 class _Server:
@@ -161,7 +167,7 @@ class _Server:
             request.protocol.is_heard = True
         try:
             if request.path not in _OPEN:
-                self._tenant(request)
+                self.tenant(request)
             response = await handler(request)
         except Exception as error:  # noqa: BLE001 - the client gets JSON for any error, and other requests continue
             response = _error_response(error)
@@ -170,13 +176,14 @@ class _Server:
             await response.write_eof()
         return response
 
-    def _tenant(self, request: web.Request) -> str:
+    def tenant(self, request: web.Request) -> str:
+        """Who asks, by the key."""
         return self._keys.tenant(request.headers.get("X-API-Key"))
 
     async def _read(self, request: web.Request, kind: type[B]) -> tuple[str, B]:
         """The tenant and the body."""
         async with self._load.body(request) as data:
-            return self._tenant(request), bodies.read_json(data, kind)
+            return self.tenant(request), bodies.read_json(data, kind)
 
     # --- the server itself ---
 
@@ -241,21 +248,19 @@ class _Server:
         async with self._load.body(request) as data:
             head = messages.read_pass(data)
             return _promise(
-                self._service.request(self._tenant(request), head.model_id, head.seq_id, "forward_backward", data)
+                self._service.request(self.tenant(request), head.model_id, head.seq_id, "forward_backward", data)
             )
 
     async def optim_step(self, request: web.Request) -> web.Response:
         async with self._load.body(request) as data:
             head = bodies.read_json(data, bodies.OptimStep)
-            return _promise(
-                self._service.request(self._tenant(request), head.model_id, head.seq_id, "optim_step", data)
-            )
+            return _promise(self._service.request(self.tenant(request), head.model_id, head.seq_id, "optim_step", data))
 
     async def save_weights(self, request: web.Request) -> web.Response:
         async with self._load.body(request) as data:
             head = bodies.read_json(data, bodies.SaveWeights)
             return _promise(
-                self._service.request(self._tenant(request), head.model_id, head.seq_id, "save_weights", data)
+                self._service.request(self.tenant(request), head.model_id, head.seq_id, "save_weights", data)
             )
 
     async def save_weights_for_sampler(self, request: web.Request) -> web.Response:
@@ -263,13 +268,20 @@ class _Server:
             head = bodies.read_json(data, bodies.SaveWeights)
             return _promise(
                 self._service.request(
-                    self._tenant(request), head.model_id, head.seq_id, "save_weights_for_sampler", data
+                    self.tenant(request), head.model_id, head.seq_id, "save_weights_for_sampler", data
                 )
+            )
+
+    async def save_weights_external(self, request: web.Request) -> web.Response:
+        async with self._load.body(request) as data:
+            head = bodies.read_json(data, bodies.SaveExternal)
+            return _promise(
+                self._service.request(self.tenant(request), head.model_id, head.seq_id, "save_weights_external", data)
             )
 
     async def load_weights(self, request: web.Request) -> web.Response:
         async with self._load.body(request) as data:
-            head, tenant = bodies.read_json(data, bodies.LoadWeights), self._tenant(request)
+            head, tenant = bodies.read_json(data, bodies.LoadWeights), self.tenant(request)
             if head.session_id is not None and head.model_seq_id is not None:
                 return _promise(self._service.create_from_weights(tenant, head, data))
             if head.model_id is None or head.seq_id is None:
@@ -298,7 +310,7 @@ class _Server:
         return web.json_response({"type": "join_sampling_session", "client_counter": 1 + secrets.randbelow(10**9 - 1)})
 
     async def sampler(self, request: web.Request) -> web.Response:
-        found = self._service.samplers.find(request.match_info["id"], self._tenant(request))
+        found = self._service.samplers.find(request.match_info["id"], self.tenant(request))
         about = {"sampler_id": found.id, "base_model": self._service.offer.names[0], "model_path": found.path}
         return web.json_response(about)
 

@@ -24,7 +24,6 @@ from ludic.tinker.server.records import (
     Run,
     Sampler,
     Session,
-    Store,
     TenantLimits,
     Usage,
 )
@@ -32,6 +31,7 @@ from ludic.tinker.server.requests import OpenRun, TrainingRequests, find_checkpo
 from ludic.tinker.server.runs import TrainingBase
 from ludic.tinker.server.sampling import Samplers
 from ludic.tinker.server.scheduler import Scheduler, Task, as_failure
+from ludic.tinker.server.storage.store import DiskStore
 from ludic.tinker.server.wire import bodies
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Service:
         self,
         base: TrainingBase,
         samplers: Samplers,
-        store: Store,
+        store: DiskStore,
         offer: Offer,
         *,
         token_budget: int,

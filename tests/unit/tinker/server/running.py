@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,11 +12,11 @@ from tinker import types
 
 from ludic.inference.local import LocalEngine
 from ludic.tinker.server.app import CONFIG, serve
-from ludic.tinker.server.memory import MemoryStore
 from ludic.tinker.server.records import Keys, TenantLimits
 from ludic.tinker.server.runs import TrainingBase
 from ludic.tinker.server.sampling import Samplers
 from ludic.tinker.server.service import Offer, Service
+from ludic.tinker.server.storage.store import DiskStore
 from tests.unit.training.bandit import ByteTokenizer, tiny_llama
 
 KEY = "tml-test"
@@ -46,7 +47,8 @@ class RunningServer:
         self.loop, self.stopped = asyncio.get_running_loop(), asyncio.Event()
         base = TrainingBase(self.model, token_budget=256)
         engine = LocalEngine(self.model, ByteTokenizer(), adapters=True, max_sequences=8, kv_tokens=1024)
-        store = MemoryStore()
+        folder = tempfile.TemporaryDirectory(prefix="tinker-server-")
+        store = DiskStore(folder.name, base_model=NAME)
         self.service = Service(
             base,
             Samplers(engine, store),
@@ -69,6 +71,8 @@ class RunningServer:
         with contextlib.suppress(asyncio.CancelledError):
             await serving
         engine.close()
+        store.close()
+        folder.cleanup()
 
     def __enter__(self) -> "RunningServer":
         self._thread.start()

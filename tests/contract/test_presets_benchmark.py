@@ -17,6 +17,6 @@ def test_every_preset_has_a_recipe():
 
 
 def test_the_page_shows_a_result_of_every_preset_that_is_good_enough():
-    rows = {name: float(lowest) for name, lowest in ROW.findall((DOCS / "algorithms" / "README.md").read_text())}
+    rows = {name: float(lowest) for name, lowest in ROW.findall((DOCS / "results" / "presets.md").read_text())}
     assert set(rows) == set(RECIPES)
     assert min(rows.values()) >= STATED_REWARD

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ludic.models import packed_attention, tree_attention
+from ludic.models.adapters import AdapterBank, AdapterSpec, LoraAdapter
 from ludic.models.attention import route_attention
 from ludic.models.forward import has_plain_layers
 from ludic.models.head import hidden_states
@@ -177,6 +178,30 @@ def test_a_changed_adapter_is_noticed(change):
 def test_other_kinds_of_adapters_run_through_their_own_modules(settings):
     assert has_plain_layers(with_adapters().get_base_model())
     assert not has_plain_layers(with_adapters(**settings).get_base_model())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_of_a_bank_have_the_values_and_gradients_of_its_modules(family):
+    model = trainable(family)
+    bank = AdapterBank(model)
+    route_attention(bank.model)
+    specs = [AdapterSpec(rank=4, seed=1), AdapterSpec(rank=2, seed=2, alpha=3.0, mlp=False)]
+    adapters = [LoraAdapter.create(model, spec) for spec in specs]
+    for number, adapter in enumerate(adapters):
+        adapter.flat.copy_(torch.randn(adapter.flat.shape, generator=torch.Generator().manual_seed(number)) * 0.1)
+    spans = [(adapters[0], 5), (None, 9), (adapters[1], 10), (adapters[0], 17)]
+    found = []
+    for decoder in (FusedDecoder(bank.model), None):
+        with bank.using(spans):
+            hidden_TN = hidden_states(bank.model, *inputs()) if decoder is None else decoder.hidden(*inputs())
+        hidden_TN.backward(slope_of(hidden_TN))
+        trained = [p for adapter in adapters for p in adapter.parameters()]
+        found.append((hidden_TN.detach(), {str(n): p.grad for n, p in enumerate(trained) if p.grad is not None}))
+        for parameter in trained:
+            parameter.grad = None
+    assert len(found[0][1]) == 2 * 2 * (7 + 4)  # two layers, A and B; not the output layer
+    assert_equal(*found)
+    assert has_plain_layers(bank.model)
 
 
 def test_micro_batches_add_up():

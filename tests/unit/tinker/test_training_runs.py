@@ -173,7 +173,7 @@ def trained_runs(base: TrainingBase) -> list[TrainingRun]:
     return runs
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     lengths=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=5), min_size=3, max_size=3),
     budget=st.sampled_from([64, 100, 4096]),

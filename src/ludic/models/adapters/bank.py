@@ -106,10 +106,13 @@ class AdapterBank:
 class AdaptedLinear(nn.Module):
     """A frozen linear layer and the adapters of the bank's current pass."""
 
+    bias: nn.Parameter | None
+
     def __init__(self, linear: nn.Linear, name: str, bank: AdapterBank, *, turns: bool) -> None:
         """`turns`: keep a transposed copy of the weight for the forward pass."""
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight = linear.weight
+        self.register_parameter("bias", linear.bias)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._name = name
         self._turned_NM = linear.weight.detach().t().contiguous() if turns else linear.weight.detach().t()
@@ -117,19 +120,20 @@ class AdaptedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x_TN = x.reshape(-1, self.in_features)
-        spans = self._bank[0].spans_of(len(x_TN))
-        return self._product(x_TN, spans).view(*x.shape[:-1], self.out_features)
-
-    def _product(self, x_TN: Tensor, spans: Sequence[RowSpan]) -> Tensor:
-        """[T, M] of all rows, each with its own adapter."""
-        pairs = [(span, span.adapter.weights(self._name)) for span in spans]
-        adapted = [(span, pair) for span, pair in pairs if pair is not None]
-        rows = [(span.start, span.end, span.adapter.scale) for span, _ in adapted]
-        weights = [weight for _, pair in adapted for weight in pair]
+        adapted = self.in_pass(len(x_TN))
+        rows = [(start, end, scale) for start, end, scale, *_ in adapted]
+        weights = [weight for *_, a_RN, b_MR in adapted for weight in (a_RN, b_MR)]
         if torch.is_grad_enabled():
-            out: Tensor = _AdaptedProduct.apply(x_TN, self.weight, self._turned_NM, self.bias, rows, *weights)
-            return out
-        return _product(x_TN, self._turned_NM, self.bias, rows, weights)[0]
+            out_TM: Tensor = _AdaptedProduct.apply(x_TN, self.weight, self._turned_NM, self.bias, rows, *weights)
+        else:
+            out_TM = _product(x_TN, self._turned_NM, self.bias, rows, weights)[0]
+        return out_TM.view(*x.shape[:-1], self.out_features)
+
+    def in_pass(self, num_rows: int) -> list[tuple[int, int, float, nn.Parameter, nn.Parameter]]:
+        """(first row, end, scale, A, B) of each adapter of the current pass over so many rows."""
+        spans = self._bank[0].spans_of(num_rows)
+        pairs = [(span, span.adapter.weights(self._name)) for span in spans]
+        return [(span.start, span.end, span.adapter.scale, *pair) for span, pair in pairs if pair is not None]
 
 
 def _product(

@@ -1,14 +1,18 @@
 """LoRA inside the hand-written passes: which layers with an adapter they can compute, and its products by hand.
 
 A projection with an adapter gives W x + scale · B (A x). Its base weight stays as it is: merging B A into a weight of half
-precision would round small adapters away. Adapters that peft keeps in fp32 are used in the precision of the pass, as under
-autocast.
+precision would round small adapters away. Adapters that are kept in fp32 are used in the precision of the pass, as under
+autocast. Of an `AdapterBank`, several adapters take part in a pass, each on its own tokens.
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+
+from ludic.models.adapters.bank import AdaptedLinear
+
+_ALL = slice(None)
 
 
 # Letters: T flat tokens, N inputs of a projection, M its outputs, R the rank.
@@ -18,20 +22,23 @@ class Adapter(NamedTuple):
     a_RN: Tensor
     b_MR: Tensor
     scale: float
+    rows: slice = _ALL
+    """The tokens that have this adapter."""
 
     def add(self, out_TM: Tensor, x_TN: Tensor) -> None:
         """Add what the adapter gives to what the base weight gave."""
-        out_TM.addmm_(x_TN @ self.a_RN.t(), self.b_MR.t(), alpha=self.scale)
+        out_TM[self.rows].addmm_(x_TN[self.rows] @ self.a_RN.t(), self.b_MR.t(), alpha=self.scale)
 
     def backward(self, grad_TM: Tensor, grad_x_TN: Tensor) -> Tensor:
-        """Add to the gradient of the projection's input; returns that of A x, [T, R]."""
-        grad_TR = (grad_TM @ self.b_MR).mul_(self.scale)
-        grad_x_TN.addmm_(grad_TR, self.a_RN)
+        """Add to the gradient of the projection's input; returns that of A x, [its tokens, R]."""
+        grad_TR = (grad_TM[self.rows] @ self.b_MR).mul_(self.scale)
+        grad_x_TN[self.rows].addmm_(grad_TR, self.a_RN)
         return grad_TR
 
     def gradients(self, grad_TM: Tensor, grad_TR: Tensor, x_TN: Tensor) -> tuple[Tensor, Tensor]:
         """Of A and B."""
-        return grad_TR.t() @ x_TN, (grad_TM.t() @ (x_TN @ self.a_RN.t())).mul_(self.scale)
+        own_TM, own_TN = grad_TM[self.rows], x_TN[self.rows]
+        return grad_TR.t() @ own_TN, (own_TM.t() @ (own_TN @ self.a_RN.t())).mul_(self.scale)
 
 
 def base_linear(module: Any) -> Any:
@@ -46,8 +53,9 @@ def adapter_name(module: Any) -> str | None:
 
 
 def is_plain_linear(module: Any) -> bool:
-    """Whether it is a linear layer, or one with at most one active LoRA adapter of the plain kind: not merged, without dropout."""
-    if type(module) is nn.Linear:
+    """Whether it is a linear layer, one of an `AdapterBank`, or one with at most one active LoRA adapter of peft of the plain kind:
+    not merged, without dropout."""
+    if type(module) in (nn.Linear, AdaptedLinear):
         return True
     if (type(module).__module__, type(module).__name__) != ("peft.tuners.lora.layer", "Linear"):
         return False
@@ -63,8 +71,13 @@ def is_plain_linear(module: Any) -> bool:
     )
 
 
+def has_adapter(module: Any) -> bool:
+    """Whether a layer may have adapters in some pass."""
+    return isinstance(module, AdaptedLinear) or adapter_name(module) is not None
+
+
 def adapter_of(module: Any, dtype: Any) -> Adapter | None:
-    """The layer's active adapter in this precision; None without one, or while adapters are disabled."""
+    """The active adapter of a layer of peft in this precision; None without one, or while adapters are disabled."""
     name = adapter_name(module)
     if name is None or module.disable_adapters:
         return None
@@ -72,16 +85,28 @@ def adapter_of(module: Any, dtype: Any) -> Adapter | None:
     return Adapter(a_RN.to(dtype), b_MR.to(dtype), float(module.scaling[name]))
 
 
-def add_all(adapters: Sequence[Adapter | None], outs: Sequence[Tensor], x_TN: Tensor) -> None:
+def adapters_of(module: Any, dtype: Any, num_tokens: int) -> list[Adapter]:
+    """The layer's adapters in a pass over these tokens, in this precision; none while adapters are disabled."""
+    if isinstance(module, AdaptedLinear):
+        return [
+            Adapter(a_RN.to(dtype), b_MR.to(dtype), scale, slice(start, end))
+            for start, end, scale, a_RN, b_MR in module.in_pass(num_tokens)
+        ]
+    own = adapter_of(module, dtype)
+    return [] if own is None else [own]
+
+
+def add_all(adapters: Sequence[Sequence[Adapter]], outs: Sequence[Tensor], x_TN: Tensor) -> None:
     """`Adapter.add` of projections with the same input."""
-    for adapter, out_TM in zip(adapters, outs, strict=True):
-        if adapter is not None:
+    for own, out_TM in zip(adapters, outs, strict=True):
+        for adapter in own:
             adapter.add(out_TM, x_TN)
 
 
-def backward_all(adapters: Sequence[Adapter | None], grads: Sequence[Tensor], grad_x_TN: Tensor) -> list[Tensor | None]:
+def backward_all(
+    adapters: Sequence[Sequence[Adapter]], grads: Sequence[Tensor], grad_x_TN: Tensor
+) -> list[list[Tensor]]:
     """`Adapter.backward` of projections with the same input."""
     return [
-        None if adapter is None else adapter.backward(grad_TM, grad_x_TN)
-        for adapter, grad_TM in zip(adapters, grads, strict=True)
+        [adapter.backward(grad_TM, grad_x_TN) for adapter in own] for own, grad_TM in zip(adapters, grads, strict=True)
     ]

@@ -23,10 +23,11 @@ from ludic.models.head import plain_model
 from ludic.models.llama.adapters import (
     Adapter,
     adapter_name,
-    adapter_of,
+    adapters_of,
     add_all,
     backward_all,
     base_linear,
+    has_adapter,
     is_plain_linear,
 )
 from ludic.models.llama.graphs import HeldGraphs, PassGraphs
@@ -41,6 +42,8 @@ _MAX_DIFFERENCE = 0.05
 """Of fused and own modules, relative to their size: bf16 rounding in every layer gives about 0.01."""
 
 _NUM_PROJECTIONS = 7
+_GIVEN = torch.empty(0)
+"""In place of a tensor that is given as a parameter of the pass."""
 
 Tape = list[tuple[Any, Any, Any]]
 """Of each layer: its input, the residual stream after attention, and a `_Stored`; the last two are None if they are recomputed.
@@ -54,7 +57,7 @@ class FusedDecoder:
     def __init__(self, model: Any) -> None:
         inner = model.model
         self._embed, self._norm, self._rotary = inner.embed_tokens, inner.norm, inner.rotary_emb
-        has_adapters = any(adapter_name(module) is not None for layer in inner.layers for module in _projections(layer))
+        has_adapters = any(has_adapter(module) for layer in inner.layers for module in _projections(layer))
         self._layers = [_Layer.of(layer, number, has_adapters) for number, layer in enumerate(inner.layers)]
         self._first = inner.layers[0]
         self._graphs = PassGraphs()
@@ -97,8 +100,10 @@ class FusedDecoder:
         run = Pass(cosines[0], sines[0], state, _kernels(x_TN), recomputes, host)
         parameters: list[Any] = []
         for layer in self._layers:
-            adapters, run.scales[layer.number] = layer.adapters(x_TN.dtype)
-            parameters += layer.parameters() + adapters
+            adapters = layer.adapters(x_TN.dtype, len(x_TN))
+            run.adapters.append([[own._replace(a_RN=_GIVEN, b_MR=_GIVEN) for own in found] for found in adapters])
+            parameters += layer.parameters()
+            parameters += [tensor for found in adapters for own in found for tensor in (own.a_RN, own.b_MR)]
         parameters.append(self._norm._parameters["weight"])
         if not torch.is_grad_enabled():
             return self.forward(run, x_TN, parameters, keeps=False)[0]
@@ -117,7 +122,7 @@ class FusedDecoder:
         """Hidden states, and if it `keeps` them, what `backward` needs."""
         tape: Tape = []
         delta_TN: Tensor | None = None
-        for layer, own in zip(self._layers, self._by_layer(parameters), strict=True):
+        for layer, own in zip(self._layers, self._by_layer(run, parameters), strict=True):
             input_TN, normed_TN = run.kernels.add_norm(x_TN, delta_TN, own[0], layer.epsilon)
             x_TN, stored = _until_gate(layer, run, input_TN, normed_TN, own)
             inner_TF = run.kernels.silu_mul(stored.gate_up_TE)
@@ -142,7 +147,7 @@ class FusedDecoder:
         )
         found: list[list[Tensor | None]] = [[run.kernels.add_up(sums_1PN, total_TN.dtype)[0] if needs[-1] else None]]
         del total_TN
-        layers = zip(self._layers, self._by_layer(parameters), self._by_layer(needs), strict=True)
+        layers = zip(self._layers, self._by_layer(run, parameters), self._by_layer(run, needs), strict=True)
         for layer, own, needs_own in reversed(list(layers)):
             input_TN, after_TN, stored = run.read(tape.pop())
             if after_TN is None or stored is None:
@@ -153,9 +158,13 @@ class FusedDecoder:
             found.append(of_layer)
         return grad_TN, [grad for grads in reversed(found) for grad in grads]
 
-    def _by_layer(self, items: Sequence[Any]) -> list[Sequence[Any]]:
-        size = len(self._layers[0].stores) + 2 * len(self._layers[0].projections)
-        return [items[start : start + size] for start in range(0, len(items) - 1, size)]
+    def _by_layer(self, run: "Pass", items: Sequence[Any]) -> list[Sequence[Any]]:
+        found, start = [], 0
+        for layer, adapters in zip(self._layers, run.adapters, strict=True):
+            end = start + len(layer.stores) + 2 * sum(map(len, adapters))
+            found.append(items[start:end])
+            start = end
+        return found
 
 
 @dataclass(slots=True)
@@ -168,8 +177,8 @@ class Pass:
     kernels: Any
     recomputes: bool
     host: HostTape | None = None
-    scales: dict[int, list[float]] = field(default_factory=dict)
-    """Of the adapters of each layer."""
+    adapters: list[list[list[Adapter]]] = field(default_factory=list)
+    """Of each layer and projection, without their tensors, which are parameters of the pass."""
 
     def kept(self, input_TN: Tensor, after_TN: Tensor, stored: "_Stored") -> tuple[Any, Any, Any]:
         """What the tape holds of a layer. The output of attention stays on the device: the kernel's closure reads it."""
@@ -234,20 +243,19 @@ class _Layer:
         """Two norms; query, key, value, output, gate, up and down projection; three biases; with head norms, two more norms."""
         return [store[name] for store, name in self.stores]
 
-    def adapters(self, dtype: torch.dtype) -> tuple[list[Tensor | None], list[float]]:
-        """A and B of each projection, None where there is no adapter, and their scales; in a pass they follow the parameters."""
-        found = [adapter_of(module, dtype) for module in self.projections]
-        tensors = [t for a in found for t in ((None, None) if a is None else (a.a_RN, a.b_MR))]
-        return tensors, [0.0 if a is None else a.scale for a in found]
+    def adapters(self, dtype: torch.dtype, num_tokens: int) -> list[list[Adapter]]:
+        """Of each projection. In a pass, A and B of each follow the parameters."""
+        return [adapters_of(module, dtype, num_tokens) for module in self.projections]
 
-    def in_pass(self, run: "Pass", parameters: Any) -> list[Adapter | None]:
-        """The adapter of each projection."""
+    def in_pass(self, run: "Pass", parameters: Any) -> list[list[Adapter]]:
+        """The adapters of each projection, with their tensors."""
         if not self.projections:
-            return [None] * _NUM_PROJECTIONS
-        tensors, first = parameters, len(self.stores)
-        pairs = [(tensors[first + 2 * i], tensors[first + 2 * i + 1]) for i in range(_NUM_PROJECTIONS)]
-        scales = run.scales[self.number]
-        return [None if a is None else Adapter(a, b, scale) for (a, b), scale in zip(pairs, scales, strict=True)]
+            return [[]] * _NUM_PROJECTIONS
+        tensors = iter(parameters[len(self.stores) :])
+        return [
+            [own._replace(a_RN=next(tensors), b_MR=next(tensors)) for own in found]
+            for found in run.adapters[self.number]
+        ]
 
     @property
     def qkv_sizes(self) -> list[int]:
@@ -353,11 +361,12 @@ def _backward(
     sums_2PN = kernels.new_sums(input_TN, 2)
     adapters = layer.in_pass(run, parameters)
 
-    def adapter_gradients(first: int, grads: Sequence[Tensor], inner: Sequence[Tensor | None], x: Tensor) -> None:
-        for i, (grad_TM, grad_TR) in enumerate(zip(grads, inner, strict=True), start=first):
-            adapter, place = adapters[i], len(layer.stores) + 2 * i
-            if adapter is not None and grad_TR is not None:
+    def adapter_gradients(first: int, grads: Sequence[Tensor], inner: Sequence[Sequence[Tensor]], x: Tensor) -> None:
+        place = len(layer.stores) + 2 * sum(map(len, adapters[:first]))
+        for own, grad_TM, of_inner in zip(adapters[first : first + len(grads)], grads, inner, strict=True):
+            for adapter, grad_TR in zip(own, of_inner, strict=True):
                 found[place : place + 2] = adapter.gradients(grad_TM, grad_TR, x)
+                place += 2
 
     # The MLP, from its output to the residual stream after attention. The kernels put a product's input where its gradient was.
     grad_TF = grad_out_TN @ parameters[8]

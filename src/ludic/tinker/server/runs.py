@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 """Of AdamW, as torch names them."""
-_PARITY = 1e-3
+_PARITY = 0.05
 """Nats per token by which shared prefixes may change log-probs on a GPU; see `check_shared_prefixes`."""
 
 
@@ -188,7 +188,7 @@ class TrainingBase:
         self.token_budget = token_budget
         self._model = model
         self._bank = AdapterBank(model)
-        self._policy = TrainedPolicy(self._bank.model, share_prefixes=True, mixed_precision_dtype=None, fused=False)
+        self._policy = TrainedPolicy(self._bank.model, share_prefixes=True, mixed_precision_dtype=None)
         if not self._policy.packed:
             raise ConfigError(
                 f"{type(model).__name__} cannot be served for training: its samples cannot be packed into one row."

@@ -253,6 +253,12 @@ class RunJournal:
             is_writing = self._pending is not None and not self._pending.done()
             return not is_writing and (is_long or self._num_steps >= self._snapshot_every)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether every request has its result."""
+        with self._lock:
+            return self._kinds.keys() <= self._done
+
     def snapshot(self, seq: int, state: Mapping[str, Tensor], *, wait: bool = False) -> None:
         """Write the state in the background, then drop the requests up to `seq`, all of which it must contain.
 

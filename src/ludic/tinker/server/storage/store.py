@@ -28,7 +28,7 @@ from torch import Tensor
 from ludic.tinker.server.futures import Failure, Result
 from ludic.tinker.server.records import Checkpoint, CheckpointPath, Refused, RequestKind, Run, Sampler, Session
 from ludic.tinker.server.storage.checkpoints import Checkpoints
-from ludic.tinker.server.storage.journal import FAILED, STEP, JournalDamaged, Record, RunJournal, StorageError
+from ludic.tinker.server.storage.journal import FAILED, JournalDamaged, Record, RunJournal, StorageError
 from ludic.types import ConfigError
 from ludic.types.files import replacing, write_json
 
@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _FORMAT = 1
 _LOAD: RequestKind = "load_weights"
+_PASS: RequestKind = "forward_backward"
 
 
 class Kept(Protocol):
@@ -113,14 +114,27 @@ class RecoveredRun:
 class DiskStore:
     """A `Store` in a folder. One server at a time has it."""
 
-    def __init__(self, folder: str | Path, *, base_model: str, sync: bool = False, snapshot_every: int = 16) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        base_model: str,
+        sync: bool = False,
+        snapshot_every: int = 16,
+        max_journal_bytes: int = 64 << 20,
+    ) -> None:
         """`sync`: what was acknowledged also survives a power cut, for one disk write per request. `snapshot_every`: steps of a
-        run after which its state is saved, so that a restart computes no more than these again."""
+        run after which its state is saved, so that a restart computes no more than these again; `max_journal_bytes`: the same for
+        the data of requests, of passes without steps too."""
         if snapshot_every < 1:
             raise ConfigError(f"snapshot_every={snapshot_every}; it must be at least 1 step.")
         self.folder = Path(folder)
         self._runs = self.folder / "runs"
-        self._sync, self._snapshot_every = sync, snapshot_every
+        self._settings: dict[str, Any] = {
+            "sync": sync,
+            "snapshot_every": snapshot_every,
+            "max_bytes": max_journal_bytes,
+        }
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock_file = self._locked()
@@ -199,8 +213,7 @@ class DiskStore:
     def _open_journal(self, run_id: str) -> RunJournal:
         if run_id in self._journals:
             self._journals.pop(run_id).close()
-        settings: dict[str, Any] = {"sync": self._sync, "snapshot_every": self._snapshot_every}
-        journal = RunJournal(self._run_folder(run_id), background=self._background, **settings)
+        journal = RunJournal(self._run_folder(run_id), background=self._background, **self._settings)
         self._journals[run_id] = journal
         return journal
 
@@ -243,8 +256,8 @@ class DiskStore:
             journal.result(number, *_encoded(result))
         except StorageError as error:
             logger.warning("The result of request %d of %s is not kept for a restart: %s", number, run_id, error)
-        # After a step nothing later has been computed. After a pass that can be so: rows of the next one share its batch.
-        if kind == STEP and journal.snapshot_due:
+        # The state may contain a part of a later pass if this is one, since they share batches; then a later request is open.
+        if journal.snapshot_due and (kind != _PASS or journal.is_settled):
             journal.snapshot(number, state())
 
     def recover(self) -> list[RecoveredRun]:

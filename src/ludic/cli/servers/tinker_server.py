@@ -101,7 +101,8 @@ async def _serve_until_stopped(given: TinkerServeArgs, stack: contextlib.ExitSta
     from ludic.tinker.server.recovery import recover
     from ludic.tinker.server.runs import TrainingBase
     from ludic.tinker.server.sampling import Samplers
-    from ludic.tinker.server.service import Offer, Service
+    from ludic.tinker.server.sampling_requests import Offer
+    from ludic.tinker.server.service import Service
     from ludic.tinker.server.storage.store import DiskStore
 
     keys = Keys({given.api_key: LOCAL_TENANT} if given.api_key else {})

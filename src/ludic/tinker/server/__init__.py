@@ -1,7 +1,7 @@
 """A server that speaks Tinker's protocol: many LoRA training runs of several tenants on one frozen base model.
 
-`ludic serve --tinker` starts it. A request travels app.py (HTTP) → wire.py (protobuf and JSON) → service.py (sessions, runs,
-training requests in order) → scheduler.py (whose turn it is) → runs.py and losses.py (the computation), or sampling.py (the
-embedded engine). Its result waits in futures.py. records.py holds what is known by name: tenants, limits, sessions, runs,
-samplers, and the `Store` that writes them down.
+`ludic serve --tinker` starts it. A request travels app.py (HTTP; rest.py lists and downloads) → wire/ (JSON and protobuf) →
+service.py (sessions, runs) → requests.py (what a training request does) → scheduler.py (whose turn it is) → runs.py and
+losses.py (the computation); or → sampling_requests.py → sampling.py (the embedded engine). Its result waits in futures.py.
+records.py holds tenants, limits and plain data; storage/ writes them down, and recovery.py takes them over after a restart.
 """

@@ -316,7 +316,7 @@ class _Server:
 
     async def asample(self, request: web.Request) -> web.Response:
         tenant, body = await self._read(request, bodies.SampleBody)
-        return _promise(self._service.sample(tenant, body))
+        return _promise(self._service.sampling.sample(tenant, body))
 
     # --- results ---
 
@@ -357,7 +357,7 @@ class _Server:
 
     async def cancel_future(self, request: web.Request) -> web.Response:
         tenant, body = await self._read(request, bodies.CancelFuture)
-        self._service.cancel(tenant, body.request_id)
+        self._service.sampling.cancel(tenant, body.request_id)
         return web.json_response({})
 
 

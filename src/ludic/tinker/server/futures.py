@@ -31,6 +31,11 @@ Result = dict[str, Any] | bytes | Failure
 """What a request gives: JSON, a protobuf message, or why it failed."""
 
 
+def request_id(owner: str, number: int) -> str:
+    """Of a request of a training run or a sampling session."""
+    return f"{owner}#{number}"
+
+
 @dataclass(slots=True, eq=False)
 class Future:
     """The result of one request, present or to come."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ludic.models.adapters import AdapterSpec
-from ludic.tinker.server.futures import Failure, Future, Futures, Result
+from ludic.tinker.server.futures import Failure, Future, Futures, Result, request_id
 from ludic.tinker.server.records import (
     Checkpoint,
     CheckpointPath,
@@ -27,10 +27,11 @@ from ludic.tinker.server.records import (
     TenantLimits,
     Usage,
 )
-from ludic.tinker.server.requests import OpenRun, TrainingRequests, find_checkpoint, sampler_id
+from ludic.tinker.server.requests import OpenRun, TrainingRequests, find_checkpoint
 from ludic.tinker.server.runs import TrainingBase
 from ludic.tinker.server.sampling import Samplers
-from ludic.tinker.server.scheduler import Scheduler, Task, as_failure
+from ludic.tinker.server.sampling_requests import Offer, SamplingRequests
+from ludic.tinker.server.scheduler import Scheduler, Task
 from ludic.tinker.server.storage.store import DiskStore
 from ludic.tinker.server.wire import bodies
 
@@ -41,19 +42,6 @@ logger = logging.getLogger(__name__)
 
 _LORA_ALPHA = 32.0
 """Tinker's, whatever the rank."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Offer:
-    """What clients are told about the base model."""
-
-    names: tuple[str, ...]
-    """By which they may ask for it; the first is its name."""
-    max_context: int
-    """Tokens of a prompt and its completion, or of a row."""
-    architecture: str = ""
-    tokenizer_id: str | None = None
-    """What `get_tokenizer` of the SDK loads: a hub id or a folder."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +73,7 @@ class Service:
         self._sessions: dict[str, _OpenSession] = {}
         self._runs: dict[str, OpenRun] = {}
         self._usage = Usage(self.limits)
-        self._sampling: dict[str, asyncio.Task[None]] = {}
+        self.sampling = SamplingRequests(samplers, self.futures, self._usage, store, offer, clock=clock)
         self._loop = asyncio.get_running_loop()
         self._scheduler = Scheduler(base.compute, token_budget=token_budget)
         self._requests = TrainingRequests(
@@ -98,8 +86,7 @@ class Service:
 
     async def close(self) -> None:
         """End the worker; open requests are not answered."""
-        for task in list(self._sampling.values()):
-            task.cancel()
+        self.sampling.close()
         await asyncio.to_thread(self._scheduler.close)
 
     # --- sessions ---
@@ -193,9 +180,9 @@ class Service:
 
     def _known(self, tenant: str, run_id: str, result: Result) -> Future | None:
         """The future of a run's creation, if it was created; the result may have been dropped since."""
-        found = self.futures.get(_request_id(run_id, 0), tenant)
+        found = self.futures.get(request_id(run_id, 0), tenant)
         if found is None and run_id in self._runs:
-            found = self.futures.begin(_request_id(run_id, 0), tenant)
+            found = self.futures.begin(request_id(run_id, 0), tenant)
             self.futures.resolve(found, result)
         return found
 
@@ -208,7 +195,7 @@ class Service:
     def _new_record(
         self, tenant: str, run_id: str, session_id: str, base_model: str, spec: AdapterSpec, metadata: Any
     ) -> Run:
-        self.check_base(base_model)
+        self.offer.check(base_model)
         if spec.rank > self.limits.max_rank:
             raise Refused(400, f"lora_config.rank={spec.rank}; this server allows {self.limits.max_rank}.")
         num_runs = sum(run.record.tenant == tenant for run in self._runs.values())
@@ -286,7 +273,7 @@ class Service:
         run = self._open(record, next_number=next_number, state=state)
         run.unnamed.extend(unnamed)
         for number, result in results.items():
-            self.futures.resolve(self.futures.begin(_request_id(record.id, number), record.tenant), result)
+            self.futures.resolve(self.futures.begin(request_id(record.id, number), record.tenant), result)
         for number, kind, payload in requests:
             if number not in results:
                 self._submit(run, number, kind, payload)
@@ -303,7 +290,7 @@ class Service:
         """Accept a request of a run, once."""
         run = self._find(tenant, run_id)
         self._sessions[run.record.session].last_seen = self._clock()
-        known = self.futures.get(_request_id(run_id, number), tenant)
+        known = self.futures.get(request_id(run_id, number), tenant)
         if known is not None:
             return known
         if self._scheduler.is_over(run_id, number):
@@ -326,9 +313,9 @@ class Service:
 
     def _begin(self, run: OpenRun, number: int) -> tuple[Future, Callable[[Task, Result], None]]:
         """A future, and what the worker calls with its result."""
-        request_id, tenant = _request_id(run.record.id, number), run.record.tenant
+        name, tenant = request_id(run.record.id, number), run.record.tenant
         # A request of before a restart may have its result already.
-        future = self.futures.get(request_id, tenant) or self.futures.begin(request_id, tenant)
+        future = self.futures.get(name, tenant) or self.futures.begin(name, tenant)
 
         def resolve(num_tokens: int, result: Result) -> None:
             self._usage.remove(tenant, num_tokens)
@@ -368,83 +355,16 @@ class Service:
             with contextlib.suppress(Refused):  # the tenant has deleted it
                 self.store.delete_checkpoint(path)
 
-    # --- sampling requests ---
-
     def create_sampling_session(self, tenant: str, body: bodies.CreateSamplingSession) -> Sampler:
+        """A sampler of the session; a repeated request finds the first one's."""
         self.heard(tenant, body.session_id)
-        name = sampler_id(body.session_id, body.sampling_session_seq_id)
-        try:
-            return self.samplers.find(name, tenant)
-        except Refused:
-            sampler = self._new_sampler(tenant, name, body.session_id, body.model_path, body.base_model)
-        self.store.add_sampler(sampler)
-        self.samplers.add(sampler)
-        return sampler
-
-    def _new_sampler(
-        self, tenant: str, name: str, session: str, model_path: str | None, base_model: str | None
-    ) -> Sampler:
-        if model_path is None:
-            if base_model is None:
-                raise Refused(400, "A sampling session needs a model_path or a base_model.")
-            self.check_base(base_model)
-            path = None
-        else:
-            path = str(self.checkpoint(tenant, CheckpointPath.parse(model_path)).path)
-        return Sampler(id=name, session=session, tenant=tenant, path=path, created=self._clock())
-
-    def sample(self, tenant: str, body: bodies.SampleBody) -> Future:
-        """Accept a sampling request, once."""
-        if body.sampling_session_id is not None:
-            if body.seq_id is None:
-                raise Refused(400, "A request of a sampling session needs a seq_id.")
-            sampler = self.samplers.find(body.sampling_session_id, tenant)
-            request_id = _request_id(sampler.id, body.seq_id)
-            channel = f"{sampler.id}/{body.seq_id // 1_000_000_000}"
-            if (known := self.futures.get(request_id, tenant)) is not None:
-                return known
-        else:
-            request_id, channel = f"sample-{secrets.token_hex(12)}", None
-            sampler = self._new_sampler(tenant, request_id, "", body.model_path, body.base_model)
-        tokens = body.prompt.tokens
-        sampling = self.samplers.check(body, tokens)
-        self._usage.check(tenant)
-        future = self.futures.begin(request_id, tenant, channel=channel)
-        future.num_sequences = body.num_samples
-        num_tokens = len(tokens) + body.num_samples * sampling.max_tokens
-
-        async def run() -> None:
-            self._usage.add(tenant, num_tokens)
-            result: Result = Failure("The request was cancelled.")
-            try:
-                result = await self.samplers.sample(sampler, body, tokens, sampling)
-            except Exception as error:  # noqa: BLE001 - the client hears of it when it asks for the result
-                result = as_failure(error)
-            finally:
-                self._usage.remove(tenant, num_tokens)
-                self._sampling.pop(request_id, None)
-                self.futures.resolve(future, result)
-
-        self._sampling[request_id] = self._loop.create_task(run())
-        return future
-
-    def cancel(self, tenant: str, request_id: str) -> None:
-        """Take a sampling request out of the engine; others are left alone."""
-        if self.futures.get(request_id, tenant) is not None and (task := self._sampling.get(request_id)) is not None:
-            task.cancel()
+        return self.sampling.create_session(tenant, body)
 
     # --- checks ---
 
     def checkpoint(self, tenant: str, path: CheckpointPath) -> Checkpoint:
         """Refused(404) if there is none, or it is another tenant's."""
         return find_checkpoint(self.store, tenant, path)
-
-    def check_base(self, name: str) -> None:
-        """Refused(400) for another model than the one that is served."""
-        if name not in self.offer.names:
-            raise Refused(
-                400, f"There is no base model {name!r:.200} here. This server has {', '.join(self.offer.names)}."
-            )
 
     def why_waiting(self, request_id: str) -> str | None:
         """In words, if a run waits for a request that has not arrived."""
@@ -464,10 +384,6 @@ def _kept(run: OpenRun, before: Result, done: Callable[[Task, Result], None], ta
         logger.error("request %d of %s succeeded before the restart, now: %s", task.number, task.run, result.message)
         run.training = None
     done(task, before)
-
-
-def _request_id(owner: str, number: int) -> str:
-    return f"{owner}#{number}"
 
 
 def _check_optimizer(asked: bodies.OptimizerSettings | None) -> None:

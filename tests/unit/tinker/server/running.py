@@ -15,7 +15,8 @@ from ludic.tinker.server.app import CONFIG, serve
 from ludic.tinker.server.records import Keys, TenantLimits
 from ludic.tinker.server.runs import TrainingBase
 from ludic.tinker.server.sampling import Samplers
-from ludic.tinker.server.service import Offer, Service
+from ludic.tinker.server.sampling_requests import Offer
+from ludic.tinker.server.service import Service
 from ludic.tinker.server.storage.store import DiskStore
 from tests.unit.training.bandit import ByteTokenizer, tiny_llama
 

@@ -288,7 +288,7 @@ def test_copies_of_a_sampling_client_do_not_collide(sampler):
 
 
 def test_abandoned_sample_leaves_the_engine(server, sampler):
-    engine, sampling = server.service.samplers.engine, server.service._sampling
+    engine, sampling = server.service.samplers.engine, server.service.sampling.running
     engine.pause()
     try:
         abandoned = sampler.sample(prompt(1), 1, types.SamplingParams(max_tokens=63, stop=[]))

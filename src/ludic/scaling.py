@@ -1,7 +1,7 @@
 """Memory per GPU, computed without torch: training a decoder in one process or sharded, and serving it.
 
 `ludic plan` prints these numbers and benchmarks/memory_check.py compares them with a GPU. They are counted from the operations
-of transformers' Llama family and of ludic.models.head, not fitted; docs/scaling.md has each formula with its reason.
+of transformers' Llama family and of ludic.models.head, not fitted; docs/scaling.md lists the formulae.
 """
 
 import difflib

@@ -1,4 +1,4 @@
-"""The answers of the viewer as plain dicts, for the server, `ludic view --json` and notebooks. docs/viewer.md has the fields.
+"""The answers of the viewer as plain dicts, for the server, `ludic view --json` and notebooks. docs/viewer-api.md has the fields.
 
 Every function reads an index (`RunIndex`); `answer` maps a path such as /api/runs/x/steps to its function.
 """
@@ -94,7 +94,7 @@ def _of_run(index: RunIndex, rest: Sequence[str], query: Query) -> JSONObject:
             return show_time(index, query)
         case ["health"]:
             return {"advisories": advisories(index)}
-    raise NotFound(f"The API has no {'/'.join(map(quote, rest))!r:.200}. docs/viewer.md lists what it has.")
+    raise NotFound(f"The API has no {'/'.join(map(quote, rest))!r:.200}. docs/viewer-api.md lists what it has.")
 
 
 def encode(found: JSONObject) -> bytes:

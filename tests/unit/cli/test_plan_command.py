@@ -23,7 +23,7 @@ def rows(text: str) -> list[list[str]]:
 
 
 def test_the_page_shows_the_table_that_the_command_prints():
-    printed = run("7b", "32b", "70b", "--gpus", "16", "--gpu-memory", "80")
+    printed = run("7b", "--gpus", "16", "--gpu-memory", "80")
     assert printed.exit_code == 0
     table = printed.output[printed.output.index("| model | GPUs |") :].strip()
     assert table in PAGE.read_text()

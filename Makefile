@@ -10,10 +10,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 VENV_VLLM := .venv-vllm
 
-.PHONY: help train test tests test-fast vllm try-vllm system lint style types lock bench docs clean
+.PHONY: help train tinker test tests test-fast vllm try-vllm system lint style types lock bench docs clean
 
 help:
 	@echo "make train      set up, then train a tic-tac-toe player from random weights (four minutes)"
+	@echo "make tinker     set up, then serve SmolLM2 to Tinker's SDK on port 8000 (docs/tinker-server.md)"
 	@echo "make test       set up, then run every check and test that this machine can run"
 	@echo "make test-fast  the unit, contract and golden tests that are quick (a minute)"
 	@echo "make vllm       set up .venv-vllm, the environment of the vLLM server"
@@ -96,6 +97,14 @@ system:
 
 train: $(VENV)/.ready
 	$(BIN)/python examples/tic_tac_toe/first_run.py
+
+# The server, and what recipes of tinker-cookbook need.
+$(VENV)/.ready-tinker: $(VENV)/.ready
+	test -n "$(LOCKED)" || $(BIN)/$(INSTALL) -c constraints.txt -e '.[cookbook]'
+	touch $@
+
+tinker: $(VENV)/.ready-tinker
+	$(BIN)/ludic serve --tinker --model smollm2-135m
 
 # Installs run side by side; then the tests, and mypy on what time they leave: some tests hold processes to a time limit.
 test:

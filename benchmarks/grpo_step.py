@@ -129,9 +129,10 @@ class Questions:
 class OurStep:
     """Model, engine, source and trainer; `steps` measures."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, model: Any = None) -> None:
+        """`model` instead of random weights of the shape."""
         self._options = options
-        self._model: Any = make(
+        self._model: Any = model or make(
             SHAPES[options.shape], "cuda" if ON_GPU else "cpu", torch.bfloat16 if ON_GPU else torch.float32
         )
         num_samples = options.prompts * options.group

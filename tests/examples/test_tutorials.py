@@ -1,0 +1,64 @@
+"""Every tutorial runs, in small; its page and its notebook are made of its cells."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import forked
+
+pytest.importorskip("peft", reason="the lora extra is not installed")
+
+ROOT = Path(__file__).parents[2]
+NAMES = sorted(path.stem for path in (ROOT / "tutorials").glob("*.py"))
+
+
+def load_script():
+    spec = importlib.util.spec_from_file_location("tutorials", ROOT / "scripts" / "tutorials.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+script = load_script()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tutorial_runs(name, tmp_path):
+    if name.startswith("2_"):
+        pytest.importorskip("openai", reason="the extra agents is not installed")
+    process = forked.python(
+        ROOT / "tutorials" / f"{name}.py", cwd=tmp_path, environment={"STEPS": "1", "MODEL": "tiny"}
+    )
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert out, "it prints something"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_page_and_notebook_have_the_cells_of_the_script(name):
+    cells = script.cells((ROOT / "tutorials" / f"{name}.py").read_text())
+    page = (ROOT / "docs" / "tutorials" / f"{name}.md").read_text()
+    notebook = json.loads((ROOT / "tutorials" / f"{name}.ipynb").read_text())
+    assert all(cell.text in page for cell in cells)
+    code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert code == [cell.text for cell in cells if cell.is_code]
+    assert len(notebook["cells"]) == len(cells) and any(cell.get("outputs") for cell in notebook["cells"])
+
+
+def test_cells_are_code_and_text():
+    made = "# # Title\n#\n# Words.\n\n# %%\nx = 1\nprint(x)\n\n# %% [markdown]\n# More [words](../a.md).\n"
+    cells = script.cells(made)
+    assert [(cell.is_code, cell.text) for cell in cells] == [
+        (False, "# Title\n\nWords."),
+        (True, "x = 1\nprint(x)"),
+        (False, "More [words](../a.md)."),
+    ]
+    printed = script.run(made)
+    assert printed == ["", "1\n", ""]
+    assert "```python\nx = 1\nprint(x)\n```\n\n```text\n1\n```" in script.page(made, printed, "t")
+    assert "](../docs/a.md)" in script.notebook(made, printed)

@@ -1,0 +1,77 @@
+# # Your own algorithm
+#
+# An algorithm is a credit rule (from rollouts to one weight per step) and a loss (from log-probs and weights to a number). Here both are new.
+
+# %%
+import os
+import random
+
+import ludic.run
+from ludic.envs import SingleAgentEnv
+from ludic.training import RLAlgorithm
+from ludic.training.losses import Loss, Needs
+from ludic.types import StepOutcome
+
+STEPS = int(os.environ.get("STEPS", "40"))
+
+
+class AboveTheMean:
+    """Weight 1 for every step of a rollout that earned more than the batch's mean, else -0.1."""
+
+    def compute(self, rollouts):
+        mean = sum(rollout.total_reward for rollout in rollouts) / len(rollouts)
+        return {
+            (rollout.id, step.index): 1.0 if rollout.total_reward > mean else -0.1
+            for rollout in rollouts
+            for step in rollout.steps
+        }
+
+
+# %% [markdown]
+# A loss gets the action tokens of a micro-batch. It divides by a fact of the whole batch, so the gradient does not depend on how the batch is split.
+# Statistics are (sum, count) pairs.
+
+
+# %%
+class WeightedLogLikelihood(Loss):
+    """Minus weight times log-prob, every token of the batch counting the same."""
+
+    needs = Needs(old_logps=False)
+
+    def __call__(self, tokens):
+        loss = -(tokens.weights * tokens.logps).sum() / tokens.facts.num_tokens
+        return loss, {"probability": (tokens.logps.detach().exp().sum(), float(len(tokens.logps)))}
+
+
+# %%
+class Vowel(SingleAgentEnv):
+    """Any vowel earns 1."""
+
+    def env_reset(self, *, seed=None):
+        return random.Random(seed).choice("xyz"), {}
+
+    def env_step(self, action):
+        return StepOutcome("", reward=float(action in list("aeiou")), terminated=True)
+
+
+algo = RLAlgorithm(name="above_the_mean", credit_assigner=AboveTheMean(), loss=WeightedLogLikelihood())
+run = ludic.run.build(
+    env=Vowel,
+    model="tiny",
+    algo=algo,
+    name="vowels",
+    max_tokens=1,
+    group_size=1,
+    rollouts_per_update=128,
+    lr=3e-3,
+    logger=(),
+)
+result = run.train(steps=STEPS)
+print(
+    f"after {result.step} updates: reward {result.stats['train/avg_total_reward']:.2f}, "
+    f"mean probability of a sampled token {result.stats['train/probability']:.2f}"
+)
+
+# %% [markdown]
+# To use it by name in `ludic train`, write a function that returns the algorithm: `--algo file.py:make_mine`. The presets are as short:
+# [algorithms](../algorithms/README.md), [credit](../credit.md).

@@ -207,7 +207,8 @@ class _Server:
         return web.json_response({"supported_models": [{"model_name": name, **about} for name in offer.names]})
 
     async def not_here(self, request: web.Request) -> web.Response:
-        raise Refused(501, _NOT_HERE[request.path.removeprefix(f"{_API}/")])
+        # 400 and not 501: the SDK repeats every 5xx for minutes before it shows the sentence.
+        raise Refused(400, _NOT_HERE[request.path.removeprefix(f"{_API}/")])
 
     # --- sessions ---
 

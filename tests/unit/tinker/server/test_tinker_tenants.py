@@ -345,7 +345,7 @@ def test_sdk_that_sends_no_protobuf_is_refused(raw):
 def test_unknown_endpoint_and_missing_features(raw):
     assert raw.post("nonsense", {}).status_code == 404
     answer = raw.post("create_custom_loss", {})
-    assert answer.status_code == 501 and "forward_backward_custom" in answer.json()["detail"]
+    assert answer.status_code == 400 and "forward_backward_custom" in answer.json()["detail"]
     assert raw.post("telemetry", {"events": [{"anything": 1}]}).json() == {"status": "accepted"}
 
 

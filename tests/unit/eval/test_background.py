@@ -220,7 +220,7 @@ async def test_an_evaluation_uses_exactly_one_version(tmp_path):
     logger = JSONLLogger(tmp_path / "metrics.jsonl")
     trainer, engine = trainer_with(Watching(), cfg=config(), train_logger=logger, model=model)
     await trainer.train(6)
-    for closing in (engine, live, snapshot):
+    for closing in (engine, live, snapshot, logger):
         closing.close()
     assert seen == {2: {2}, 4: {4}, 6: {6}}
     evals = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "eval/accuracy" in line]

@@ -399,6 +399,8 @@ async def test_episodes_share_one_server_until_it_is_closed():
 
 def test_a_server_ends_with_its_event_loop():
     with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()  # what other tests of this process have left open
         warnings.simplefilter("error")
         made = protocol()
         (rollout,) = asyncio.run(play(made))

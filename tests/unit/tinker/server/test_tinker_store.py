@@ -110,6 +110,25 @@ def test_a_pass_makes_no_snapshot_while_a_later_one_may_share_its_batch(stores: 
     assert (found.next_number, found.state, found.results) == (3, state(2), {1: b"", 2: b""})
 
 
+def test_a_pass_that_is_carried_out_again_makes_no_snapshot_before_the_last_request(stores: Any):
+    """All requests have results from before the restart, and two passes may share a batch again."""
+    kinds = ["forward_backward", "forward_backward", "optim_step"]
+    results = [b"", b"", {"metrics": {}}]
+    store = stores(snapshot_every=2)
+    store.add_run(RUN)
+    for number, (kind, result) in enumerate(zip(kinds, results, strict=True), start=1):
+        store.accept(RUN.id, number, kind, b"")
+        store.executed(RUN.id, number, result, lambda: pytest.fail("one step is not enough"))
+    store = stores(snapshot_every=1)
+    [found] = store.recover()
+    assert found.next_number == 0 and len(found.requests) == 3
+    for number in (1, 2):
+        store.executed(RUN.id, number, b"", lambda: pytest.fail("the state was read"))
+    store.executed(RUN.id, 3, {"metrics": {}}, lambda: state(3))
+    [found] = stores().recover()
+    assert (found.next_number, found.state) == (4, state(3))
+
+
 def test_a_loaded_checkpoint_is_not_read_again(stores: Any):
     """It may be overwritten between the load and the restart."""
     store = stores()

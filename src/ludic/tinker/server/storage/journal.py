@@ -253,11 +253,10 @@ class RunJournal:
             is_writing = self._pending is not None and not self._pending.done()
             return not is_writing and (is_long or self._num_steps >= self._snapshot_every)
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether every request has its result."""
+    def is_last(self, seq: int) -> bool:
+        """Whether no later request has come. Results do not tell: after a restart requests that have one are carried out again."""
         with self._lock:
-            return self._kinds.keys() <= self._done
+            return seq == max(self._kinds, default=seq)
 
     def snapshot(self, seq: int, state: Mapping[str, Tensor], *, wait: bool = False) -> None:
         """Write the state in the background, then drop the requests up to `seq`, all of which it must contain.

@@ -17,7 +17,7 @@ from ludic.inference.vllm.command import check_host
 from ludic.tasks import cancel_all
 from ludic.tinker.server import rest
 from ludic.tinker.server.futures import Failure, Future
-from ludic.tinker.server.records import CheckpointPath, Keys, Refused
+from ludic.tinker.server.records import CheckpointPath, Keys, Refused, RequestKind
 from ludic.tinker.server.service import Service
 from ludic.tinker.server.wire import bodies, messages
 from ludic.types import MissingExtra
@@ -62,6 +62,14 @@ CONFIG: dict[str, Any] = {
 """Features of this server that the SDK uses if it is told so. Its poller `sample_use_retrieve_futures` is left out: after a
 restart of the server it would wait for lost requests without end."""
 _DYNAMIC_CONFIG: dict[str, Any] = {"sample_cancel_enabled": True}
+_NUMBERED: dict[RequestKind, Callable[[bytes], Any]] = {
+    "forward_backward": messages.read_pass,
+    "optim_step": lambda data: bodies.read_json(data, bodies.OptimStep),
+    "save_weights": lambda data: bodies.read_json(data, bodies.SaveWeights),
+    "save_weights_for_sampler": lambda data: bodies.read_json(data, bodies.SaveWeights),
+    "save_weights_external": lambda data: bodies.read_json(data, bodies.SaveExternal),
+}
+"""Training requests whose body has their run and number, and how it is read."""
 _NOT_HERE = {
     "create_custom_loss": "Losses cannot be uploaded to this server; forward_backward_custom computes them in the client.",
     "auth/token": "This server takes API keys and issues no tokens.",
@@ -85,11 +93,7 @@ def make_app(
         "create_model": server.create_model,
         "get_info": server.get_info,
         "unload_model": server.unload_model,
-        "forward_backward": server.forward_backward,
-        "optim_step": server.optim_step,
-        "save_weights": server.save_weights,
-        "save_weights_for_sampler": server.save_weights_for_sampler,
-        "save_weights_external": server.save_weights_external,
+        **{kind: server.numbered(kind, read) for kind, read in _NUMBERED.items()},
         "load_weights": server.load_weights,
         "weights_info": server.weights_info,
         "create_sampling_session": server.create_sampling_session,
@@ -245,40 +249,17 @@ class _Server:
         tenant, body = await self._read(request, bodies.ModelBody)
         return _promise(self._service.unload(tenant, body.model_id))
 
-    async def forward_backward(self, request: web.Request) -> web.Response:
-        async with self._load.body(request) as data:
-            head = messages.read_pass(data)
-            return _promise(
-                self._service.request(self.tenant(request), head.model_id, head.seq_id, "forward_backward", data)
-            )
+    def numbered(
+        self, kind: RequestKind, read: Callable[[bytes], Any]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        """Accepts a training request of this kind; `read` finds its run and number in the body."""
 
-    async def optim_step(self, request: web.Request) -> web.Response:
-        async with self._load.body(request) as data:
-            head = bodies.read_json(data, bodies.OptimStep)
-            return _promise(self._service.request(self.tenant(request), head.model_id, head.seq_id, "optim_step", data))
+        async def accept(request: web.Request) -> web.Response:
+            async with self._load.body(request) as data:
+                head = read(data)
+                return _promise(self._service.request(self.tenant(request), head.model_id, head.seq_id, kind, data))
 
-    async def save_weights(self, request: web.Request) -> web.Response:
-        async with self._load.body(request) as data:
-            head = bodies.read_json(data, bodies.SaveWeights)
-            return _promise(
-                self._service.request(self.tenant(request), head.model_id, head.seq_id, "save_weights", data)
-            )
-
-    async def save_weights_for_sampler(self, request: web.Request) -> web.Response:
-        async with self._load.body(request) as data:
-            head = bodies.read_json(data, bodies.SaveWeights)
-            return _promise(
-                self._service.request(
-                    self.tenant(request), head.model_id, head.seq_id, "save_weights_for_sampler", data
-                )
-            )
-
-    async def save_weights_external(self, request: web.Request) -> web.Response:
-        async with self._load.body(request) as data:
-            head = bodies.read_json(data, bodies.SaveExternal)
-            return _promise(
-                self._service.request(self.tenant(request), head.model_id, head.seq_id, "save_weights_external", data)
-            )
+        return accept
 
     async def load_weights(self, request: web.Request) -> web.Response:
         async with self._load.body(request) as data:

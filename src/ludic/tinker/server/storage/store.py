@@ -256,7 +256,7 @@ class DiskStore:
             journal.result(number, *_encoded(result))
         except StorageError as error:
             logger.warning("The result of request %d of %s is not kept for a restart: %s", number, run_id, error)
-        # The state may contain a part of a later pass if this is one, since they share batches; then a later request is open.
+        # The state may contain a part of a later pass if this is one, since they share batches; then a later request has come.
         if journal.snapshot_due and (kind != _PASS or journal.is_last(number)):
             journal.snapshot(number, state())
 

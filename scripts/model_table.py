@@ -51,36 +51,30 @@ HEAD = """# Which models can be trained
 
 {table}
 
-**yes** and the ways that a family falls back to have the same results: the log-probabilities of transformers' own forward pass (to
-1e-4 in fp32) and its gradients. A way that is slower is named once, in a warning that says why. What is shown here is decided
-for tiny random models of transformers {transformers} on a CPU; every run decides again for its model, by small probes when it is
-loaded, so a family that is not listed is right or falls back, too.
+Every way gives the log-probabilities of transformers' own forward pass (to 1e-4 in fp32) and its gradients. A slower way is named
+once, in a warning that says why. The table holds for tiny random models of transformers {transformers} on a CPU
+(`tests/unit/models/test_families.py`). Every run decides again for its model, by small probes, so families that are not listed run, too.
 
-- **embedded engine**: `LocalEngine` with its block cache; hybrids keep a state per sequence beside it. It falls back to
-  transformers' own cache, where sequences of one length share a forward pass, or to computing every token from the start where
-  that cache does not repeat the plain forward pass. On a GPU hybrids fall back to transformers' own cache.
-- **packed training**: samples end to end in one row; recurrent layers begin each sample with an empty state. It falls back to
-  padded rows.
-- **LoRA**: `--lora-rank` adapts all linear layers. Left out are `out_proj` and `dt_proj` of Mamba mixers, whose weights are read
-  without calling the layer, and Llama 4's router. Matrices of experts are adapted with `--lora-experts` ([mixtures](mixtures.md)).
+- **embedded engine**: `LocalEngine` with its block cache. Where that cannot be used it takes transformers' own cache, or computes
+  every token from the start. On a GPU hybrids use transformers' own cache.
+- **packed training**: samples end to end in one row, instead of padded rows.
+- **LoRA**: `--lora-rank` adapts all linear layers, except `out_proj` and `dt_proj` of Mamba mixers and Llama 4's router. Matrices of
+  experts: `--lora-experts` ([mixtures](mixtures.md)).
 - **prefix trees**: tokens that samples begin with in common are computed once ([training](training.md)).
-- **vLLM push**: vLLM {vllm} knows the architecture of every family above. "yes" and "adapter tested" say what a test has read back
-  from a running server; "untested" was not tried. Ludic compares all names and shapes before it sends weights, and refuses
-  what does not fit.
+- **vLLM push**: vLLM {vllm} knows all these architectures. "yes" and "adapter tested" say what a test has read back from a running
+  server. Ludic compares all names and shapes before it sends weights, and refuses what does not fit.
 
 ## Notes
 
 {notes}
 
-## What no way can do
+## What is not possible
 
-- A model without a transformers config (a plain module that returns logits) is trained on padded rows, and sampled by a client of
-  yours: the embedded engine needs a transformers model.
-- `bitwise` needs the Llama family (Llama, Qwen2, Qwen3, Mistral): other models are sampled and trained without it
-  ([importance sampling](importance_sampling.md)).
-- A critic on the policy and a KL over the vocabulary need the model's output layer: for a model that does more to its logits than
-  scale or soft-cap them, use a separate critic, or a KL of the sampled tokens.
-- Encoder-decoder models have no way: choose a decoder.
+- A plain module without a transformers config trains on padded rows; the embedded engine cannot sample from it.
+- `bitwise` needs the Llama family: Llama, Qwen2, Qwen3, Mistral ([importance sampling](importance_sampling.md)).
+- A critic on the policy, or a KL over the vocabulary, for a model that does more to its logits than scale or soft-cap them: use a
+  separate critic, or a KL of the sampled tokens.
+- Encoder-decoder models.
 """
 
 
@@ -115,7 +109,10 @@ def page() -> str:
     import transformers
 
     rows: list[tuple[Any, ...]] = [("family", *COLUMNS), ("---",) * (1 + len(COLUMNS))]
-    rows += [(family.title, *support(name)) for name, family in FAMILIES.items()]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, family in FAMILIES.items():
+        alike.setdefault(support(name), []).append(family.title)
+    rows += [("; ".join(titles), *cells) for cells, titles in alike.items()]
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
     notes = "\n".join(f"- {FAMILIES[name].title}: {note}" for name, note in NOTES.items())
     return HEAD.format(table=table, transformers=transformers.__version__, vllm=VLLM, notes=notes)

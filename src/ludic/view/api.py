@@ -109,6 +109,7 @@ def encode(found: JSONObject) -> bytes:
 
 
 def list_runs(runs: Runs) -> JSONObject:
+    """Every run below the root, with its state, settings and last metrics."""
     found = []
     for id in runs.ids():
         index = runs.get(id)
@@ -159,6 +160,10 @@ def state_of(index: RunIndex) -> str:
 
 
 def show_run(index: RunIndex) -> JSONObject:
+    """One run: its settings, first and last step, names of metrics.
+
+    `has_tokens`: the trainer wrote records; `has_text`: a tokenizer was found; `is_complete`: no large file is being read.
+    """
     steps = sorted(index.kept("steps_seen", lambda: {card.step for card in live(index)}) | set(index.metrics))
     return {
         **_summary(index),
@@ -175,6 +180,7 @@ def show_run(index: RunIndex) -> JSONObject:
 
 
 def metrics(index: RunIndex, query: Query) -> JSONObject:
+    """`steps`, and for each metric a number or null per step; `names` and `since` choose."""
     since = number_in(query, "since", int)
     steps = [step for step in sorted(index.metrics) if since is None or step > since]
     names = [name for name in query.get("names", "").split(",") if name]
@@ -183,6 +189,7 @@ def metrics(index: RunIndex, query: Query) -> JSONObject:
 
 
 def steps(index: RunIndex) -> JSONObject:
+    """One row per update: counts of rollouts, groups and failures, and their rewards."""
     return index.kept("steps", lambda: _steps(index))
 
 
@@ -213,6 +220,7 @@ def _step_row(step: int, cards: list[Card]) -> JSONObject:
 
 
 def rollouts(index: RunIndex, query: Query) -> JSONObject:
+    """The cards that match, and a histogram of the rewards of all of them."""
     found = sorted_cards(matching_cards(index, query), query.get("sort", "order"))
     rewards = [card.reward for card in found if card.failure is None]
     return {
@@ -223,6 +231,7 @@ def rollouts(index: RunIndex, query: Query) -> JSONObject:
 
 
 def show_time(index: RunIndex, query: Query) -> JSONObject:
+    """Start, end and policy versions of episodes, lags, and what each update spent its time on."""
     step = number_in(query, "step", int)
     cards = [card for card in live(index) if step is None or card.step == step]
     lags = [float(card.lag) for card in cards if card.lag is not None]

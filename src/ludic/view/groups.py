@@ -16,6 +16,7 @@ from ludic.view.tokens import TokenTexts, texts_of
 
 
 def groups(index: RunIndex, query: Query) -> JSONObject:
+    """The groups that have a rollout which matches."""
     step = number_in(query, "step", int)
     rows = index.kept(("groups", step), lambda: _group_rows(index, step))
     if any(query.get(name) for name in query.keys() - {"step", "sort", "offset", "limit"}):
@@ -62,6 +63,11 @@ def _group_row(group: str, members: list[Card]) -> JSONObject:
 
 
 def show_group(index: RunIndex, group: str) -> JSONObject:
+    """One group with its cards, the tree of their tokens, and where they part.
+
+    A node of the tree has its position (`start`), `length` and text (`is_cut` if shortened), whether it was sampled (`is_action`),
+    the numbers of the `rollouts` that pass through it, and those that end with it (`ends`).
+    """
     members = _by_group(live(index)).get(group)
     if members is None:
         raise NotFound(f"Run {index.id} has no group {group!r:.80}.")
@@ -77,6 +83,11 @@ _TASK_SORTS = (
 
 
 def tasks(index: RunIndex, query: Query) -> JSONObject:
+    """One row per task. `rewards` has the mean of each update in `steps`; `trend` is the change per update, by least squares.
+
+    A task is the request's `task_id`, else its env and `sample_index`, else its env and a hash of the first prompt. Failed episodes
+    have no reward.
+    """
     rows = index.kept("tasks", lambda: _task_rows(index))
     how = query.get("sort", "task")
     name, is_down = how.removeprefix("-"), how.startswith("-")
@@ -141,6 +152,7 @@ def _by_step(cards: Iterable[Card]) -> dict[int, list[Card]]:
 
 
 def show_task(index: RunIndex, task: str) -> JSONObject:
+    """One task, with rewards and rollouts of each update."""
     members = [card for card in live(index) if card.task == task]
     if not members:
         raise NotFound(f"Run {index.id} has no task {task!r:.80}.")

@@ -53,13 +53,14 @@ HEAD = """# Which models can be trained
 
 Every way gives the log-probabilities of transformers' own forward pass (to 1e-4 in fp32) and its gradients. A slower way is named
 once, in a warning that says why. The table holds for tiny random models of transformers {transformers} on a CPU
-(`tests/unit/models/test_families.py`). Every run decides again for its model, by small probes, so families that are not listed run, too.
+(`tests/unit/models/test_families.py`). Every run decides again for its model, by small probes, so other families
+run, too.
 
 - **embedded engine**: `LocalEngine` with its block cache. Where that cannot be used it takes transformers' own cache, or computes
   every token from the start. On a GPU hybrids use transformers' own cache.
 - **packed training**: samples end to end in one row, instead of padded rows.
-- **LoRA**: `--lora-rank` adapts all linear layers, except `out_proj` and `dt_proj` of Mamba mixers and Llama 4's router. Matrices of
-  experts: `--lora-experts` ([mixtures](mixtures.md)).
+- **LoRA**: `--lora-rank` adapts all linear layers, except `out_proj` and `dt_proj` of Mamba mixers and Llama 4's router. Experts:
+  `--lora-experts` ([mixtures](mixtures.md)).
 - **prefix trees**: tokens that samples begin with in common are computed once ([training](training.md)).
 - **vLLM push**: vLLM {vllm} knows all these architectures. "yes" and "adapter tested" say what a test has read back from a running
   server. Ludic compares all names and shapes before it sends weights, and refuses what does not fit.

@@ -109,7 +109,10 @@ class LocalEngine:
     ) -> None:
         """`bitwise`: log-probabilities equal those of a bitwise trainer bit for bit, at some cost (docs/importance_sampling.md).
         `record_experts`: responses of a mixture say to which experts each token went (docs/mixtures.md).
-        `adapters`: requests may name a LoRA adapter that `add_adapter` has added (docs/engine.md)."""
+        `adapters`: requests may name a LoRA adapter that `add_adapter` has added (docs/engine.md).
+        `pack_weights`: keep copies of matrices in the order that the hardware reads them; False saves their memory.
+        `compile_layers`: False runs every model through its own layers as they are.
+        `keep_room`: admit a request only if the cache has room for the usual length of a reply; fewer are preempted."""
         if adapters and (bitwise or record_experts):
             raise ConfigError("An engine with adapters=True has neither bitwise nor record_experts. Leave these out.")
         loaded = load_model(model, tokenizer, dtype=dtype, device=device)

@@ -6,7 +6,8 @@ vocabulary race, weighted by their sums, then the tokens of the winning chunk: n
 
 The noise is a function of the request's seed, the token's position and the candidate, on every device. Equal logits give
 equal tokens. If rounding moves the logits (over temperature) by at most ε, another token is drawn with probability at
-most ε, because only candidates that arrive within a factor 1 + 2ε of each other can change places (docs/engine.md).
+most ε: one race changes its result with probability ½ Σ p_i p_j |δ_i - δ_j| ≤ ε/2, since only candidates that arrive within a
+factor exp(δ_j - δ_i) of each other change places, and there are two races.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""OpenAI's Agents SDK; `OpenAIChatCompletionsModel` works as well. Without `tracing_disabled` the SDK sends its traces to OpenAI."""
+"""OpenAI's Agents SDK; `OpenAIChatCompletionsModel` works as well. Without `tracing_disabled` the SDK sends traces to OpenAI."""
 
 from agents import Agent, OpenAIResponsesModel, RunConfig, Runner, function_tool
 from openai import AsyncOpenAI

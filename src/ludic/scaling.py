@@ -1,7 +1,8 @@
 """Memory per GPU, computed without torch: training a decoder in one process or sharded, and serving it.
 
 `ludic plan` prints these numbers and benchmarks/memory_check.py compares them with a GPU. They are counted from the operations
-of transformers' Llama family and of ludic.models.head, not fitted; docs/scaling.md lists the formulae.
+of transformers' Llama family and of ludic.models.head, not fitted. `training_memory`, `serving_memory` and their helpers are the
+formulae; docs/scaling.md says how far they were checked.
 """
 
 import difflib

@@ -1,6 +1,7 @@
-"""docs/tinker.md: its programs run as they stand, on a fake of the service, with a tokenizer that the service names."""
+"""docs/tinker.md: the programs that it names run as they stand, on a fake of the service, with a tokenizer that it names."""
 
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,11 +11,11 @@ pytest.importorskip("tinker", reason="the extra 'tinker' is not installed")
 
 from ludic.models.tiny import tiny_llama
 from tests.chat_templates import make_tokenizer
-from tests.contract.pages import BLOCK, DOCS
+from tests.contract.pages import DOCS
 from tests.tinker_fake import FakeTinker
 
 PAGE = (DOCS / "tinker.md").read_text()
-LIBRARY, MINIMAL = (text for kind, text in BLOCK.findall(PAGE) if kind == "python")
+LIBRARY, MINIMAL = (DOCS / name for name in re.findall(r"\((\.\./examples/tinker_service/\w+\.py)\)", PAGE))
 MODEL = "Qwen/Qwen3-4B-Instruct-2507"
 
 
@@ -34,7 +35,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTinker
 
 
 def test_the_program_for_the_library_runs(fake: FakeTinker, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    exec(compile(LIBRARY, "tinker.md", "exec"), {"__name__": "page"})
+    runpy.run_path(str(LIBRARY), run_name="page")
     printed = capsys.readouterr().out
     assert len(re.findall(r"step \d \| train/avg_total_reward [\d.e-]+ \| train/loss", printed)) == 3
     assert printed.strip().endswith("/sampler_weights/vowels")
@@ -47,6 +48,6 @@ def test_the_program_for_the_library_runs(fake: FakeTinker, tmp_path: Path, caps
 
 
 def test_the_program_for_the_minimal_loop_runs(fake: FakeTinker):
-    exec(compile(MINIMAL, "tinker.md", "exec"), {"__name__": "page"})
+    runpy.run_path(str(MINIMAL), run_name="page")
     assert 1 <= fake.run.num_steps <= 2, "a step whose groups have no spread teaches nothing"
     assert fake.asked("sessions/session-0/finish")

@@ -23,10 +23,20 @@ def rows(text: str) -> list[list[str]]:
 
 
 def test_the_page_shows_the_table_that_the_command_prints():
-    printed = run("7b", "--gpus", "16", "--gpu-memory", "80")
+    printed = run("7b", "--gpus", "9", "--inference-gpus", "1", "--gpu-memory", "80")
     assert printed.exit_code == 0
     table = printed.output[printed.output.index("| model | GPUs |") :].strip()
     assert table in PAGE.read_text()
+
+
+def test_more_gpus_per_copy_leave_more_room():
+    printed = run("7b", "--gpus", "16", "--gpu-memory", "80")
+    room = " tokens of keys and values"
+    assert [(row[2], row[7], row[9].removesuffix(room)) for row in rows(printed.output)[-3:]] == [
+        ("14.2", "16.4", "room for 1045108"),
+        ("7.1", "9.2", "room for 2355828"),
+        ("3.5", "5.6", "room for 4977268"),
+    ]
 
 
 def test_each_way_to_train_and_to_serve_is_a_row():

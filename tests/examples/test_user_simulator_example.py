@@ -6,8 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from ludic.agents import Agent
+from ludic.batch_gen import GRPORequestStrategy, RolloutEngine, SharedRollouts, assign_roles
+from ludic.context import FullDialog
+from ludic.inference import ByteTemplate, ScriptedClient
+from ludic.interaction import Policies
+from ludic.parsers import raw_parser
+from ludic.types import EnvSpec, InferenceSpec, ProtocolSpec, ReturnSpec, RolloutRequest
+
 pytest.importorskip("torch", reason="the local extra is not installed")
 pytest.importorskip("tyro", reason="the dev extra is not installed")
+
+from ludic.training import make_grpo
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,10 +49,22 @@ def test_both_roles_are_trained_together(program, capsys):
     assert earned(out, "simulator") == earned(out, "helper"), "they share the reward"
 
 
-def test_the_code_of_the_envs_page_runs():
-    page = (ROOT / "docs" / "envs" / "dialogue.md").read_text()
-    code = page.split("```python\n")[1].split("```")[0]
-    names: dict = {}
-    exec(compile(code, "dialogue.md", "exec"), names)
-    batch = asyncio.run(names["source"].next_batch())
+def test_policies_in_code_give_batches_of_the_trained_role_only():
+    clients = {
+        "simulator": ScriptedClient(lambda request: "A table for four at seven, please."),
+        "helper": ScriptedClient(lambda request: "SUBMIT: 4 19:00"),
+    }
+
+    def make_agent(client, name):
+        return Agent(client=client, model=name, ctx=FullDialog(), parser=raw_parser, chat_template=ByteTemplate())
+
+    request = RolloutRequest(
+        env=EnvSpec("dialogue", {"sample": {"goal": "a table for four at seven", "answer": "4 19:00"}}),
+        protocol=ProtocolSpec("talk"),
+        inference=InferenceSpec(return_=ReturnSpec.for_rl()),
+    )
+    engine = RolloutEngine(protocol_registry={"talk": Policies(clients, make_agent).protocol})
+    tasks = [assign_roles(request, {"user": "simulator", "assistant": "helper"})]
+    dialogues = SharedRollouts(engine, requests_fn=lambda: tasks, strategy=GRPORequestStrategy(8), max_steps=16)
+    batch = asyncio.run(dialogues.batches_for("helper", algorithm=make_grpo(group_size=8)).next_batch())
     assert {item.origin.policy for item in batch.items} == {"helper"} and batch.meta["avg_total_reward"] == 1.0

@@ -10,6 +10,9 @@ are read here, exactly and without any dependency; everything that takes algebra
     0.333 ≠ 1/3           an approximation is not the number
     on ≠ no, BAC ≠ ABC    letters without an operator or a digit are a word, and never a product
     C, B ≠ B, C           a list of words has an order; one of numbers has none: 2, 1 = 1, 2
+
+Known errors. Wrong answers that pass: 10:30 for 1:3, 52 for 52_8, decimals that agree to ten places with a surd. Right answers that
+fail: yx for xy, \angle CBA for \angle ABC, \sin 30^\circ, i^2 for -1, 1 000, \emptyset for "no solution", 18 quarters, five for 5.
 """
 
 import asyncio

@@ -251,7 +251,8 @@ class MBPPTestAdapter(TestAdapter):
     """Samples with `prompt` (or `text`), `test_list` and `code`; every entry of the list is a test.
 
     The sentence does not name the function, so the prompt shows the first `num_shown_tests` tests. The original shows all of them
-    with the right answers, which an agent would learn to repeat.
+    with the right answers, which an agent would learn to repeat. Problem 123 (amicable_numbers_sum) computes for seconds: give it a
+    `timeout_per_test_s` above 5 on a slow machine.
     """
 
     system_prompt = FUNCTION_PROMPT

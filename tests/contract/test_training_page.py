@@ -1,7 +1,10 @@
-"""docs/training.md: its program learns as it says, its pieces run, its tables leave nothing out."""
+"""docs/training.md: its program learns as it says, its pieces run. Every setting, preset and metric is explained."""
 
+import ast
+import inspect
 import re
 from dataclasses import fields
+from itertools import pairwise
 from math import log
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from ludic.batch_gen import AsyncRolloutBatchSource
 from ludic.training import TrainerConfig, make_dapo, make_gmpo, make_ppo, make_reinforce_baseline, make_sapo, make_sft
 from ludic.training.algorithms import __all__ as algorithms
+from ludic.training.metric_names import METRICS
 from tests.contract.pages import BLOCK, DOCS, run
 from tests.unit.training.bandit import bandit_trainer
 
@@ -29,10 +33,10 @@ def test_the_program_learns_as_the_page_says_and_the_pieces_run_after_it(tmp_pat
     assert [NUMBER.sub("#", line) for line in found] == [NUMBER.sub("#", line) for line in lines]
     # What holds for every seed, and so on every machine: rounding changes the run as another seed does.
     steps, rewards, entropies, esses, lags = zip(*map(numbers, found), strict=True)
-    assert steps == (10, 20, 30, 40) and set(lags) == {0} and min(esses) > 0.99
-    assert rewards[-1] > 0.8, "chance is one half; 0.88 was the lowest of eight seeds"
-    assert 5.3 < entropies[0] < log(264), "that of 264 tokens, all but equally likely"
-    assert sorted(entropies, reverse=True) == list(entropies) and entropies[-1] < 5
+    assert steps == (5, 10, 15, 20) and set(lags) == {0} and min(esses) > 0.99
+    assert rewards[-1] > 0.85, "chance is one half; 0.95 was the lowest of eight seeds"
+    assert 4.3 < entropies[0] < log(101), "that of 101 tokens, all but equally likely"
+    assert sorted(entropies, reverse=True) == list(entropies) and entropies[-1] < 4.1
     assert (tmp_path / "runs" / "letters" / "metrics.jsonl").read_text().count("\n") == 5
 
 
@@ -40,23 +44,35 @@ def numbers(line: str) -> list[float]:
     return [float(number) for number in NUMBER.findall(line)]
 
 
-def rows(heading: str) -> set[str]:
-    """The names in the first column of the tables under a heading."""
+def named(heading: str) -> set[str]:
+    """The names in backticks in the list items under a heading, before the colon."""
     section = PAGE.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
-    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    items = [line.split(": ")[0] for line in section.splitlines() if line.startswith("- `")]
+    return {name for item in items for name in re.findall(r"`([^`]+)`", item)}
 
 
-def test_every_setting_has_a_row():
-    assert rows("TrainerConfig") == {field.name for field in fields(TrainerConfig)}
+def test_every_setting_has_a_docstring_and_the_page_names_settings():
+    (body,) = ast.parse(inspect.getsource(TrainerConfig)).body
+    explained = {
+        field.target.id
+        for field, text in pairwise(body.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
+    known = {field.name for field in fields(TrainerConfig)}
+    assert explained == known
+    assert named("TrainerConfig") <= known
 
 
 def test_every_preset_says_how_it_bounds_its_ratio():
-    assert rows("How far stale data can push") == {name for name in algorithms if name.startswith("make_")}
+    assert named("How far stale data can push") == {name for name in algorithms if name.startswith("make_")}
+
+
+def test_the_page_names_metrics_that_exist():
+    assert {f"train/{name}" for name in named("Metrics")} <= METRICS.keys()
 
 
 @pytest.mark.parametrize("make", [make_dapo, make_gmpo, make_sapo], ids=lambda make: make.__name__)
-async def test_every_metric_of_a_group_algorithm_has_a_row(make):
+async def test_every_metric_of_a_group_algorithm_is_explained(make):
     trainer, engine = bandit_trainer(
         make(group_size=4), group_size=4, make_source=lambda source: AsyncRolloutBatchSource(source)
     )
@@ -67,7 +83,7 @@ async def test_every_metric_of_a_group_algorithm_has_a_row(make):
 
 
 @pytest.mark.parametrize("make", [make_reinforce_baseline, make_ppo, make_sft], ids=lambda make: make.__name__)
-async def test_every_metric_of_the_others_has_a_row(make):
+async def test_every_metric_of_the_others_is_explained(make):
     trainer, engine = bandit_trainer(make(), group_size=1)
     stats = await trainer.train_step()
     engine.close()
@@ -75,5 +91,8 @@ async def test_every_metric_of_the_others_has_a_row(make):
 
 
 def unexplained(stats: dict[str, float]) -> set[str]:
-    names = {"reward/{component}" if "/reward/" in name else name.rsplit("/", 1)[1] for name in stats}
-    return names - rows("Metrics")
+    """A metric of a composite loss, `train/term/name`, is explained as `train/name`."""
+    names = {
+        "train/reward/{component}" if "/reward/" in name else re.sub(r"/.*/", "/", name, count=1) for name in stats
+    }
+    return names - METRICS.keys()

@@ -1,4 +1,4 @@
-"""`ludic envs` and `ludic parts`: what is registered, with one line each. `ludic export`: a checkpoint for other programs."""
+"""`ludic envs`, `ludic parts`: what is registered, and the metrics, with one line each. `ludic export`: a checkpoint for others."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +22,10 @@ class NoArgs:
 
 @dataclass(frozen=True)
 class PartsArgs:
-    """List the registered parts of one kind."""
+    """List the registered parts of one kind, or the metrics."""
 
     kind: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="KIND")]
-    """env, agent, context, protocol, parser, tool, reward, filter, curriculum or algorithm"""
+    """env, agent, context, protocol, parser, tool, reward, filter, curriculum or algorithm; metric lists what runs log"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ def envs(args: list[str]) -> int:
 
 
 def parts(args: list[str]) -> int:
-    return _show(parse(PartsArgs, args, prog="ludic parts").kind)
+    kind = parse(PartsArgs, args, prog="ludic parts").kind
+    return _show_metrics() if kind == "metric" else _show(kind)
 
 
 def export(args: list[str]) -> int:
@@ -61,6 +62,17 @@ def export(args: list[str]) -> int:
     from ludic.run.export import export_run
 
     print(*export_run(**vars(given)), sep="\n")
+    return 0
+
+
+def _show_metrics() -> int:
+    from ludic.eval.report import METRICS as EVAL_METRICS
+    from ludic.training.metric_names import METRICS
+
+    table = Table("metric", "what it is", box=None, pad_edge=False)
+    for name, meaning in (METRICS | {f"eval/{name}": meaning for name, meaning in EVAL_METRICS.items()}).items():
+        table.add_row(name, escape(meaning))
+    make_console(soft_wrap=False).print(table)
     return 0
 
 

@@ -13,6 +13,31 @@ from ludic.eval.statistics import Estimate, check_k, majority_at_k, mean_estimat
 from ludic.types import ConfigError, Reducer, Rollout, apply_reducers_to_records, default_reducers, result_names
 from ludic.types.steps import OWN_COMPONENTS
 
+METRICS: dict[str, str] = {
+    "accuracy": "share of right samples, averaged over tasks",
+    "mean_reward": "the env's reward per episode, without format rewards",
+    "mean_total_reward": "total reward per episode, with format rewards and scorers",
+    "score/{component}": "mean score of each scorer before its weight, over the samples that have one",
+    "pass@k": "at least one of k samples is right: 1 − C(n − c, k) / C(n, k) for c right of n, averaged over tasks",
+    "majority@k": "the most frequent answer of k samples is right: exact, over all choices of k of the n samples",
+    "win_rate": "share of all episodes with info['result'] = win; other results alike",
+    "draw_rate": "see win_rate",
+    "loss_rate": "see win_rate",
+    "illegal_move_rate": "share of episodes with info['illegal_move']",
+    "unreadable_rate": "share of samples with a complete reply that could not be read",
+    "over_limit_rate": "share of samples that met a limit: turns, context, or the tokens of a reply ('truncated' in the table)",
+    "parse_error_rate": "share of samples with a reply that was not read, complete or cut off",
+    "truncation_rate": "share of samples that a limit ended",
+    "completion_truncated_rate": "share of replies that max_tokens cut off",
+    "failed_rate": "share of episodes that could not be finished",
+    "num_failed": "their number",
+    "num_tasks": "tasks",
+    "num_samples": "episodes",
+    "mean_turns": "turns per episode",
+    "mean_completion_tokens": "sampled tokens per episode",
+}
+"""What each number of a report means; `ludic parts metric` prints it. x_low and x_high are the ends of x's 95 % interval."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grading:

@@ -97,7 +97,9 @@ class TrainerConfig:
     weight_decay: float = 0.01
     """AdamW's."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's."""
     eps: float = 1e-8
+    """AdamW's."""
     max_grad_norm: float | None = 1.0
     """Gradients are scaled down to this norm; 0 or None leaves them."""
     lr_schedule: LRSchedule | None = None
@@ -106,7 +108,7 @@ class TrainerConfig:
     max_seq_len: int = 1024
     """Tokens of a sample, prompt and replies; a run ends an episode that gets longer."""
     too_long: LengthPolicy = "raise"
-    """What happens to a sample longer than `max_seq_len`."""
+    """What happens to a sample longer than `max_seq_len`: the run ends, the right end is cut off, or the sample is dropped."""
     micro_token_budget: int = 8192
     """Tokens in one forward pass. The gradient does not depend on it."""
     packed: bool = True
@@ -122,7 +124,8 @@ class TrainerConfig:
     context_parallel: int = 1
     """Neighbouring ranks that share each packed row, for samples longer than one GPU holds; under torchrun only."""
     compile: bool = False
-    """Compile the decoder's layers: about a minute at the start, then faster steps on a GPU."""
+    """Compile the decoder's layers: about a minute at the start, then faster steps on a GPU. Without effect where the fused pass
+    runs (the Llama family in bf16 or fp16 on a GPU, packed, without LoRA, not sharded)."""
     bitwise: bool = False
     """Compute log-probs by the same calls as the sampler (`LocalEngine(bitwise=True)`): before an update on the weights that
     sampled, they are equal bit for bit. Slower. Computes in the precision of the weights."""
@@ -150,7 +153,7 @@ class TrainerConfig:
     """The run stops with an error after so many batches in a row with nothing to train on."""
     sync_every_steps: int | None = None
     """Publish after every n-th step, or where a batch takes several, after the batch in which it is; None is 1 with a publisher and
-    never without, 0 is never."""
+    never without, 0 is never. Weights that the engine shares are always published."""
 
     model_device: str | None = None
     """Where to train; None is where the model is."""
@@ -159,6 +162,7 @@ class TrainerConfig:
     seed: int = 0
     """Of everything random."""
     log_every: int = 1
+    """Log every n-th step."""
     eval_at_start: bool = False
     """Evaluate before the first update."""
     eval_every_n_steps: int | None = None
@@ -168,6 +172,7 @@ class TrainerConfig:
     eval_concurrency: int | None = None
     """Episodes at a time while evaluating. Default: as many as the engine computes together; with servers 64."""
     eval_max_steps: int = 1
+    """Turns per episode while evaluating."""
     eval_timeout_s: float | None = None
     """Seconds for one model call while evaluating; None is no limit."""
     parity_tolerance: float = 0.05

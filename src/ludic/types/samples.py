@@ -132,6 +132,7 @@ class SampleOrigin:
     policy: str | None = None
     """The model name in the requests."""
     env_name: str | None = None
+    """The env that was played."""
     domain: str | None = None
     """As the request names it (`RolloutRequest.meta["domain"]`); chooses among teachers."""
     objective: str | None = None
@@ -139,7 +140,9 @@ class SampleOrigin:
     comparison: str | None = None
     """Samples with the same one are compared by their loss (a preference), and stay in one micro-batch."""
     env_seed: int | None = None
+    """The env's seed in its episode."""
     sampling_seed: int | None = None
+    """The seed that its episode's model calls derive theirs from."""
     segment: int = 0
     """Order among the samples of its rollout; stitching counts from 0."""
     step_index: int | None = None
@@ -376,6 +379,7 @@ class SAWBatch:
 
     items: list[SAWItem]
     meta: dict[str, Any] = field(default_factory=dict)
+    """Counts and means of its rollouts, explained by `ludic parts metric`; `rollout_metrics` repeats them as floats."""
 
     def __len__(self) -> int:
         return len(self.items)

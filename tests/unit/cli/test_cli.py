@@ -106,6 +106,7 @@ def test_listings_show_registered_parts():
     assert "tic_tac_toe" in invoke(["envs"]).output
     assert "react" in invoke(["parts", "agent"]).output
     assert "grpo" in invoke(["parts", "algorithm"]).output
+    assert {"train/clip_frac", "perf/fetch_s", "eval/pass@k"} <= set(invoke(["parts", "metric"]).output.split())
 
 
 def test_settings_are_json_where_they_can_be():
@@ -172,8 +173,8 @@ NEEDED = {
     "endpoint": [["eval", "tic_tac_toe", "--base-url", "http://127.0.0.1:9/v1"]],
 }
 WORKS = [
-    ["play", "tic_tac_toe", "--watch", "--seed", "1"], ["envs"], ["parts", "algorithm"], ["parts", "agent"], ["plan", "7b"],
-    ["train", "--help"], ["eval", "--help"], ["serve", "--help"], ["--version"],
+    ["play", "tic_tac_toe", "--watch", "--seed", "1"], ["envs"], ["parts", "algorithm"], ["parts", "agent"], ["parts", "metric"],
+    ["plan", "7b"], ["train", "--help"], ["eval", "--help"], ["serve", "--help"], ["--version"],
 ]  # fmt: skip
 
 

@@ -302,10 +302,24 @@ def test_the_plan_names_what_a_run_adds(ludic):
 PAGE = Path(__file__).parents[3] / "docs" / "ludic-train.md"
 ENV_OF_PAGE = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)[0]
 FILES = re.findall(r"```toml\n(.*?)```", PAGE.read_text().split("## Which tasks, which samples")[1], flags=re.DOTALL)
+PLAIN = '[env]\nid = "rps.py:RockPaperScissors"\n'
+FILES += [
+    PLAIN + "[rollouts]\ndynamic_sampling = 4",
+    PLAIN + '[algo]\nfilter = ["drop_truncated", "drop_parse_errors"]',
+    PLAIN + "[rollouts]\nclose_batch_at = 0.9",
+    PLAIN + '[rollouts]\ncurriculum = "success_band"\ncurriculum_set = {num_tasks = 64, low = 0.1, high = 0.9}',
+    PLAIN + '[algo]\nentropy_bonus = 0.001\nkl_coeff = 0.05\nkl_estimator = "k2"',
+    PLAIN + '[algo]\ncorrection = ["token_mask"]\n[replay]\nreplay = 32\nreplay_half_life = 4',
+    '[env]\nid = "prisoners_dilemma"\nset = {rounds = 2}\n'
+    "[league]\nleague_every = 10\nleague_size = 4\nleague_share = 0.5",
+    PLAIN + '[algo]\nalgo_set = {behavior_cap = 2.0}\ncorrection = ["negative_sequence_mask=0.1"]\n'
+    "[train]\nupdates_per_batch = 2\nmini_batches = 2",
+]
+"""The files of the page, and one for each feature that the page names as a flag or a section."""
 
 
 @pytest.mark.parametrize("text", FILES, ids=[str(number) for number in range(len(FILES))])
-def test_every_file_of_the_page_runs(ludic, tmp_path, text):
+def test_every_file_of_the_page_and_every_feature_in_a_file_runs(ludic, tmp_path, text):
     (tmp_path / "rps.py").write_text(ENV_OF_PAGE)
     (tmp_path / "run.toml").write_text(text)
     small = ["--model", "tiny", "--max-tokens", "1", "--group-size", "16", "--logger", "none"]

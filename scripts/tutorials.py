@@ -60,7 +60,7 @@ def page(script: str, printed: list[str], name: str) -> str:
         blocks.append(f"```python\n{cell.text}\n```" if cell.is_code else cell.text)
         if out:
             blocks.append(f"```text\n{out.rstrip()}\n```")
-    source = f"This page is [tutorials/{name}.py](../../tutorials/{name}.py), and a [notebook](../../tutorials/{name}.ipynb)."
+    source = f"[Script](../../tutorials/{name}.py), [notebook](../../tutorials/{name}.ipynb)."
     return "\n\n".join([blocks[0], source, *blocks[1:]]) + "\n"
 
 

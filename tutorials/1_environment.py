@@ -1,6 +1,6 @@
 # # An environment in twenty lines
 #
-# An environment gives a text, reads a reply, and pays a reward. This one shows a letter and wants the other one.
+# An environment shows a text, reads a reply and pays a reward.
 
 # %%
 import random
@@ -22,7 +22,7 @@ class Opposite(SingleAgentEnv):
 
 
 # %% [markdown]
-# `check_env` runs the contract: the same seed gives the same episode, any text gets an answer, episodes do not disturb each other.
+# `check_env` tests the contract: the same seed gives the same episode, any text gets an outcome.
 
 # %%
 import asyncio
@@ -30,8 +30,7 @@ import asyncio
 asyncio.run(check_env(Opposite))
 
 # %% [markdown]
-# `build` makes a run from names and objects. `tiny` is a small Llama with random weights and one token per character. Nothing is loaded
-# before `train`.
+# `tiny` is a small Llama with random weights and one token per character.
 
 # %%
 import os
@@ -46,11 +45,10 @@ result = run.train(steps=STEPS)
 print(f"after {result.step} updates: reward {result.stats['train/avg_total_reward']:.2f}")
 
 # %% [markdown]
-# `evaluate` plays fresh episodes with the trained weights.
+# `evaluate` plays new episodes.
 
 # %%
 print(f"evaluation: {run.evaluate().metrics['mean_reward']:.2f}")
 
 # %% [markdown]
-# The same from a terminal: `ludic train opposite.py:Opposite --model tiny --max-tokens 1 --group-size 16 --lr 3e-3 --steps 40`. Next: `ludic new env`
-# makes a package of it ([ten minutes](../envs/your_package.md)).
+# In a terminal: `ludic train opposite.py:Opposite --model tiny --max-tokens 1 --group-size 16 --lr 3e-3 --steps 40`. Next: [make it a package](../envs/your_package.md).

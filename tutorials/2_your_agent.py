@@ -1,7 +1,6 @@
 # # Your agent, unchanged
 #
-# An agent that exists already talks to a URL. Give it another URL, and every call is recorded by its exact tokens. This one is a function around the
-# official OpenAI client.
+# An existing agent calls a URL. Give it Ludic's URL, and every call is recorded with its exact tokens.
 
 # %%
 from httpx import Limits
@@ -18,7 +17,7 @@ async def agent(task, *, base_url, api_key, model):
 
 
 # %% [markdown]
-# The reward sees the task, what the agent returned, and the session with all its calls. Here: the share of digits.
+# The reward sees the task, the agent's result and the recorded session.
 
 
 # %%
@@ -27,7 +26,7 @@ def reward(task, answer, session):
 
 
 # %% [markdown]
-# Then train. Settings are those of `ludic train`.
+# Settings are those of `ludic train`.
 
 # %%
 import os
@@ -40,4 +39,4 @@ result = ludic.gateway.train(**settings, group_size=16, rollouts_per_update=32, 
 print(f"{result.stats['train/avg_total_reward']:.2f} of the characters are digits after {result.step} updates")
 
 # %% [markdown]
-# LangGraph, the OpenAI Agents SDK, pydantic-ai, Anthropic's client and commands in any language work the same way: [gateway](../gateway.md).
+# Other frameworks, and commands in any language, work the same way: [gateway](../gateway.md).

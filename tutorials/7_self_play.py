@@ -1,7 +1,7 @@
 # # Self-play
 #
-# Two policies learn in one run, each with its own weights. In one round of the prisoner's dilemma both choose `c` (cooperate) or `d` (defect). Both cooperate: 3 points
-# each. Both defect: 1 each. One defects: 5 for it, 0 for the other.
+# Two policies with separate weights learn in one run. In the prisoner's dilemma both choose `c` (cooperate) or `d` (defect). Both
+# cooperate: 3 points each. Both defect: 1 each. Else the defector gets 5, the other 0.
 
 # %%
 import json
@@ -18,7 +18,7 @@ run = ludic.run.build(
 run.train(steps=STEPS)
 
 # %% [markdown]
-# Metrics are by name. What a policy does not choose counts as cooperation, so both begin near 3. Each learns that defecting pays, and together they end near 1.
+# An unreadable reply counts as cooperation, so both begin near 3. Each learns that defecting pays; both end at 1.
 
 # %%
 for line in (run.folder / "metrics.jsonl").read_text().splitlines()[:: max(1, STEPS // 5)]:
@@ -27,10 +27,4 @@ for line in (run.folder / "metrics.jsonl").read_text().splitlines()[:: max(1, ST
     print(f"update {row['step']:2}: ann {earned['ann']:.2f}, bob {earned['bob']:.2f}")
 
 # %% [markdown]
-# Each policy's folder is used like that of a run: `ludic export runs/dilemma/policies/ann out`, `ludic eval runs/dilemma/policies/ann`.
-
-# %%
-print(*sorted(path.name for path in (run.folder / "policies").iterdir()))
-
-# %% [markdown]
-# Adapters on one base model, policies that change places, leagues of past versions and ratings: [several policies](../multi_policy.md).
+# A policy's folder is used like a run's: `ludic eval runs/dilemma/policies/ann`. Shared base models, leagues, ratings: [several policies](../multi_policy.md).

@@ -4,12 +4,11 @@
     python scripts/draw_structure.py --check    fails if the picture is not what the imports say (a contract test calls it)
 
 An arrow means "imports"; arrows that follow from others are left out, and so are those to `types`, `tasks`, `registry` and
-`catalog`, which every package may import. The text of a box is the first sentence of the package's docstring.
+`catalog`, which every package may import. What a package is for is the first sentence of its docstring.
 """
 # ruff: noqa: T201 - a script prints
 
 import ast
-import re
 import sys
 from pathlib import Path
 
@@ -19,7 +18,6 @@ BEGIN, END = "<!-- structure: made by scripts/draw_structure.py -->", "<!-- end 
 FLOOR = {"types", "tasks", "registry", "catalog"}
 ABOVE = SOURCE / "gateway" / "training.py"
 """Uses `run`, which imports its package; the package loads it when one of its names is used."""
-WIDTH = 34
 
 
 def packages() -> dict[str, Path]:
@@ -52,19 +50,6 @@ def without_implied(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
     }
 
 
-def summary_of(path: Path) -> str:
-    """The first sentence of the docstring, wrapped for a box."""
-    docstring = ast.get_docstring(ast.parse((path if path.is_file() else path / "__init__.py").read_text())) or ""
-    sentence = re.split(r"\.(?:\s|$)", docstring.replace("\n", " "), maxsplit=1)[0].replace("`", "").replace('"', "'")
-    lines, line = [], ""
-    for word in sentence.split():
-        if line and len(line) + len(word) >= WIDTH:
-            lines, line = [*lines, line], word
-        else:
-            line = f"{line} {word}".strip()
-    return "<br>".join([*lines, line])
-
-
 def picture() -> str:
     known = packages()
     # minimal and cli are the tops; lazy names of inference, distributed and training that lead up are exempt.
@@ -73,10 +58,9 @@ def picture() -> str:
         targets -= {other for other in targets if name in arrows.get(other, ())}
     arrows = without_implied(arrows)
     lines = ["```mermaid", "graph TD"]
-    lines += [f'  {name}["<b>{name}</b><br>{summary_of(known[name])}"]' for name in sorted(arrows)]
-    lines += [f"  {name} --> {target}" for name in sorted(arrows) for target in sorted(arrows[name])]
-    lines += [f'  floor["<b>types, tasks, registry, catalog</b><br>{summary_of(known["types"])}"]']
-    lines += [f"  {name} --> floor" for name in sorted(arrows) if not arrows[name]]
+    lines += [f"  {name} --> {' & '.join(sorted(arrows[name]))}" for name in sorted(arrows) if arrows[name]]
+    lowest = " & ".join(name for name in sorted(arrows) if not arrows[name])
+    lines += [f'  {lowest} --> floor["{", ".join(sorted(FLOOR))}"]']
     return "\n".join([*lines, "```"])
 
 
@@ -90,7 +74,7 @@ def main() -> None:
             sys.exit(f"{PAGE} does not show the imports as they are; run python scripts/draw_structure.py.")
     else:
         PAGE.write_text(new, encoding="utf-8")
-        print(f"{PAGE}: {picture().count('-->')} arrows")
+        print(f"{PAGE}: {picture().count('-->')} lines of arrows")
 
 
 if __name__ == "__main__":

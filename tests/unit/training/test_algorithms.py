@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import shlex
 from dataclasses import replace
 from math import log
 from pathlib import Path
@@ -10,6 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ludic.cli.args import parse_run
+from ludic.cli.train import TrainArgs
+from ludic.run import build
+from ludic.run.resolve import env_factory
 from ludic.training import algorithms
 from ludic.training.algorithms import (
     RLAlgorithm,
@@ -515,12 +520,30 @@ def test_a_preset_has_a_page_and_every_metric_of_its_loss_is_explained(name):
     assert {metric for metric in stats if f"train/{metric}" not in METRICS and f"`{metric}`" not in text} == set()
 
 
+def python_blocks(page):
+    return re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
 @pytest.mark.parametrize("page", sorted(path.name for path in PAGES.glob("*.md")))
 def test_the_code_on_a_page_runs(page):
-    blocks = re.findall(r"```python\n(.*?)```", (PAGES / page).read_text(), flags=re.DOTALL)
+    blocks = python_blocks(PAGES / page)
     assert blocks
     for block in blocks:
         exec(compile(block, page, "exec"), {})
+
+
+def test_the_commands_on_the_pages_name_settings_that_exist(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    env = next(block for block in python_blocks(PAGES.parent / "ludic-train.md") if "class RockPaperScissors" in block)
+    Path("rps.py").write_text(env)
+    Path("questions.jsonl").write_text('{"question": "1 + 1 = ?", "answer": "#### 2"}\n')
+    Path("pairs.jsonl").write_text('{"prompt": "1 + 1 = ?", "chosen": "2", "rejected": "3"}\n')
+    trained = set()
+    for page in PAGES.glob("*.md"):
+        for command in re.findall(r"^ludic train (.*)$", page.read_text(), flags=re.MULTILINE):
+            _, config = parse_run(TrainArgs, shlex.split(command), prog="ludic train", description="")
+            trained.add(build(config, env=env_factory(config.env.id) if config.env.id else None).config.algo.algo)
+    assert trained >= {"grpo", "dpo", "spo", "ppo", "mopd", "fold_grpo"}
 
 
 def test_the_overview_lists_every_preset():

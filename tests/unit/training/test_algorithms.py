@@ -14,6 +14,7 @@ import torch
 from ludic.cli.args import parse_run
 from ludic.cli.train import TrainArgs
 from ludic.run import build
+from ludic.run.parts import make_algorithm
 from ludic.run.resolve import env_factory
 from ludic.training import algorithms
 from ludic.training.algorithms import (
@@ -542,7 +543,8 @@ def test_the_commands_on_the_pages_name_settings_that_exist(tmp_path, monkeypatc
     for page in PAGES.glob("*.md"):
         for command in re.findall(r"^ludic train (.*)$", page.read_text(), flags=re.MULTILINE):
             _, config = parse_run(TrainArgs, shlex.split(command), prog="ludic train", description="")
-            trained.add(build(config, env=env_factory(config.env.id) if config.env.id else None).config.algo.algo)
+            run = build(config, env=env_factory(config.env.id) if config.env.id else None)
+            trained.add(make_algorithm(run.resolved).name)
     assert trained >= {"grpo", "dpo", "spo", "ppo", "mopd", "fold_grpo"}
 
 

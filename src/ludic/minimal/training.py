@@ -121,6 +121,10 @@ def compute_advantages(rewards: Sequence[Sequence[float]]) -> list[list[float]]:
 
 @dataclass(kw_only=True)
 class GRPOTrainer:
+    """The loop. It logs means over all trajectories of a step before the update (`train/reward`, `train/accuracy`, the metrics of
+    `Reward`), the share of problems left out because their samples all earned the same (`train/groups_without_spread`), what
+    `Model.update` returns, and `eval/pass@k`: the share of problems that one of k = `samples_per_prompt` samples solves."""
+
     model: Model
     generator: Generator
     reward_model: RewardModel

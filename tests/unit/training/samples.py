@@ -63,7 +63,11 @@ def item_of(response: ChatResponse, temperature: float, weight: float = 1.0) -> 
 
 
 def assert_same_up_to_rounding(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """Sums over the same terms in another order: see "Tolerances" in CONTRIBUTING.md."""
+    """Sums over the same terms in another order: see "Tolerances" in CONTRIBUTING.md.
+
+    A sum of n products in fp32 is off by at most n * 2**-24 of the sum of their absolute values, usually by sqrt(n) * 2**-24. The limit is
+    relative to the largest element, as one near zero is the difference of larger terms. Sums here have some thousand terms.
+    """
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         limit = 1e-5 * float(value.abs().max())

@@ -83,7 +83,8 @@ def test_the_env_of_the_readme_is_the_one_that_a_test_trains():
 
 
 def test_links_between_documents_lead_somewhere():
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("skills/*/SKILL.md")]:
+    pages = ("*.md", "docs/**/*.md", "skills/*/SKILL.md", "examples/**/README.md")
+    for page in [page for pattern in pages for page in ROOT.glob(pattern)]:
         prose = re.sub(r"```.*?```|^    .*$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
         for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", prose):
             if "://" not in link:
@@ -189,6 +190,15 @@ def test_where_to_change_names_files_that_exist():
             found = [place for place in places if place.exists()]
             assert found, f"{name} in: {row}"
             folder = found[0] if found[0].is_dir() else found[0].parent
+
+
+def test_every_example_folder_has_a_short_readme_with_its_command_and_its_cost():
+    folders = [folder for folder in (ROOT / "examples").iterdir() if any(folder.glob("*.py")) or any(folder.glob("*.toml"))]
+    assert len(folders) >= 15
+    for folder in folders:
+        text = (folder / "README.md").read_text()
+        assert f"examples/{folder.name}/" in text and "cost" in text.lower(), folder.name
+        assert len(text.splitlines()) <= 40, folder.name
 
 
 def test_the_picture_of_the_packages_shows_their_imports():

@@ -193,7 +193,9 @@ def test_where_to_change_names_files_that_exist():
 
 
 def test_every_example_folder_has_a_short_readme_with_its_command_and_its_cost():
-    folders = [folder for folder in (ROOT / "examples").iterdir() if any(folder.glob("*.py")) or any(folder.glob("*.toml"))]
+    folders = [
+        folder for folder in (ROOT / "examples").iterdir() if any(folder.glob("*.py")) or any(folder.glob("*.toml"))
+    ]
     assert len(folders) >= 15
     for folder in folders:
         text = (folder / "README.md").read_text()

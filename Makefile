@@ -10,12 +10,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 VENV_VLLM := .venv-vllm
 
-.PHONY: help train tinker test tests test-fast vllm try-vllm system lint style types lock bench docs clean
+.PHONY: help train tinker test test-all tests test-fast vllm try-vllm system lint style types lock bench docs clean
 
 help:
 	@echo "make train      set up, then train a tic-tac-toe player from random weights (four minutes)"
 	@echo "make tinker     set up, then serve SmolLM2 to Tinker's SDK on port 8000 (docs/tinker-server.md)"
-	@echo "make test       set up, then run every check and test that this machine can run"
+	@echo "make test       set up, then run the checks and tests of the default tier (at its end: how many tests it left out)"
+	@echo "make test-all   the same with the extended tests: every test that this machine can run"
 	@echo "make test-fast  the unit, contract and golden tests that are quick (a minute)"
 	@echo "make vllm       set up .venv-vllm, the environment of the vLLM server"
 	@echo "make system     install redis-server, bubblewrap, podman, cargo and chromium, where missing and you are root on Debian"
@@ -111,13 +112,19 @@ test:
 	$(MAKE) -j 3 -O style try-vllm system
 	$(MAKE) -j 2 types tests
 
+# The default tier. What is left out is said at the end of the run (tests/extended.py).
+MARKED := not extended and not diagnostic
+
+test-all:
+	$(MAKE) test MARKED="not diagnostic"
+
 # A file's tests share models and servers, so a file stays with one worker; each computes with one thread. Two cores have four
 # workers: tests/conftest.py says which tests each of them takes, and puts the longest files first.
 tests: $(VENV)/.ready-all
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 30 tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 30 -m "$(MARKED)" tests
 
 test-fast: $(VENV)/.ready-all
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/contract tests/golden -m "not integration and not slow and not diagnostic"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/contract tests/golden -m "not integration and not slow and not extended and not diagnostic"
 
 lint: style types
 

@@ -1,7 +1,8 @@
-"""What `make test-fast` leaves out, and how `make test` divides the files between its workers.
+"""What `make test-fast` and `make test` leave out, and how `make test` divides the files between its workers.
 
-Both follow from tests/seconds.json: how long files and tests take on a quiet core. Make it again, on a quiet machine, with
-`pytest -n 2 --dist loadfile --write-seconds tests`. A test that it does not know counts as quick.
+The first and the last follow from tests/seconds.json: how long files and tests take on a quiet core. Make it again, on a quiet
+machine, with `pytest -n 2 --dist loadfile --write-seconds tests`. A test that it does not know counts as quick. What only
+`make test-all` runs is marked `extended` (tests/extended.py).
 """
 
 import gc
@@ -17,7 +18,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests import warm_python
+from tests import extended, warm_python
 
 TABLE = Path(__file__).with_name("seconds.json")
 MEASURED = json.loads(TABLE.read_text())
@@ -72,11 +73,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-seconds", action="store_true", help=f"measure all tests and write {TABLE.name}")
     parser.addoption("--fuzz-seed", type=int, default=0, help="the seed of every fuzzer (default 0)")
     parser.addoption(
-        "--fuzz-cases", type=int, help="how many cases each fuzzer tries (default: few enough for `make test`)"
+        "--fuzz-cases",
+        type=int,
+        help="how many cases each fuzzer tries (default: what fits `make test-all`, a third in `make test`)",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(extended.LeftOut())
     if config.getoption("--write-seconds"):
         config.pluginmanager.register(Stopwatch())
     if config.getvalue("dist") == "loadfile" and not hasattr(config, "workerinput"):
@@ -96,9 +100,13 @@ class Fuzz:
 
     seed: int
     wanted_cases: int | None
+    is_default_tier: bool = False
+    """Then a third is enough: another run has the rest."""
 
-    def cases(self, default: int) -> int:
-        return default if self.wanted_cases is None else self.wanted_cases
+    def cases(self, default: int, *, least: int = 1) -> int:
+        if self.wanted_cases is not None:
+            return self.wanted_cases
+        return max(least, default // 3) if self.is_default_tier else default
 
     def rng(self, case: int) -> Random:
         return Random(f"{self.seed} {case}")
@@ -109,7 +117,8 @@ class Fuzz:
 
 @pytest.fixture
 def fuzz(request: pytest.FixtureRequest) -> Fuzz:
-    return Fuzz(request.config.getoption("--fuzz-seed"), request.config.getoption("--fuzz-cases"))
+    seed, wanted_cases = request.config.getoption("--fuzz-seed"), request.config.getoption("--fuzz-cases")
+    return Fuzz(seed, wanted_cases, is_default_tier=extended.are_left_out(request.config))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -119,10 +128,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.nodeid.split("[", 1)[0] in SLOW_TESTS and not config.getoption("--write-seconds"):
             item.add_marker(pytest.mark.slow)
     if hasattr(config, "workerinput"):  # xdist tells its workers that there is no --dist
+        further = {} if extended.are_left_out(config) else MEASURED["extended"]
         weights: dict[str, float] = defaultdict(float)
         for file in {file_of(item.nodeid) for item in items}:
             unknown = next((seconds for folder, seconds in UNKNOWN_S.items() if file.startswith(folder)), 0.0)
-            weights[scope_of(file)] += MEASURED["files"].get(file, unknown)
+            weights[scope_of(file)] += MEASURED["files"].get(file, unknown) + further.get(file, 0.0)
         items.sort(key=lambda item: -weights[scope_of(file_of(item.nodeid))])
 
 
@@ -195,9 +205,12 @@ class Stopwatch:
     def __init__(self) -> None:
         self.tests: dict[str, float] = defaultdict(float)
         self.marked: set[str] = set()
+        self.extended: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.tests[report.nodeid] += report.duration
+        if "extended" in report.keywords:
+            self.extended.add(report.nodeid)
         if {"slow", "integration"} & report.keywords.keys():
             self.marked.add(report.nodeid)
 
@@ -205,15 +218,17 @@ class Stopwatch:
         if hasattr(session.config, "workerinput"):  # a worker sees its own tests alone
             return
         files: dict[str, float] = defaultdict(float)
+        further: dict[str, float] = defaultdict(float)
         for test, seconds in self.tests.items():
-            files[file_of(test)] += seconds
+            (further if test in self.extended else files)[file_of(test)] += seconds
         cases: dict[str, list[float]] = defaultdict(list)
         for test, seconds in self.tests.items():
-            if test.startswith(QUICK) and test not in self.marked:
+            if test.startswith(QUICK) and test not in self.marked | self.extended:
                 cases[test.split("[", 1)[0]].append(seconds)
         slow = [test for test, s in cases.items() if sum(s) / len(s) >= SLOW_FROM_S or sum(s) >= SLOW_IN_ALL_FROM_S]
         table = {
             "files": {file: round(seconds, 1) for file, seconds in sorted(files.items()) if seconds >= 1.0},
+            "extended": {file: round(seconds, 1) for file, seconds in sorted(further.items()) if seconds >= 1.0},
             "slow_tests": sorted(slow),
         }
         TABLE.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n")

@@ -31,6 +31,8 @@ HARMLESS = ("-u", "-P")
 """Flags of the interpreter that a forked process can honour."""
 MAX_FILES = 128
 """Open files with lower numbers are inherited."""
+STAYS = "LUDIC_TESTS_STAY_WARM"
+"""The variable with which such a process starts interpreters of its kind itself: it is their `sys.executable`."""
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -242,6 +244,7 @@ def run(command: list[str], flags: list[str], cwd: str, environ: dict[str, str])
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environ)
+    sys.executable = environ.get(STAYS, sys.executable)
     sys.path[:0] = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     is_safe_path = "-P" in flags
     code: Any = 0

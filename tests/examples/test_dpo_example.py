@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.extended import cases
+
 pytest.importorskip("torch", reason="the local extra is not installed")
 pytest.importorskip("tyro", reason="the dev extra is not installed")
 pytestmark = pytest.mark.slow
@@ -21,7 +23,7 @@ def program():
     return module
 
 
-@pytest.mark.parametrize("algo", ["dpo", "ipo", "kto"])
+@pytest.mark.parametrize("algo", cases(["dpo", "ipo", "kto"], default=["dpo", "kto"]))
 def test_the_gap_grows(program, algo, tmp_path):
     program.main(data="demo", algo=algo, model="tiny", out=tmp_path, lr=1e-3, steps=8)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

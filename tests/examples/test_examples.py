@@ -214,7 +214,7 @@ NUM_UPDATES = 12
 def interrupted(tmp_path_factory) -> tuple[Path, int, str, int]:
     """(run folder, exit code, what was printed, updates done) of a first run after Ctrl-C."""
     out = tmp_path_factory.mktemp("first") / "run"
-    small = ["--synth-games", 40, "--warm-up-steps", 20, "--updates", NUM_UPDATES, "--groups", 2, "--group-size", 4,
+    small = ["--synth-games", 40, "--warm-up-steps", 5, "--updates", NUM_UPDATES, "--groups", 2, "--group-size", 4,
              "--eval-games", 20]  # fmt: skip
     process = begin("tic_tac_toe/first_run.py", "--out", out, *small)
     lines = out / "metrics.jsonl"

@@ -47,6 +47,13 @@ def test_behind_a_window_the_last_prompt_is_the_same_for_every_fact(example):
     assert [len(prompts(example, memory, "red")) for memory in ("window", "folding")] == [2, 3]
 
 
+def test_two_updates_train_parent_and_memory(example, tmp_path):
+    assert example.main(["--steps", "2", "--runs", str(tmp_path), "--logger", "none"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "folding" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2] and all(row["train/grad_norm"] > 0 for row in rows)
+
+
+@pytest.mark.extended(covered_by="test_two_updates_train_parent_and_memory")
 @pytest.mark.slow
 def test_an_agent_that_writes_its_memory_itself_learns_to_keep_the_fact(example, tmp_path):
     """Seed 0: beyond what a window can earn (0.625) after 45 updates, 0.9 at least after 65."""

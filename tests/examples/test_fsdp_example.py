@@ -82,6 +82,9 @@ def test_the_written_model_is_the_trained_one(trained):
     assert 5e-4 < moved < 5e-3  # two steps of Adam at 1e-3
 
 
+@pytest.mark.extended(
+    covered_by="tests/integration/test_fsdp.py::test_two_processes_resume_in_the_middle_of_a_batch_bit_for_bit"
+)
 def test_fsdp_run_resumes_where_it_stopped(trained, problems):
     out, _ = trained
     code, output = train(problems, out, "--steps", 3, "--resume")

@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.extended import cases
+
 pytest.importorskip("torch", reason="the local extra is not installed")
 pytest.importorskip("tyro", reason="the dev extra is not installed")
 pytestmark = pytest.mark.slow
@@ -24,7 +26,7 @@ def program() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("arguments", [[], ["--updates-per-round", "1"]], ids=str)
+@pytest.mark.parametrize("arguments", cases([[], ["--updates-per-round", "1"]], default=[[]]), ids=str)
 def test_the_reward_goes_from_chance_to_nearly_always(program, arguments, tmp_path):
     assert program.main(["--runs", str(tmp_path), "--logger", "none", *arguments]) == 0
     rows = map(json.loads, (tmp_path / "rft" / "metrics.jsonl").read_text().splitlines())

@@ -43,6 +43,9 @@ def run(program: ModuleType, *arguments: object) -> None:
     program.main([*SMALL, *map(str, arguments)])
 
 
+@pytest.mark.extended(
+    covered_by="tests/unit/run/test_mixtures.py::test_a_run_with_a_league_resumes_as_if_uninterrupted"
+)
 def test_a_resumed_run_rates_every_version_in_the_leagues(program, tmp_path, capsys):
     """It begins in a folder with the half-written games of a run that was stopped in its warm-up."""
     out = tmp_path / "run"

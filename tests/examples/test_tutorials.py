@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
+from tests import forked, warm_python
 
 pytest.importorskip("peft", reason="the lora extra is not installed")
 
@@ -31,9 +31,9 @@ script = load_script()
 def test_a_tutorial_runs(name, tmp_path):
     if name.startswith("2_"):
         pytest.importorskip("openai", reason="the extra agents is not installed")
-    process = forked.python(
-        ROOT / "tutorials" / f"{name}.py", cwd=tmp_path, environment={"STEPS": "1", "MODEL": "tiny"}
-    )
+    python = warm_python.executable()
+    environment = {"STEPS": "1", "MODEL": "tiny", warm_python.STAYS: python}
+    process = forked.python(ROOT / "tutorials" / f"{name}.py", cwd=tmp_path, environment=environment, executable=python)
     out, err = process.communicate()
     assert process.returncode == 0, err
     assert out, "it prints something"

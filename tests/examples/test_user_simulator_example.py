@@ -35,6 +35,7 @@ def earned(out: str, name: str) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.extended(covered_by="test_both_roles_are_trained_together")
 @pytest.mark.parametrize(("role", "name"), [("assistant", "helper"), ("user", "simulator")])
 def test_a_role_learns_from_a_scripted_partner(program, capsys, role, name):
     assert program.main(["--train", role, "--updates", "20", "--groups", "4", "--group-size", "16"]) == 0

@@ -364,7 +364,7 @@ def what_does_not_fit_is_named(folder: Path) -> None:
     def refusal(variant: str, model: Any) -> str:
         return error_of(lambda: manager(two / variant).load(model=sharded(model)), ConfigError)
 
-    message = refusal("full-untied", llama(tied=True, layers=3))
+    message = refusal("full-tied", llama(tied=False, layers=3))
     assert (
         "a LlamaForCausalLM (num_hidden_layers 2, " in message and "LlamaForCausalLM (num_hidden_layers 3," in message
     )
@@ -497,8 +497,9 @@ def goes_on_in_one_process(variant: str, *, by_export: bool) -> Check:
 
 
 def transformers_and_peft_read_the_export(folder: Path) -> None:
-    for variant in VARIANTS:
-        path, saved = folder / "exported" / variant, torch.load(folder / "reference" / f"{variant}.pt")["saved"]
+    for path in sorted((folder / "exported").iterdir()):
+        variant = path.name
+        saved = torch.load(folder / "reference" / f"{variant}.pt")["saved"]
         if variant.startswith("full"):
             loaded = transformers.AutoModelForCausalLM.from_pretrained(path)
             assert loaded.config.architectures == ["LlamaForCausalLM"]
@@ -689,7 +690,9 @@ def join(name: str, rank: int, size: int, folder: Path) -> None:
 
 
 def main(number: int, folder: Path) -> None:
+    """All processes leave out the checks that FOLDER/left_out names."""
     results = folder / "results" / str(number)
+    left_out = (folder / "left_out").read_text().splitlines()
     with results.open("w", buffering=1) as out:
         for name, members, checks in PHASES:
             if number not in members:
@@ -697,6 +700,8 @@ def main(number: int, folder: Path) -> None:
             if name not in ("before", "after"):
                 join(name, members.index(number), len(members), folder)
             for check, run in checks.items():
+                if check in left_out:
+                    continue
                 try:
                     run(folder)
                 except BaseException:  # noqa: BLE001 - the test shows what it was

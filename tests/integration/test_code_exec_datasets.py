@@ -13,6 +13,7 @@ from ludic.envs.code_exec import CodeExecConfig, CodeExecEnv, HumanEvalEnv, MBPP
 from ludic.sandbox import create_sandbox_pool
 from ludic.sandbox.bubblewrap import bubblewrap_problem
 from tests.data import read_jsonl
+from tests.extended import cases
 
 pytestmark = [
     pytest.mark.integration,
@@ -105,7 +106,10 @@ async def problem_holds(make: type[CodeExecEnv], sample: dict, pool: object) -> 
 
 @pytest.mark.parametrize("nth", [4, pytest.param(1, marks=pytest.mark.diagnostic)], ids=["every fourth", "all"])
 @pytest.mark.parametrize(
-    ("make", "data", "count"), [(HumanEvalEnv, "humaneval", 120), (MBPPEnv, "mbpp_sanitized", 427)]
+    ("make", "data", "count"),
+    cases(
+        [(HumanEvalEnv, "humaneval", 120), (MBPPEnv, "mbpp_sanitized", 427)], default=[(HumanEvalEnv, "humaneval", 120)]
+    ),
 )
 async def test_a_reference_earns_the_full_reward_and_a_mutant_of_it_does_not(make, data, count, nth):
     samples = read_jsonl(data)

@@ -92,6 +92,7 @@ async def test_a_killed_monitor_is_a_failure_of_the_sandbox_and_leaves_nothing(s
     assert (await sandbox.execute("print('next')")).stdout == "next\n"
 
 
+@pytest.mark.extended(covered_by="test_a_killed_monitor_is_a_failure_of_the_sandbox_and_leaves_nothing")
 async def test_a_killed_client_is_a_failure_of_the_sandbox_and_leaves_nothing(sandbox):
     run, container, _ = await begin(sandbox)
     (client,) = (
@@ -177,6 +178,7 @@ async def test_the_next_pool_removes_the_containers_of_a_killed_harness():
     assert await nothing_is_left_of(ids)
 
 
+@pytest.mark.extended(covered_by="test_the_next_pool_removes_the_containers_of_a_killed_harness")
 async def test_a_pool_that_is_shut_down_in_the_middle_of_its_start_leaves_nothing():
     config, before = podman_config(), set(descendants(os.getpid()))
     for wait_s in (0.1, 0.2, 0.4):

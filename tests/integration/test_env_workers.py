@@ -193,6 +193,7 @@ def test_workers_and_their_children_end_when_the_trainer_is_killed(tmp_path):
     asyncio.run(until(lambda: not any(map(is_running, pids))))
 
 
+@pytest.mark.extended(covered_by="test_a_step_that_hangs_in_its_thread_costs_one_episode")
 async def test_four_hundred_envs_of_which_five_in_a_hundred_hang(nothing_left):
     """The hanging ones fail as data; the others finish, although workers with many hung threads are replaced meanwhile."""
     client = ScriptedClient(lambda request: "<a>end</a>")
@@ -332,6 +333,7 @@ async def test_kill_9_of_the_server_fails_episodes_and_a_new_one_is_found(nothin
     program.stdout.close()
 
 
+@pytest.mark.extended(covered_by="test_kill_9_of_a_worker_fails_its_episodes_and_another_takes_its_place")
 async def test_kill_9_of_a_servers_worker_fails_its_episodes_and_the_next_is_played(nothing_left):
     async with serving(FAULTY) as address, EnvPool("faulty", server=address, token="secret") as pool:
         env = await started(pool)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests import forked
+from tests.extended import cases, chosen_cases
 from tests.integration.fsdp_scenarios import LENGTHS, LOSSES, RUNS
 from tests.integration.fsdp_worker import done
 
@@ -21,6 +22,11 @@ CONTEXT_JOBS = [
     "context:with_entropy_and_kl:adapter_off",
 ]
 CONTEXT_RUNS = {"run:context": "run:full", "run:context_checkpointing_lora": "run:checkpointing_lora"}
+FEW_RUNS = ["run:lora_tied_from_meta", "run:checkpointing_lora", "run:source_per_rank", "run:critic"]
+FEW_GRADIENTS = [
+    f"gradients:{name}"
+    for name in ("token_clipped:frozen", "gmpo:frozen", "batch_normalized:frozen", "with_entropy_and_kl:adapter_off")
+]
 FOUR_JOBS = ["run:full", "run:lora_tied_from_meta", "run:critic", "gradients:with_entropy_and_kl:adapter_off"]
 
 
@@ -31,24 +37,15 @@ def recorded(folder: Path, num: int, *jobs: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory) -> Path:
-    return recorded(
-        tmp_path_factory.mktemp("two"),
-        2,
-        *RUN_JOBS,
-        *GRADIENT_JOBS,
-        *CONTEXT_JOBS,
-        *CONTEXT_RUNS,
-        "run:half_precision",
-        "tokens",
-        "tokens_cut",
-        "resumed",
-    )
+def two(tmp_path_factory, request) -> Path:
+    others = ["run:half_precision", "resumed"]
+    return recorded(tmp_path_factory.mktemp("two"), 2, *chosen_cases(request, "job"), *others)
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory) -> Path:
-    return recorded(tmp_path_factory.mktemp("four"), 4, *FOUR_JOBS, "run:replicas", "run:context")
+def four(tmp_path_factory, request) -> Path:
+    others = ["run:replicas", "run:context"]
+    return recorded(tmp_path_factory.mktemp("four"), 4, *chosen_cases(request, "job"), *others)
 
 
 def record(folder: Path, job: str) -> Any:
@@ -100,30 +97,37 @@ def alone(job: str) -> Any:
     return done(job, None)
 
 
-@pytest.mark.parametrize("job", RUN_JOBS)
+@pytest.mark.parametrize("job", cases(RUN_JOBS, default=FEW_RUNS))
 def test_two_processes_train_as_one(two, job):
     assert_learned(alone(job))
     assert_same_run(record(two, job), alone(job))
 
 
-@pytest.mark.parametrize("job", GRADIENT_JOBS)
+@pytest.mark.parametrize("job", cases(GRADIENT_JOBS, default=FEW_GRADIENTS))
 def test_two_processes_have_the_gradient_of_one(two, job):
     found = record(two, job)
     assert found["micro_batches"] > 2, "the ranks were meant to have several, and not as many each"
     assert_same_gradients(found, alone(job))
 
 
-@pytest.mark.parametrize("job", CONTEXT_JOBS)
+@pytest.mark.parametrize(
+    "job",
+    cases(CONTEXT_JOBS, default=CONTEXT_JOBS[1::2]),
+)
 def test_two_processes_that_share_every_row_have_the_gradient_of_one(two, job):
     """Samples of 3 to 60 tokens in rows of up to 64: their borders are not where the rows are cut."""
     assert_same_gradients(record(two, job), done(job.replace("context", "gradients"), None))
 
 
-@pytest.mark.parametrize("job", CONTEXT_RUNS)
+@pytest.mark.parametrize(
+    "job",
+    cases(CONTEXT_RUNS, default=["run:context_checkpointing_lora"]),
+)
 def test_two_processes_that_share_every_row_train_as_one(two, job):
     assert_same_run(record(two, job), done(CONTEXT_RUNS[job], None))
 
 
+@pytest.mark.extended(covered_by="test_two_processes_that_share_every_row_train_as_one")
 def test_two_pairs_that_share_their_rows_train_as_one(four):
     assert_same_run(record(four, "run:context"), done("run:full", None))
 
@@ -132,12 +136,16 @@ def test_two_processes_resume_in_the_middle_of_a_batch_bit_for_bit(two):
     assert record(two, "resumed") == {"num_different": 0, "num": 21}
 
 
+@pytest.mark.extended(covered_by="test_two_processes_train_as_one")
 @pytest.mark.parametrize("job", FOUR_JOBS)
 def test_four_processes_are_one_too(four, job):
     compare = assert_same_run if job.startswith("run") else assert_same_gradients
     compare(record(four, job), alone(job))
 
 
+@pytest.mark.extended(
+    covered_by="tests/integration/test_sharded_checkpoint.py::test_in_real_processes[replicas of shards go on]"
+)
 def test_two_replicas_of_two_halves_are_one(four):
     assert_same_run(record(four, "run:replicas"), alone("tokens")["run"])
 

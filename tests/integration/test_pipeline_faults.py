@@ -18,6 +18,7 @@ pytest.importorskip("redis", reason="the pipeline extra is not installed")
 
 from ludic.batch_gen.pipeline.queue import ExperienceQueue, new_actor_id
 from ludic.batch_gen.pipeline.wire import encode_group
+from tests.extended import cases
 from tests.integration.pipeline_harness import (
     COUNTS,
     QUEUE_KEY,
@@ -77,7 +78,12 @@ def test_clocks_of_actors_do_not_matter(pipeline, tmp_path):
 # --- learners ---
 
 
-@pytest.mark.parametrize(("hold_where", "num_resumed"), [("in_step", 3), ("after_step", 3), ("after_checkpoint", 6)])
+@pytest.mark.parametrize(
+    ("hold_where", "num_resumed"),
+    cases(
+        [("in_step", 3), ("after_step", 3), ("after_checkpoint", 6)], default=[("in_step", 3), ("after_checkpoint", 6)]
+    ),
+)
 def test_a_learner_that_is_killed_goes_on_from_its_checkpoint(pipeline, hold_where, num_resumed):
     """In the fifth step; after the fifth, before it is saved; or when the sixth is saved, and nothing is acknowledged."""
     actor = pipeline.actor()
@@ -130,6 +136,7 @@ def test_a_learner_that_lost_its_lease_changes_nothing(pipeline):
     pipeline.check()
 
 
+@pytest.mark.extended(covered_by="test_groups_of_a_removed_learner_go_to_the_others")
 def test_one_of_two_learners_is_killed_and_resumes(pipeline):
     """Ranks 0 and 1 of one run: groups are shared out, and the dead one's wait for it."""
     actor = pipeline.actor(concurrency=16)
@@ -204,6 +211,7 @@ def test_lost_replies_apply_nothing_twice(pipeline):
     pipeline.check()
 
 
+@pytest.mark.extended(covered_by="test_a_pause_of_redis_longer_than_the_lease_loses_nothing")
 @pytest.mark.slow
 def test_a_network_pause_of_ten_seconds_loses_nothing(pipeline):
     """The learner and one actor hear nothing; the other actor goes on. A lease of the usual length outlasts it."""
@@ -268,7 +276,10 @@ def test_poisoned_items_become_dead_letters_and_training_continues(pipeline):
     assert any("7 items" in reason for reason in reasons) and any("not written by push" in reason for reason in reasons)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "world_size",
+    cases([1, 2], default=[1]),
+)
 def test_a_group_that_kills_its_learner_repeatedly_becomes_a_dead_letter(pipeline, world_size):
     """It passes every check and kills the process that trains on it, with one learner and with two."""
     ranks = range(world_size)
@@ -340,6 +351,7 @@ def test_groups_too_old_for_a_resumed_learner_are_dropped_and_counted(pipeline):
 # --- everything at once ---
 
 
+@pytest.mark.extended(covered_by="test_redis_is_killed_again_and_again_and_nothing_that_it_acknowledged_is_lost")
 @pytest.mark.slow
 def test_all_processes_are_killed_at_random_moments_for_a_while(pipeline):
     moments = random.Random(3)
@@ -369,6 +381,9 @@ def test_all_processes_are_killed_at_random_moments_for_a_while(pipeline):
 # --- the real Trainer, the real engine ---
 
 
+@pytest.mark.extended(
+    covered_by="tests/unit/cli/test_launch_process.py::test_pipeline_resumes_after_interrupts_and_kills"
+)
 @pytest.mark.slow
 def test_the_trainer_is_killed_in_a_step_and_an_actor_with_the_engine_inside_it(pipeline, tmp_path):
     """examples/pipeline_rl: weights of a tiny model through a folder, an engine in each actor."""

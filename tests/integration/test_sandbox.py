@@ -24,6 +24,7 @@ from ludic.sandbox import (
 )
 from ludic.sandbox.interface import CommandSandbox, SandboxPool
 from ludic.types import ConfigError
+from tests.extended import cases
 from tests.integration.sandbox_pools import podman_pool, remote_pool
 
 pytestmark = [
@@ -35,7 +36,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest_asyncio.fixture(
-    params=[BubblewrapSandboxPool, SubprocessSandboxPool, podman_pool, remote_pool], scope="module", loop_scope="module"
+    params=cases(
+        [BubblewrapSandboxPool, SubprocessSandboxPool, podman_pool, remote_pool],
+        default=[BubblewrapSandboxPool, SubprocessSandboxPool, remote_pool],  # test_containers.py has podman
+    ),
+    scope="module",
+    loop_scope="module",
 )
 async def sandbox(request):
     """All backends keep the same contract; the plain subprocess does not isolate."""

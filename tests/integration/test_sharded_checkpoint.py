@@ -13,6 +13,7 @@ pytest.importorskip("peft", reason="the lora extra is not installed")
 
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
 from tests import forked
+from tests.extended import cases, chosen_cases
 from tests.integration.sharded_checkpoint_worker import PHASES
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -20,11 +21,23 @@ TIMEOUT_S = 300
 NEVER_PASSES = "waits to be killed"
 
 
+EXPECTED = [
+    (check, numbers if "bereft" not in name else numbers[:1])
+    for name, numbers, checks in PHASES
+    for check in checks
+    if check != NEVER_PASSES
+]
+EXTENDED = [check for check, _ in EXPECTED if check.endswith("-untied")]
+"""Half of the resume matrix."""
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory):
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest):
     """Where four processes have done their work; two of them were killed in the middle of a save."""
     folder = tmp_path_factory.mktemp("sharded")
     (folder / "results").mkdir()
+    chosen = chosen_cases(request, "check")
+    (folder / "left_out").write_text("\n".join(check for check in EXTENDED if check not in chosen))
     worker = ["-m", "tests.integration.sharded_checkpoint_worker"]
     workers = [forked.python(*worker, number, folder, cwd=forked.ROOT) for number in range(4)]
     deadline = time.monotonic() + TIMEOUT_S
@@ -51,15 +64,11 @@ def wait_for(marker: Path, workers: list[forked.Forked], deadline: float) -> boo
     return True
 
 
-EXPECTED = [
-    (check, numbers if "bereft" not in name else numbers[:1])
-    for name, numbers, checks in PHASES
-    for check in checks
-    if check != NEVER_PASSES
-]
-
-
-@pytest.mark.parametrize(("check", "numbers"), EXPECTED, ids=[check for check, _ in EXPECTED])
+@pytest.mark.parametrize(
+    ("check", "numbers"),
+    cases(EXPECTED, default=[case for case in EXPECTED if case[0] not in EXTENDED]),
+    ids=[check for check, _ in EXPECTED],
+)
 def test_in_real_processes(folder: Path, check: str, numbers: tuple[int, ...]):
     for number in numbers:
         results = (folder / "results" / str(number)).read_text()

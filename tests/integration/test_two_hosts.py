@@ -46,6 +46,7 @@ def namespaces() -> set[str]:
     return {line.split()[0] for line in listed.splitlines()}
 
 
+@pytest.mark.extended(covered_by="tests/unit/cli/test_launch_process.py::test_the_roles_of_a_pipeline_run_on_ray")
 def test_a_pipeline_on_ray_survives_the_loss_of_the_host_of_its_actor():
     """The script checks where the roles run, that all updates are done, and the account."""
     pytest.importorskip("ray")

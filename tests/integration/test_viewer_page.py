@@ -19,6 +19,7 @@ from ludic.view import api
 from ludic.view.export import export_page
 from ludic.view.index import Runs
 from tests import forked
+from tests.extended import cases
 
 pytestmark = pytest.mark.integration
 
@@ -212,7 +213,10 @@ def routes_of(runs: Runs, run: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    "scheme",
+    cases(["light", "dark"], default=["light"]),
+)
 def test_every_view_of_a_run_that_was_trained_shows_without_an_error(chromium, trained_run, scheme):
     with Served(trained_run) as served, Tab(chromium, served.address, color_scheme=scheme) as tab:
         for route in routes_of(served.runs, "tiny"):
@@ -298,6 +302,7 @@ def test_what_a_run_appends_appears_by_itself(chromium, quiz, tmp_path):
 # --- many rollouts ---
 
 
+@pytest.mark.extended(covered_by="test_filters_and_the_histogram_choose_rollouts_and_are_kept_in_the_address")
 @pytest.mark.slow
 def test_thirty_thousand_rollouts_open_and_scroll(chromium, tmp_path):
     folder = write_run(tmp_path / "runs" / "large", [])

@@ -152,6 +152,9 @@ async def push_among_requests(lora_server: RunningServer, model: Any, first: Any
     return responses
 
 
+@pytest.mark.extended(
+    covered_by="tests/integration/test_vllm_weights.py::test_a_push_in_the_middle_of_32_requests_loses_none_and_tags_every_token"
+)
 async def test_a_push_in_the_middle_of_16_requests_loses_none_and_tags_every_token(lora_server):
     model = adapted(lora_server)
     publisher = publisher_of(lora_server, model)
@@ -159,6 +162,7 @@ async def test_a_push_in_the_middle_of_16_requests_loses_none_and_tags_every_tok
     assert any([run.version for run in response.version_runs] == [8, 9] for response in responses)
 
 
+@pytest.mark.extended(covered_by="test_a_server_that_was_killed_comes_back_and_gets_the_adapter_again")
 async def test_another_trainer_takes_the_name_over_and_requests_in_flight_are_asked_again(lora_server):
     model = adapted(lora_server)
     first, second = publisher_of(lora_server, model), publisher_of(lora_server, model)
@@ -312,6 +316,7 @@ def family_server(request, tmp_path_factory) -> Iterator[RunningServer]:
     yield from running(start_warm_server(model_dir, folder / "run", *LORA), model_dir)
 
 
+@pytest.mark.extended(covered_by="tests/integration/test_vllm_weights.py::test_a_push_changes_the_experts_of_a_mixture")
 @pytest.mark.slow
 def test_other_families_are_fused_by_the_servers_loader(family_server, tmp_path):
     model = load(family_server.model_dir)
@@ -325,6 +330,7 @@ def test_other_families_are_fused_by_the_servers_loader(family_server, tmp_path)
     assert_serves(family_server, model, version=2, name="tiny")
 
 
+@pytest.mark.extended(covered_by="test_a_push_serves_the_adapter_under_its_name_and_the_base_under_its_own")
 @pytest.mark.slow
 def test_other_families_take_an_adapter_too(family_server):
     model = adapted(family_server)

@@ -80,7 +80,7 @@ def test_the_right_token_pauses_and_resumes(vllm_server):
 def test_a_server_answers_health_checks_while_it_generates(vllm_server):
     check = HealthCheck(vllm_server.url, hung_after_s=60)
     with ThreadPoolExecutor() as threads:
-        generating = threads.submit(complete, vllm_server, max_tokens=300)
+        generating = threads.submit(complete, vllm_server, max_tokens=150)
         answers = [check.ask()]
         while not generating.done():
             answers.append(check.ask())
@@ -174,6 +174,9 @@ def test_a_server_that_dies_shows_its_own_error(tmp_path):
         process.stop()
 
 
+@pytest.mark.extended(
+    covered_by="tests/unit/cli/test_serve_vllm.py::test_our_options_become_flags_of_vllm_and_the_rest_is_passed_on"
+)
 def test_ludic_serve_becomes_a_guarded_server_that_sigterm_stops(vllm_model_dir, tmp_path):
     skip_without_vllm()
     port = free_port()

@@ -27,6 +27,7 @@ from ludic.types import (
     load_rollouts,
 )
 from tests import forked
+from tests.extended import cases
 from tests.fakes import CountingEnv, RecordingClient, make_agent
 from tests.integration.test_vllm_weights import assert_serves
 from tests.integration.vllm_fixtures import RunningServer, skip_without_vllm, warm_vllm_environment
@@ -106,7 +107,10 @@ def lost_its_server(player, tmp_path_factory) -> tuple[Path, int | None, str]:
     return folder, run.returncode, said
 
 
-@pytest.mark.parametrize("pushed", ["all weights", "adapter"])
+@pytest.mark.parametrize(
+    "pushed",
+    cases(["all weights", "adapter"], default=["adapter"]),
+)
 def test_grpo_on_tic_tac_toe_learns_from_the_weights_it_pushed(pushed, request):
     if pushed == "adapter":
         folder = request.getfixturevalue("trained_adapter")
@@ -126,6 +130,9 @@ def test_grpo_on_tic_tac_toe_learns_from_the_weights_it_pushed(pushed, request):
     )
 
 
+@pytest.mark.extended(
+    covered_by="test_a_server_killed_in_the_middle_of_a_batch_costs_episodes_and_gets_the_weights_again"
+)
 def test_a_run_restarts_its_own_server_and_ends_when_that_dies_too_often(lost_its_server):
     folder, code, said = lost_its_server
     assert code == 2, said
@@ -276,6 +283,9 @@ def test_a_server_is_the_teacher_of_a_run(vllm_server, tmp_path):
 # --- a pipeline ---
 
 
+@pytest.mark.extended(
+    covered_by="test_a_server_killed_in_the_middle_of_a_batch_costs_episodes_and_gets_the_weights_again"
+)
 def test_the_vllm_server_of_a_launched_pipeline_is_killed_and_gets_its_weights_again(tmp_path, vllm_model_dir):
     skip_without_vllm()
     pytest.importorskip("redis", reason="the pipeline extra is not installed")

@@ -24,6 +24,7 @@ from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.transfer import describe, split_into_buckets
 from ludic.models.lora import dense_parameters
 from ludic.types import ChatResponse, ConfigError, ReturnSpec, SamplingParams, TokenCompletionRequest
+from tests.extended import cases
 from tests.integration.vllm_fixtures import (
     RunningServer,
     save_tiny_model,
@@ -137,7 +138,11 @@ def served(vllm_server):
     publisher_of(vllm_server).publish(weights_of(model), version=0)
 
 
-@pytest.mark.parametrize("bucket_bytes", [256 << 20, 40_000], ids=["one bucket", "buckets"])
+@pytest.mark.parametrize(
+    "bucket_bytes",
+    cases([256 << 20, 40000], default=[40000]),
+    ids=["one bucket", "buckets"],
+)
 @pytest.mark.parametrize("transport", ["file", "shared_memory", "gloo"])
 def test_a_push_changes_the_answers_to_those_of_transformers_and_back(served, transport, bucket_bytes):
     server, model = served
@@ -242,6 +247,7 @@ async def test_a_push_in_the_middle_of_32_requests_loses_none_and_tags_every_tok
     assert any([run.version for run in response.version_runs] == [8, 9] for response in responses)
 
 
+@pytest.mark.extended(covered_by="test_a_push_in_the_middle_of_32_requests_loses_none_and_tags_every_token")
 async def test_requests_can_be_waited_for(served):
     server, model = served
     publisher_of(server).publish(weights_of(model), version=8)
@@ -321,7 +327,7 @@ def test_a_part_of_the_weights_is_never_taken_for_all_of_them(served):
     assert_serves(server, model, version=3)
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("transport", cases(["shared_memory", "gloo"], default=["gloo"]))
 def test_two_servers_get_the_same_version(served, lora_server, transport):
     server, model = served
     other = perturbed(model)

@@ -222,7 +222,7 @@ async def check(odd: Odd, cls: type[OddEnv], at: str, path, alone, where: str) -
 
 async def test_whatever_an_env_returns_or_raises_costs_its_own_episode_at_most(fuzz: Fuzz, tmp_path, alone, caplog):
     caplog.set_level("CRITICAL")
-    for case in range(fuzz.cases(len(ODDITIES))):
+    for case in range(fuzz.cases(len(ODDITIES), least=len(ODDITIES))):
         rng = fuzz.rng(case)
         odd = ODDITIES[case] if case < len(ODDITIES) else rng.choice(ODDITIES)
         cls = OddEnv if odd.ends_programs else rng.choice([OddEnv, OddEnv, OnLoop, Awaited])

@@ -14,6 +14,7 @@ from ludic.cli.args import MODULES_OF
 from ludic.cli.play import matching_action
 from ludic.run.settings import read_pair
 from ludic.types import ConfigError
+from tests.extended import cases
 from tests.unit.cli.runner import invoke
 
 
@@ -80,14 +81,20 @@ def test_the_same_seed_shows_the_same_game():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (["play", "tictactoe"], "Did you mean 'tic_tac_toe'"),
-        (["play", "tic_tac_toe", "--set", "agent_start=true"], "agent_starts: bool = True"),
-        (["play", "tic_tac_toe", "--set", "opponent=god"], "random and minimax"),
-        (["play", "tic_tac_toe", "--set", "opponent"], "name=value"),
-        (["play", "gsm8k", "--data", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["parts", "envs"], "Did you mean 'env'"),
-    ],
+    cases(
+        [
+            (["play", "tictactoe"], "Did you mean 'tic_tac_toe'"),
+            (["play", "tic_tac_toe", "--set", "agent_start=true"], "agent_starts: bool = True"),
+            (["play", "tic_tac_toe", "--set", "opponent=god"], "random and minimax"),
+            (["play", "tic_tac_toe", "--set", "opponent"], "name=value"),
+            (["play", "gsm8k", "--data", "nowhere.jsonl"], "nowhere.jsonl"),
+            (["parts", "envs"], "Did you mean 'env'"),
+        ],
+        default=[
+            (["play", "tictactoe"], "Did you mean 'tic_tac_toe'"),
+            (["play", "gsm8k", "--data", "nowhere.jsonl"], "nowhere.jsonl"),
+        ],
+    ),
 )
 def test_a_mistake_is_one_helpful_line_and_no_traceback(arguments, message):
     done = ludic(*arguments)

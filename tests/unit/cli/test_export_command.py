@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,12 +11,15 @@ from ludic.models.tiny import character_tokenizer
 from ludic.run.config import ModelSettings
 from ludic.run.model import load_policy
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
+from tests import forked
 from tests.unit.cli.train_parts import RUN, command_in
 from tests.unit.inference.local.tiny_models import new_model
 
 IDS = [[5, 60, 7, 80, 9, 33, 21]]
 ELSEWHERE = """
 import sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "ludic"]:
+    del sys.modules[name]
 sys.modules["ludic"] = None
 import torch
 from peft import PeftModel
@@ -67,9 +68,10 @@ def test_export_loads_in_transformers_and_peft(ludic, tmp_path):
     before = logits_of(load_policy(ModelSettings(model="tiny", dtype="float32")).model)
     assert all((own - before).abs().max() > 1e-3 for own in expected.values()), "they have learned something"
     shutil.rmtree("runs")
-    script = f"IDS = {IDS}\n{ELSEWHERE}"
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path / "moved", capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    (tmp_path / "elsewhere.py").write_text(f"IDS = {IDS}\n{ELSEWHERE}")
+    process = forked.python(tmp_path / "elsewhere.py", cwd=tmp_path / "moved")
+    _, said = process.communicate(timeout=240)
+    assert process.returncode == 0, said[-3000:]
     found = torch.load(tmp_path / "moved" / "logits.pt")
     for name, own in expected.items():  # merged: W + BA is rounded once more than Wx + BAx
         torch.testing.assert_close(

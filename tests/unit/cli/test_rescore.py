@@ -15,7 +15,7 @@ from ludic.run import build
 from ludic.run.config import AgentSettings, RewardSettings
 from ludic.run.parts import make_rewards
 from ludic.training.loggers import read_metrics
-from ludic.types import ConfigError, load_rollouts
+from ludic.types import ConfigError, load_rollouts, save_rollouts
 from tests.unit.cli.runner import invoke
 from tests.unit.judges.cases import mark_in, section_in
 
@@ -153,7 +153,8 @@ def test_rollouts_without_a_score_are_failed_and_said(played: Path):
 
 def test_a_model_in_this_process_judges(played: Path):
     """The tiny model writes no verdict, and every rollout says so."""
-    result = invoke(["rescore", str(played), "--judge", "tiny", "--judge-tokens", "4", "--out", "graded.jsonl"])
+    save_rollouts(list(load_rollouts(played))[:8], "few.jsonl")
+    result = invoke(["rescore", "few.jsonl", "--judge", "tiny", "--judge-tokens", "4", "--out", "graded.jsonl"])
     assert result.exit_code == 1 and "The judge tiny gave no readable verdict in 3 tries" in result.output, result
 
 

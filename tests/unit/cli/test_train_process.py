@@ -11,6 +11,7 @@ import pytest
 from ludic.training.loggers import read_metrics
 from tests import forked
 from tests.contract.pages import BLOCK, DOCS
+from tests.extended import cases
 from tests.unit.cli.train_parts import CASES, ENV, SMALL
 
 pytestmark = pytest.mark.slow
@@ -88,11 +89,14 @@ def test_killed_and_resumed_run_of_two_policies_equals_an_uninterrupted_run(tmp_
 
 @pytest.mark.parametrize(
     ("numbers", "code"),
-    [
-        ([signal.SIGINT], 130),
-        ([signal.SIGTERM, signal.SIGTERM], 143),  # GNU timeout: the process, then its group
-        ([signal.SIGINT, signal.SIGTERM, signal.SIGINT], 130),  # Ctrl-C under torchrun or uv run
-    ],
+    cases(
+        [
+            ([signal.SIGINT], 130),
+            ([signal.SIGTERM, signal.SIGTERM], 143),  # GNU timeout: the process, then its group
+            ([signal.SIGINT, signal.SIGTERM, signal.SIGINT], 130),  # Ctrl-C under torchrun or uv run
+        ],
+        default=[([signal.SIGINT, signal.SIGTERM, signal.SIGINT], 130)],
+    ),
     ids=["once", "twice", "of both kinds"],
 )
 def test_repeated_signal_finishes_the_update_and_saves(tmp_path, numbers, code):
@@ -110,6 +114,9 @@ def test_repeated_signal_finishes_the_update_and_saves(tmp_path, numbers, code):
     assert (run / "checkpoints" / f"step_{last:06d}" / "manifest.json").is_file() and "Traceback" not in error
 
 
+@pytest.mark.extended(
+    covered_by="tests/unit/run/test_features.py::test_every_file_of_the_page_and_every_feature_in_a_file_runs"
+)
 def test_the_page_shows_a_run_that_learns(tmp_path):
     page = (DOCS / "ludic-train.md").read_text()
     blocks = BLOCK.findall(page)

@@ -177,7 +177,7 @@ def test_rank_0_creates_one_publisher_and_other_ranks_none(monkeypatch, rank, en
     assert server.version == (2 if num_made else 0)
 
 
-def test_200_publishes_of_an_adapter_do_not_change_the_frozen_weights():
+def test_50_publishes_of_an_adapter_do_not_change_the_frozen_weights():
     peft = pytest.importorskip("peft", reason="the lora extra is not installed")
     model = peft.get_peft_model(
         tiny_llama().to(torch.bfloat16), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
@@ -185,13 +185,13 @@ def test_200_publishes_of_an_adapter_do_not_change_the_frozen_weights():
     frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
     server, _, publisher = make(dict(dense_parameters(model)))
     torch.manual_seed(1)
-    for version in range(1, 201):
+    for version in range(1, 51):
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.add_(torch.randn_like(parameter) * 0.01)
         publisher.publish(dict(dense_parameters(model)), version)
-    assert server.version == 200
+    assert server.version == 50
     for name, parameter in model.named_parameters():
         if name in frozen:
             assert torch.equal(parameter, frozen[name]), name

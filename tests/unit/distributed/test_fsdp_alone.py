@@ -7,6 +7,7 @@ import torch.distributed as dist
 pytest.importorskip("peft", reason="the lora extra is not installed")
 
 from ludic.distributed.ranks import ProcessRanks
+from tests.extended import cases
 from tests.integration.fsdp_scenarios import RUNS, train
 
 
@@ -17,7 +18,7 @@ def alone(tmp_path):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", ["full", "lora", "lora_tied_from_meta"])
+@pytest.mark.parametrize("name", cases(["full", "lora", "lora_tied_from_meta"], default=["full"]))
 def test_one_fsdp_rank_trains_and_publishes_like_the_plain_trainer(name: str, alone: ProcessRanks):
     ours, plain = train(RUNS[name], alone), train(RUNS[name], None)
     assert ours["base_stays"], "publishing has merged an adapter into the frozen weights"

@@ -234,7 +234,7 @@ def test_refused_fields_are_named(case: Case, name: str, value: Any, said: str):
 
 
 @each_dialect
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_hostile_bodies_raise_only_config_errors(case: Case, data: st.DataObject):
     body = data.draw(st.dictionaries(st.sampled_from(case.fields), JSON))

@@ -50,6 +50,7 @@ def curve(run: ludic.run.Run, *names: str) -> list[tuple[float, ...]]:
     return [tuple(row[name] for name in names) for row in rows if names[0] in row]
 
 
+@pytest.mark.extended(covered_by="tests/contract/test_gateway_page.py::test_the_first_agent_learns")
 @pytest.mark.slow
 def test_an_unchanged_client_learns_rock_paper_scissors_as_the_native_agent_does(tmp_path):
     """The client takes ten times as long as the native agent, so it trains for the first updates; the native agent goes on."""

@@ -142,7 +142,7 @@ def client(wire):
     return wire.client(openai, kind="OpenAI", base_url="http://gateway/v1")
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(replies())
 def test_a_streamed_reply_is_the_whole_reply_and_comes_back_as_it_was(client, wire, made):
     from openai.types.chat import ChatCompletion, ChatCompletionChunk

@@ -193,7 +193,7 @@ def event_type(client):
     return TypeAdapter(RawMessageStreamEvent)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(replies())
 def test_a_streamed_reply_is_the_whole_reply_and_comes_back_as_it_was(client, wire, event_type, made):
     from anthropic.types import Message

@@ -188,7 +188,7 @@ def event_type(client):
     return TypeAdapter(ResponseStreamEvent)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(replies())
 def test_a_streamed_reply_is_the_whole_reply_and_comes_back_as_it_was(client, wire, event_type, made):
     from openai.types.responses import Response

@@ -242,6 +242,7 @@ class OneProblem:
             yield [{}] * 4
 
 
+@pytest.mark.extended(covered_by="tests/contract/test_minimal_page.py::test_the_program_learns_as_the_page_says")
 @pytest.mark.slow
 async def test_training_learns_to_say_yes_and_sampling_uses_the_new_weights(model, tmp_path):
     config = GRPOConfig(

@@ -101,6 +101,7 @@ def loop(model: TinkerModel, *, turns: int = 1, **settings: Any) -> GRPOTrainer:
     )
 
 
+@pytest.mark.extended(covered_by="test_an_update_has_the_gradient_that_the_library_has")
 async def test_it_learns_and_keeps_the_best_weights(fake: FakeTinker, model: TinkerModel, tmp_path: Path):
     trainer = loop(
         model, max_steps=12, eval_on_start=True, eval_every_steps=12, save_best_checkpoint=True, run_dir=tmp_path

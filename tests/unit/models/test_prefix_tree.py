@@ -130,7 +130,7 @@ def test_the_child_of_most_samples_continues_the_chain_and_then_the_longest():
     ids=["causal", "window", "softcap", "window and softcap"],
 )
 @pytest.mark.parametrize("merges", [True, False], ids=["merged", "gathered"])
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(samples=samples_strategy, min_shared=st.integers(1, 4), seed=st.integers(0, 99))
 def test_attention_and_gradients_equal_those_of_separate_samples(rules, merges, samples, min_shared, seed):
     tree = TokenTree.of(samples, min_shared)

@@ -188,6 +188,7 @@ league_size = 2
 """
 
 
+@pytest.mark.extended(covered_by="test_all_groups_may_be_played_against_the_league")
 def test_a_league_plays_and_is_not_trained(ludic):
     write(DUEL)
     done(ludic("train", *small("first", "--rollouts-per-update", "32", steps=3)))

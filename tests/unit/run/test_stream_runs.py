@@ -127,6 +127,7 @@ def test_function_may_be_given_as_an_object(tmp_path):
         assert run.train(1).step == 1
 
 
+@pytest.mark.extended(covered_by="tests/unit/batch_gen/test_streams.py::test_restored_stream_continues_at_its_position")
 @pytest.mark.slow
 def test_killed_run_resumes_at_the_position_of_the_stream(tmp_path):
     (tmp_path / "letter.py").write_text(ENV)

@@ -12,6 +12,7 @@ from ludic.training import CheckpointConfig, TrainerConfig, make_grpo, make_ppo
 from ludic.training.critic.train import explained_variance, make_critic, value_moments
 from ludic.training.learner.metrics import MetricSums
 from ludic.types import ConfigError, SampleAttachments, SAWItem
+from tests.extended import cases
 from tests.unit.training.bandit import bandit_trainer, earns, hand_trainer, mean_reward, tiny_llama, train_until
 from tests.unit.training.samples import random_items
 
@@ -21,7 +22,7 @@ VARIANTS = {
     "separate": {"critic": "separate"},
     "separate, over turns": {"critic": "separate", "over": "turns"},
 }
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
+every_variant = pytest.mark.parametrize("variant", cases(VARIANTS, default=["shared", "separate, over turns"]))
 
 
 def critic_for(variant, seed=7):
@@ -55,7 +56,10 @@ def weights_of(trainer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variant", "expected"), [("shared", 0.5), ("detached", 0.1), ("separate, over turns", 0.5)])
+@pytest.mark.parametrize(
+    ("variant", "expected"),
+    cases([("shared", 0.5), ("detached", 0.1), ("separate, over turns", 0.5)], default=[("separate, over turns", 0.5)]),
+)
 async def test_ppo_learns_the_bandit_and_the_critic_its_returns(variant, expected):
     """Chance earns a half. Within 28 updates of 64 episodes the policy earns 0.85 at least, and the critic notices; a head alone,
     on layers that do not move for it, is slower."""

@@ -213,6 +213,9 @@ def test_sharded_weights_are_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.extended(
+    covered_by="tests/examples/test_opd_example.py::test_a_student_with_some_of_the_layers_comes_nearer_to_the_whole"
+)
 @pytest.mark.parametrize("kl", ["reverse", "forward"])
 async def test_a_student_learns_from_whole_distributions_what_is_not_rewarded(kl):
     engine = taught(x=ASCII, y=OTHERS)

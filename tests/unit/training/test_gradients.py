@@ -35,6 +35,7 @@ from ludic.training.losses import (
     as_loss,
 )
 from ludic.types import ConfigError, SAWItem
+from tests.extended import cases
 from tests.unit.inference.local.tiny_models import new_model
 from tests.unit.training.samples import in_three_episodes, random_items
 
@@ -100,7 +101,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("budget", [30, *(pytest.param(other, marks=pytest.mark.slow) for other in (40, 64))])
+@pytest.mark.parametrize("budget", cases([30, 40, 64], default=[30]))
 def test_gradient_and_statistics_do_not_depend_on_the_budget(name, budget):
     items = in_three_episodes(random_items(LENGTHS))
     whole, cut = gradient(LOSSES[name], items), gradient(LOSSES[name], items, budget=budget)

@@ -262,7 +262,7 @@ def test_the_gradient_of_the_log_ratio_itself_has_mean_zero():
 
 
 @every_loss
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_losses_of_micro_batches_sum_to_the_loss_of_the_batch(loss_fn, data):
     lengths = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(any))

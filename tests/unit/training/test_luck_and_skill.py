@@ -132,11 +132,13 @@ def turn_grpo():
     return replace(make_grpo(group_size=GROUP), credit_assigner=TurnGroupReturn(GROUP, normalize=True))
 
 
+@pytest.mark.extended(covered_by="test_turn_credit_learns_from_every_seed")
 @pytest.mark.slow
 async def test_a_tiny_model_learns_the_questions_by_turn_credit():
     assert late_skill(await answers_of(turn_grpo(), steps=STEPS)) > LEARNED
 
 
+@pytest.mark.extended(covered_by="test_episodic_credit_depends_on_the_seed")
 @pytest.mark.slow
 async def test_a_tiny_model_hardly_learns_by_episodic_credit():
     assert late_skill(await answers_of(make_grpo(group_size=GROUP), steps=STEPS)) < 0.7

@@ -21,6 +21,7 @@ from ludic.types import (
     StopReason,
     VersionRun,
 )
+from tests.extended import cases
 from tests.unit.training.bandit import Given, bandit_trainer, earns, hand_trainer, mean_reward, train_until
 from tests.unit.training.samples import random_items
 from tests.unit.training.test_training_loop import Recorder, Source
@@ -217,7 +218,7 @@ class Counted(Given):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("saved", [1, 3, 4, 6])
+@pytest.mark.parametrize("saved", cases([1, 3, 4, 6], default=[3]))
 async def test_run_resumed_between_two_steps_of_a_batch_has_the_same_weights_and_metrics(tmp_path, name, saved):
     def trainer(**settings):
         batches = [rewarded(grouped(4, seed=n)) for n in range(3)]
@@ -309,6 +310,7 @@ def same(ours, theirs):
     return ours == theirs
 
 
+@pytest.mark.extended(covered_by="tests/unit/training/test_trainer.py::test_tiny_model_learns_the_bandit")
 async def test_bandit_is_learned_with_several_steps_per_batch():
     cfg = TrainerConfig(lr=3e-3, max_seq_len=64, weight_decay=0.0, updates_per_batch=2, mini_batches=2)
     trainer, engine = bandit_trainer(make_grpo(group_size=8), cfg=cfg)

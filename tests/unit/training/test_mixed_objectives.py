@@ -195,6 +195,7 @@ def trainer_of_both(**settings):
     return trainer, engine
 
 
+@pytest.mark.extended(covered_by="test_a_resumed_mixture_is_identical_to_the_bit")
 @pytest.mark.slow
 async def test_rl_imitation_and_replay_together_learn_the_bandit():
     trainer, engine = trainer_of_both()

@@ -85,12 +85,18 @@ async def rewards_of(steps, is_learned, make_source=lambda source: source, **set
     return history
 
 
+@pytest.mark.extended(
+    covered_by="tests/examples/test_rft_example.py::test_the_reward_goes_from_chance_to_nearly_always"
+)
 async def test_rft_learns_the_bandit():
     history = await rewards_of(40, earns(0.9, over=4))
     assert mean_reward(history[:3]) < 0.65 and mean_reward(history[-4:]) > 0.9
     assert history[-1]["train/accepted_frac"] == pytest.approx(history[-1]["train/avg_total_reward"])
 
 
+@pytest.mark.extended(
+    covered_by="tests/examples/test_rft_example.py::test_the_reward_goes_from_chance_to_nearly_always"
+)
 async def test_several_updates_of_one_sampling_learn_from_fewer_episodes():
     history = await rewards_of(
         30,

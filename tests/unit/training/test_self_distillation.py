@@ -95,6 +95,7 @@ def accuracy(model, *, hinted):
     return torch.softmax(logits, -1)[range(len(GOLD)), [ord(a) for a in GOLD.values()]].mean().item()
 
 
+@pytest.mark.extended(covered_by="tests/examples/test_opd_example.py::test_a_model_comes_nearer_to_itself_with_a_hint")
 @pytest.mark.slow
 async def test_a_model_learns_hints_that_only_its_frozen_copy_sees():
     model = hint_follower()

@@ -138,6 +138,7 @@ def test_tokens_have_the_version_of_their_policy():
 # --- together ---
 
 
+@pytest.mark.extended(covered_by="tests/unit/run/test_policy_runs.py::test_each_policy_learns_its_own_role")
 def test_both_policies_learn_and_agree_with_their_samplers(tmp_path):
     with players(groups=12) as table:
         asyncio.run(train_policies(table.trainers, 16, train_logger=JSONLLogger(tmp_path / "log.jsonl")))
@@ -216,6 +217,9 @@ class StopAt:
             self.stop.set("enough")
 
 
+@pytest.mark.extended(
+    covered_by="tests/unit/cli/test_train_process.py::test_killed_and_resumed_run_of_two_policies_equals_an_uninterrupted_run"
+)
 def test_stopped_and_resumed_run_equals_an_uninterrupted_one(tmp_path):
     with players(seatings=WITH_PAST) as whole:
         asyncio.run(train_policies(whole.trainers, 5))

@@ -36,6 +36,7 @@ from ludic.training.losses import (
     ValueLoss,
 )
 from ludic.types import CandidateSets
+from tests.extended import cases
 from tests.unit.inference.local.tiny_models import new_model
 from tests.unit.training import test_loss_rules
 from tests.unit.training.samples import random_items, with_prefix
@@ -51,6 +52,8 @@ LOSSES = {
     "rejected": CorrectedLoss(GRPO, [SequenceRejection(3.0)]),
     "routed": RoutedLoss([LossTerm(name="one", loss=CISPOLoss()), LossTerm(name="other", loss=ReinforceLoss())]),
 }
+
+ONE_OF_EACH_KIND = list({type(loss): name for name, loss in LOSSES.items()}.values())
 
 
 def sharing_items(**given):
@@ -153,14 +156,14 @@ def test_every_loss_is_compared():
     )
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", cases(LOSSES, default=ONE_OF_EACH_KIND))
 def test_values_and_gradients_of_every_loss(name):
     loss = LOSSES[name]
     critic = (lambda policy: HeadCritic(policy, is_detached=False)) if loss.needs.values else None
     assert_sharing_changes_nothing(trainable(), loss, sharing_items(), critic=critic)
 
 
-@pytest.mark.parametrize("budget", [70, 4096])
+@pytest.mark.parametrize("budget", cases([70, 4096], default=[70]))
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral-sliding", "gemma2-softcap", "gemma3-sliding"])
 def test_windows_and_soft_caps_at_any_budget(family, budget):
     assert_sharing_changes_nothing(trainable(family), GRPO, sharing_items(), budget=budget)
@@ -227,6 +230,7 @@ def test_compiled_and_recomputed_layers(quick_compiler):
     assert_sharing_changes_nothing(model, GRPO, sharing_items(), exact, compiles=True)
 
 
+@pytest.mark.extended(covered_by="test_compiled_and_recomputed_layers")
 @pytest.mark.slow
 def test_compiled_layers_that_make_their_length_groups_when_they_attend(quick_compiler, monkeypatch):
     """As on a GPU in fp32, where the copy to the device cannot be traced."""

@@ -63,6 +63,9 @@ def spo_trainer(*, num_tasks=64, batch_size=32, make_source=lambda source: sourc
 # --- in the loop ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended(
+    covered_by="tests/golden/test_tracked_value.py::test_credit_is_the_total_reward_minus_the_value_before_the_batch"
+)
 @pytest.mark.slow
 async def test_a_tiny_model_learns_the_bandit_with_one_sample_per_prompt():
     trainer, engine, tracker = spo_trainer(num_tasks=128, batch_size=64)
@@ -193,6 +196,7 @@ def noise(gradients):
     return float(variance / signal)
 
 
+@pytest.mark.extended(covered_by="test_a_tracked_value_varies_less_than_the_mean_of_a_pair")
 def test_the_gradient_varies_less_than_grpos_at_equal_samples():
     rng = random.Random(0)
     spo, tracker = make_spo()

@@ -66,6 +66,7 @@ def mean(history, name):
 REWARD, KL = "train/avg_total_reward", "train/teacher_kl"
 
 
+@pytest.mark.extended(covered_by="test_rewards_and_a_teacher_together_need_few_steps")
 @pytest.mark.slow
 async def test_a_student_learns_from_its_teacher_what_is_not_rewarded():
     engine = taught(x=ASCII, y=OTHERS)
@@ -88,6 +89,7 @@ async def test_rewards_and_a_teacher_together_need_few_steps():
     assert mean(history[-5:], REWARD) > 0.8, "chance is one half; 0.87 was the lowest of five seeds"
 
 
+@pytest.mark.extended(covered_by="test_rewards_and_a_teacher_together_need_few_steps")
 @pytest.mark.slow
 async def test_two_teachers_of_half_the_task_each_teach_all_of_it():
     knows_x, knows_y = taught(x=ASCII, y=ASCII), taught(x=OTHERS, y=OTHERS)

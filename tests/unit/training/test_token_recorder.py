@@ -273,6 +273,7 @@ print(run.step, recorder.num_failed, [p.name for p in (disk / "trained").iterdir
 """
 
 
+@pytest.mark.extended(covered_by="test_out_of_memory_in_the_record_is_a_warning")
 @pytest.mark.slow
 def test_full_disk_does_not_end_a_run(tmp_path):
     small_disk = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=1M tmpfs "$1" && exec "$2" -c "$3" "$1"', "sh"]

@@ -35,6 +35,7 @@ from ludic.training.learner.batches import NothingToTrainOn
 from ludic.training.losses import CompositeLoss, LossTerm, TokenKLLoss
 from ludic.types import ConfigError
 from tests import forked
+from tests.extended import cases
 from tests.unit.training.bandit import (
     AsciiBandit,
     BanditRequests,
@@ -81,7 +82,10 @@ async def test_tiny_model_learns_the_bandit():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
-    [make_dr_grpo, make_dapo, make_gspo, make_cispo, make_sapo, make_gmpo, make_rloo, make_scalerl],
+    cases(
+        [make_dr_grpo, make_dapo, make_gspo, make_cispo, make_sapo, make_gmpo, make_rloo, make_scalerl],
+        default=[make_gspo, make_rloo],
+    ),
     ids=lambda make: make.__name__,
 )
 async def test_every_group_algorithm_learns(make):
@@ -90,7 +94,11 @@ async def test_every_group_algorithm_learns(make):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [make_reinforce_baseline, make_reinforce_pp], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make",
+    cases([make_reinforce_baseline, make_reinforce_pp], default=[make_reinforce_pp]),
+    ids=lambda make: make.__name__,
+)
 async def test_algorithms_without_groups_learn(make):
     assert is_better(await learn(make(), steps=28, is_learned=is_better, group_size=1, num_prompts=64))
 
@@ -359,7 +367,7 @@ def wait_for_step(folder, step, process, timeout_s=120):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), (2,)], ids=["one step per batch", "four steps per batch"])
+@pytest.mark.parametrize("more", cases([[], [2]], default=[[]]), ids=["one step per batch", "four steps per batch"])
 def test_killed_run_resumes_to_the_same_ten_steps(tmp_path, more):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert start(whole, 10, 0.0, *more).wait(timeout=120) == 0
@@ -373,7 +381,7 @@ def test_killed_run_resumes_to_the_same_ten_steps(tmp_path, more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", cases([signal.SIGINT, signal.SIGTERM], default=[signal.SIGTERM]))
 def test_signal_finishes_the_step_saves_and_ends(tmp_path, number):
     process = start(tmp_path, 1000, pause_s=0.1)
     wait_for_step(tmp_path, 2, process)

@@ -83,6 +83,9 @@ def test_many_gzip_members_are_followed(tmp_path):
     assert all(Rollout.from_json(index.line_of(card).read()).id == card.id for card in index.cards[::100])
 
 
+@pytest.mark.extended(
+    covered_by="tests/integration/test_viewer_page.py::test_filters_and_the_histogram_choose_rollouts_and_are_kept_in_the_address"
+)
 @pytest.mark.slow
 def test_hundred_thousand_rollouts_are_opened_from_the_cache(tmp_path):
     """The first start decodes heads; the next decodes only what is new."""

@@ -479,7 +479,7 @@ def test_each_kind_is_warned_of_once_and_again_ten_times_as_many_later(caplog):
 
 
 async def test_extreme_values_drop_only_their_own_group(shared_redis, fuzz: Fuzz):
-    num_cases, reasons = fuzz.cases(4 * ROUND), 0
+    num_cases, reasons = fuzz.cases(4 * ROUND, least=4 * ROUND), 0
     for start in range(0, num_cases, ROUND):
         cases = range(start, min(start + ROUND, num_cases))
         bad = [poison(f"bad-{case}-", fuzz.rng(case)) for case in cases]

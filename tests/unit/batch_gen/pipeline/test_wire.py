@@ -32,7 +32,7 @@ def frozen_masks(items):
     return [as_constructed(item) for item in items]
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(groups, st.booleans())
 def test_every_group_comes_back_bit_for_bit_and_as_the_constructors_would_make_it(items, compress):
     decoded = decode_group(encode_group(items, compress=compress))

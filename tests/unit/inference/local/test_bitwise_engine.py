@@ -9,6 +9,7 @@ from ludic.inference.local.snapshot import EngineSnapshot
 from ludic.models.bitwise.products import NotBitwise
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.types import ConfigError, SAWItem
+from tests.extended import cases
 from tests.unit.inference.local.tiny_models import VOCAB, ask, ask_all, make_engine, new_model, request, some_prompt
 from tests.unit.training.samples import item_of
 
@@ -37,7 +38,7 @@ async def play(engine, rng) -> list[SAWItem]:
     return items
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", cases([torch.float32, torch.bfloat16], default=[torch.bfloat16]))
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 async def test_sampler_and_trainer_have_the_same_bits(family, dtype):
     """In any batch, through preemption, shared prefixes, parts of prompts and second turns; packed in any way."""

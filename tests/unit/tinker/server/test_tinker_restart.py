@@ -24,6 +24,7 @@ from tinker import types
 from torch import Tensor
 
 from ludic.cli.main import main
+from tests.extended import cases
 from tests.unit.tinker.server.running import KEY, NAME, datum, prompt
 
 STEPS = 5
@@ -145,10 +146,10 @@ def assert_same(server: Server, loop: Loop, undisturbed: Loop) -> None:
 
 @pytest.mark.parametrize(
     "places",
-    [
-        {"created", "submitted 2", "stepped 3"},
-        {"submitted 0", "passed 1", "stepped 1", "saving"},
-    ],
+    cases(
+        [{"created", "submitted 2", "stepped 3"}, {"submitted 0", "passed 1", "stepped 1", "saving"}],
+        default=[{"submitted 0", "passed 1", "stepped 1", "saving"}],
+    ),
     ids=lambda places: "+".join(sorted(places)),
 )
 def test_a_loop_goes_on_after_kill_9(server: Server, client: tinker.ServiceClient, undisturbed: Loop, places: set[str]):
@@ -164,6 +165,7 @@ def test_a_loop_goes_on_after_kill_9(server: Server, client: tinker.ServiceClien
     assert_same(server, loop, undisturbed)
 
 
+@pytest.mark.extended(covered_by="test_a_loop_goes_on_after_kill_9")
 def test_a_server_that_is_killed_while_it_recovers_recovers_again(
     server: Server, client: tinker.ServiceClient, undisturbed: Loop
 ):

@@ -1,7 +1,10 @@
 """Every test that `make test` leaves out names a test of the default tier that covers its part; and a run says what it left out."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,9 +41,9 @@ def test_what_covers_an_extended_test_exists_and_is_in_the_default_tier(tmp_path
     assert not {test: named for test, named in tiers["extended"] if named not in default}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_a_run_says_how_many_it_left_out_and_how_to_run_them(tmp_path, workers):
+@pytest.fixture
+def numbers(tmp_path: Path) -> Path:
+    """A test with three cases, two of them extended; both fail."""
     (tmp_path / "conftest.py").write_text(
         "from tests.extended import LeftOut\n\n\n"
         "def pytest_configure(config):\n"
@@ -52,11 +55,24 @@ def test_a_run_says_how_many_it_left_out_and_how_to_run_them(tmp_path, workers):
         "@pytest.mark.parametrize('number', cases([1, 2, 3], default=[2]))\n"
         "def test_number(number):\n    assert number == 2\n"
     )
-    run = ["-m", "pytest", "-p", "no:cacheprovider", "-n", workers, tmp_path]
-    chosen = forked.python(*run, "-m", "not extended", cwd=tmp_path)
-    said, _ = chosen.communicate(timeout=120)
-    assert chosen.returncode == 0 and "1 passed" in said, said
+    return tmp_path
+
+
+def said_by(folder: Path, *flags: str) -> str:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *flags, folder]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [[], ["-p", "xdist", "-n", "1"]], ids=["alone", "in a worker"])
+def test_a_run_says_how_many_it_left_out_and_how_to_run_them(numbers, workers):
+    said = said_by(numbers, *workers, "-m", "not extended")
+    assert "1 passed" in said and "failed" not in said, said
     assert "2 extended tests were left out: they did not run and do not count as passed. `make test-all` runs" in said
-    everything = forked.python(*run, cwd=tmp_path)
-    said, _ = everything.communicate(timeout=120)
+
+
+@pytest.mark.slow
+def test_a_run_of_everything_leaves_nothing_out(numbers):
+    said = said_by(numbers)
     assert "2 failed, 1 passed" in said and "left out" not in said, said

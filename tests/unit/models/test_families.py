@@ -99,6 +99,7 @@ def test_padded_packed_and_shared_samples_have_the_values_and_gradients_of_singl
 
 @pytest.mark.parametrize("name", cases(FAMILIES, default=ONE_OF_EACH_KIND))
 def test_an_adapter_is_trained_and_merged(name):
+    torch.manual_seed(0)
     plain = family_model(name)
     settings = ModelSettings(lora_rank=2)
     model = load_policy(settings, given=LoadedModel(plain, None, name)).model

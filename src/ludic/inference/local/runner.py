@@ -136,7 +136,9 @@ def choose_backend(
             from ludic.inference.local.recurrent import HybridBackend  # that module imports this one
 
             return HybridBackend(model, length)
-        return PagedBackend(model, length, is_bitwise=is_bitwise, records_experts=records_experts)
+        return PagedBackend(
+            model, length, is_bitwise=is_bitwise, records_experts=records_experts, has_adapters=has_adapters
+        )
     except NotRoutable as error:
         for option, is_on in (("record_experts", records_experts), ("adapters", has_adapters)):
             if is_on:
@@ -163,7 +165,15 @@ class PagedBackend:
 
     shares_prefixes = True
 
-    def __init__(self, model: Any, max_length: int, *, is_bitwise: bool = False, records_experts: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        max_length: int,
+        *,
+        is_bitwise: bool = False,
+        records_experts: bool = False,
+        has_adapters: bool = False,
+    ) -> None:
         view = shared_view(model)
         heads = route_attention(view)
         if has_sinks(model) and model.get_input_embeddings().weight.device.type == "cuda":
@@ -174,7 +184,11 @@ class PagedBackend:
         self.max_length = max_length
         self._shape = KVShape(heads=heads, dtype=embedding.dtype, device=embedding.device, experts=recorded)
         self._is_bitwise = is_bitwise
-        self.max_rounds = 8 if self._shape.device.type == "cuda" and not is_bitwise else 1
+        on_gpu = self._shape.device.type == "cuda"
+        self._fuses_adapters = on_gpu and has_adapters and _can_fuse(model)
+        """Adapters in CUDA graphs; else a step at a time through the model's modules."""
+        has_graphs = on_gpu and not is_bitwise and (self._fuses_adapters or not has_adapters)
+        self.max_rounds = 8 if has_graphs else 1
 
     @property
     def bytes_per_token(self) -> int:
@@ -188,7 +202,7 @@ class PagedBackend:
 
             return BitwiseRunner(view, shape, *blocks)
         routers = None if shape.experts is None else Routers(view)
-        if settings.adapters and shape.device.type != "cpu":
+        if settings.adapters and shape.device.type != "cpu" and not self._fuses_adapters:
             from ludic.inference.local.cuda.adapted import AdaptedRunner  # that module imports this one
 
             return AdaptedRunner(AdaptedForward(view, pack=False), shape, *blocks)
@@ -205,8 +219,15 @@ class PagedBackend:
         return CUDARunner(
             view, shape, *blocks, max_sequences=settings.max_sequences, max_length=settings.max_length,
             max_rounds=self.max_rounds, compile_layers=settings.compile_layers,
-            fuse=pack and settings.compile_layers and is_plain_rope, routers=routers,
+            fuse=settings.adapters or (pack and settings.compile_layers and is_plain_rope), routers=routers,
+            adapters=settings.adapters,
         )  # fmt: skip
+
+
+def _can_fuse(model: Any) -> bool:
+    from ludic.inference.local.cuda.forward import can_fuse  # imports triton, which needs a GPU machine
+
+    return can_fuse(model) and rope_limit(model.config.get_text_config()) is None
 
 
 def cpu_forward(view: Any, settings: RunnerSettings) -> Forward:

@@ -34,10 +34,26 @@ class PackedAdapter:
         self.number = next(self._numbers)
         """No other adapter of this process has it."""
         self._adapter = adapter.copy() if any(p.requires_grad for p in adapter.parameters()) else adapter
-        self._dtype = dtype
+        self.dtype = dtype
         self.shape = adapter.spec.rank, tuple(adapter.shapes)
         """Equal for adapters whose matrices have equal shapes."""
         self._joined: dict[tuple[str, ...], tuple[Tensor, list[tuple[int, Tensor]]] | None] = {}
+
+    @property
+    def rank(self) -> int:
+        return self._adapter.spec.rank
+
+    @property
+    def scale(self) -> float:
+        return self._adapter.scale
+
+    def weights(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """A [R, N] and B [M, R] of a projection in fp32, without the scale; None if it is not adapted."""
+        return self._adapter.weights(name)
+
+    def largest(self) -> float:
+        """The largest weight, times the scale where that is above 1. NaN if there is one."""
+        return float(self._adapter.flat.abs().max()) * max(1.0, abs(self.scale))
 
     @torch.no_grad()
     def joined(self, names: tuple[str, ...]) -> tuple[Tensor, list[tuple[int, Tensor]]] | None:
@@ -47,9 +63,9 @@ class PackedAdapter:
             pairs = [(place, self._adapter.weights(name)) for place, name in enumerate(names)]
             found = [(place, *pair) for place, pair in pairs if pair is not None]
             if found:
-                a_NR = torch.cat([a_RN for _, a_RN, _ in found]).t().to(self._dtype).contiguous()
+                a_NR = torch.cat([a_RN for _, a_RN, _ in found]).t().to(self.dtype).contiguous()
                 scaled = [
-                    (place, (b_MR.t() * self._adapter.scale).to(self._dtype).contiguous()) for place, _, b_MR in found
+                    (place, (b_MR.t() * self._adapter.scale).to(self.dtype).contiguous()) for place, _, b_MR in found
                 ]
                 self._joined[names] = a_NR, scaled
             else:

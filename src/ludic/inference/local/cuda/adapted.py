@@ -1,4 +1,4 @@
-"""Runs a model with adapters on a GPU: the model's own modules over the block pool, without CUDA graphs.
+"""Runs a model outside the Llama family with adapters on a GPU: its own modules over the block pool, without CUDA graphs.
 
 A prompt, a part of one and a decoded token are all spans of tokens that attend to what is stored before them, as in the bitwise
 runner. The attention of a step gathers the keys of its sequences from the pool. It runs on a CPU, too, where tests compare it.
@@ -28,7 +28,7 @@ class AdaptedRunner(BitwiseRunner):
         self._device = shape.device
         self.pool = KVPool(shape, num_blocks, block_size)
         if shape.device.type == "cuda":
-            say_once("An engine with adapters decodes without CUDA graphs and fused kernels: slower than one without.")
+            say_once("This family has no fused pass: with adapters it decodes without CUDA graphs, which is slower.")
 
     def weights_changed(self) -> None:
         self._forward.refresh()

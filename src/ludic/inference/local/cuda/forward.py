@@ -3,7 +3,8 @@
 Queries, keys and values come from one matrix product, gate and up projection from another; both use joined copies of the
 weights, which `refresh` renews. Triton kernels do the rest of a layer. Nothing is compiled for a batch size, so a new size
 costs a capture of a CUDA graph and no more. Results equal transformers' own modules up to rounding; `fused_forward`
-compares the two before it returns one. LoRA adapters are two more products beside each of the four, with joined copies too.
+compares the two before it returns one. A LoRA adapter of peft is two more products beside each of the four, with joined copies
+too; adapters that requests name are in `AdapterSlots`.
 """
 
 import logging
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ludic.inference.local.cuda.adapter_slots import AdapterSlots, StackedProduct
 from ludic.inference.local.cuda.layer_kernels import rms_norm, rotate_and_store, row_product
 from ludic.models.attention import SKIP_MASK, AttentionRules
 from ludic.models.forward import has_plain_layers, is_of_family, layer_window, linears
@@ -81,10 +83,26 @@ class _JoinedAdapter:
         return out_TM.addmm_(F.linear(x_TN, self._a_RN), self._b_MR.t())
 
 
+@dataclass(frozen=True, slots=True)
+class RowSlots:
+    """The slots of adapters of a pass: of its rows, and the number of slots among which they are."""
+
+    slots_T: Tensor
+    num_slots: int
+
+    @property
+    def parts(self) -> tuple[Tensor, int]:
+        return self.slots_T, self.num_slots
+
+    def select(self, where_N: Tensor) -> "RowSlots":
+        return RowSlots(self.slots_T.index_select(0, where_N), self.num_slots)
+
+
 class FusedForward:
     """A Llama, Qwen2, Qwen3 or Mistral decoder over flat tokens."""
 
-    def __init__(self, model: Any, max_length: int) -> None:
+    def __init__(self, model: Any, max_length: int, *, has_slots: bool = False) -> None:
+        """`has_slots`: rows may have adapters of `self.slots`."""
         inner = model.model
         self.embedding, self._head, self._norm = inner.embed_tokens.weight, model.lm_head.weight, inner.norm
         with torch.no_grad():
@@ -94,6 +112,11 @@ class FusedForward:
             self._layers = [_read_layer(layer) for layer in inner.layers]
         self.has_windows = any(layer.rules.sliding_window is not None for layer in self._layers)
         self._has_adapters = any(adapter is not None for layer in self._layers for adapter in layer.adapters)
+        self._stacked = (
+            [_stacked_products(number, layer) for number, layer in enumerate(inner.layers)] if has_slots else []
+        )
+        self._stacked_head = StackedProduct(["lm_head"], [len(self._head)], self._head)
+        self.slots = AdapterSlots([*(p for products in self._stacked for p in products), self._stacked_head])
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -111,17 +134,20 @@ class FusedForward:
         positions_T: Tensor,
         attend: Attend,
         store: Callable[[int], tuple[Tensor, Tensor, Tensor]] | None,
+        rows: RowSlots | None = None,
     ) -> Tensor:
-        """Last hidden states, before the final norm. `store`: for a layer, (keys [S, K, D], values, slots of the new tokens)."""
+        """Last hidden states, before the final norm. `store`: for a layer, (keys [S, K, D], values, slots of the new tokens).
+        `rows`: the adapters of the tokens."""
         x = F.embedding(ids_T, self.embedding)
         num_tokens, size = x.shape[0], self._cosines_LD.shape[1]
-        is_single = num_tokens == 1 and not self._has_adapters
+        is_single = num_tokens == 1 and not self._has_adapters and rows is None
         for number, layer in enumerate(self._layers):
+            adds = self._adds(number, rows)
             if is_single:
                 qkv = row_product(x, layer.qkv, layer.qkv_bias, norm=(layer.norm, layer.epsilon))
             else:
                 normed = rms_norm(x, layer.norm, layer.epsilon)
-                qkv = _adapted(layer.adapters[0], F.linear(normed, layer.qkv, layer.qkv_bias), normed)
+                qkv = adds(0, F.linear(normed, layer.qkv, layer.qkv_bias), normed)
             rotate_and_store(
                 qkv, positions_T, self._cosines_LD, self._sines_LD, layer.num_heads, layer.head_norms,
                 store(number) if store is not None else None,
@@ -135,18 +161,48 @@ class FusedForward:
                 gated = row_product(x, layer.gate_up, norm=(layer.mlp_norm, layer.epsilon), is_gated=True)
                 row_product(gated, layer.down, add_to=x)
             else:
-                _adapted(layer.adapters[1], x.addmm_(attended, layer.out.t()), attended)
+                adds(1, x.addmm_(attended, layer.out.t()), attended)
                 normed = rms_norm(x, layer.mlp_norm, layer.epsilon)
-                gated = silu_mul(_adapted(layer.adapters[2], F.linear(normed, layer.gate_up), normed))
-                _adapted(layer.adapters[3], x.addmm_(gated, layer.down.t()), gated)
+                gated = silu_mul(adds(2, F.linear(normed, layer.gate_up), normed))
+                adds(3, x.addmm_(gated, layer.down.t()), gated)
         return x
 
-    def logits(self, hidden_ND: Tensor) -> Tensor:
-        return F.linear(rms_norm(hidden_ND, self._norm.weight, self._norm.variance_epsilon), self._head)
+    def logits(self, hidden_ND: Tensor, rows: RowSlots | None = None) -> Tensor:
+        normed = rms_norm(hidden_ND, self._norm.weight, self._norm.variance_epsilon)
+        out = F.linear(normed, self._head)
+        return out if rows is None else self._stacked_head.add(out, normed, *rows.parts)
+
+    def _adds(self, number: int, rows: RowSlots | None) -> Callable[[int, Tensor, Tensor], Tensor]:
+        """Adds to one of the four products of a layer what adapters give: (product, its result, its input) → the result."""
+
+        def add(product: int, out_TM: Tensor, x_TN: Tensor) -> Tensor:
+            own = self._layers[number].adapters[product]
+            if own is not None:
+                own.add(out_TM, x_TN)
+            return out_TM if rows is None else self._stacked[number][product].add(out_TM, x_TN, *rows.parts)
+
+        return add
 
 
-def _adapted(adapter: _JoinedAdapter | None, out_TM: Tensor, x_TN: Tensor) -> Tensor:
-    return out_TM if adapter is None else adapter.add(out_TM, x_TN)
+def _stacked_products(number: int, layer: Any) -> list[StackedProduct]:
+    """Of qkv, out, gate_up and down, as `_read_layer` joins them."""
+    attention, mlp = layer.self_attn, layer.mlp
+    found = {
+        "self_attn": [
+            {"q_proj": attention.q_proj, "k_proj": attention.k_proj, "v_proj": attention.v_proj},
+            {"o_proj": attention.o_proj},
+        ],
+        "mlp": [{"gate_proj": mlp.gate_proj, "up_proj": mlp.up_proj}, {"down_proj": mlp.down_proj}],
+    }
+    return [
+        StackedProduct(
+            [f"model.layers.{number}.{block}.{name}" for name in linears],
+            [linear.out_features for linear in linears.values()],
+            next(iter(linears.values())).weight,
+        )
+        for block, products in found.items()
+        for linears in products
+    ]
 
 
 def _read_layer(layer: Any) -> _Layer:
@@ -198,11 +254,11 @@ def can_fuse(model: Any) -> bool:
 
 
 @torch.inference_mode()
-def fused_forward(model: Any, max_length: int) -> FusedForward | None:
+def fused_forward(model: Any, max_length: int, *, has_slots: bool = False) -> FusedForward | None:
     """The fused pass for this model, whose attention goes through `ludic_attention`; None if the two give different logits."""
     model = plain_model(model)
     with torch.inference_mode(False), torch.no_grad():
-        fused = FusedForward(model, max_length)
+        fused = FusedForward(model, max_length, has_slots=has_slots)
     ids_T = torch.arange(16, device=fused.embedding.device) % model.config.vocab_size
     positions_T = torch.arange(16, device=ids_T.device)
     state = PackedSequences([16], ids_T.device)

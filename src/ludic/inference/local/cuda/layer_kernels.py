@@ -163,3 +163,21 @@ def rotate_and_store(
         H=num_heads, K=kv_heads, D=size, HEADS=8, HALF=triton.next_power_of_2(size // 2),
         HAS_NORM=norms is not None, STORES=store is not None, num_warps=2,
     )  # fmt: skip
+
+
+@triton.jit
+def _keep_own_kernel(inner, slots, num_columns, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + row)
+    where = inner + row.to(tl.int64) * num_columns + column
+    inside = column < num_columns
+    own = tl.load(where, mask=inside & (column // width == slot), other=0.0)
+    tl.store(where, tl.where(slot == -2, float("nan"), own.to(tl.float32)).to(inner.dtype.element_ty), mask=inside)
+
+
+def keep_own_columns(inner_TK: Tensor, slots_T: Tensor, width: int) -> None:
+    """`adapter_slots.keep_own` on a GPU. -2 is its BROKEN."""
+    num_rows, num_columns = inner_TK.shape
+    block = min(1024, triton.next_power_of_2(num_columns))
+    _keep_own_kernel[(num_rows, triton.cdiv(num_columns, block))](inner_TK, slots_T, num_columns, width, BLOCK=block)

@@ -18,17 +18,20 @@ import torch
 from torch import Tensor
 
 from ludic.inference.local.blocks import GROUP_ROWS, MIN_GROUP, num_splits, shared_prefixes
+from ludic.inference.local.cuda.adapter_slots import NO_SLOT
 from ludic.inference.local.cuda.decode_attention import DecodeAttention, SharedPrefixes
-from ludic.inference.local.cuda.forward import can_fuse, fused_forward
+from ludic.inference.local.cuda.forward import RowSlots, can_fuse, fused_forward
 from ludic.inference.local.cuda.sampling_kernels import DecodeRows, sample_round, sample_rows
 from ludic.inference.local.kv import KVPool, KVShape
 from ludic.inference.local.runner import Read
 from ludic.inference.local.sampling import PromptScores, Scoring, sample, scores_of
 from ludic.inference.local.sequence import Chunk, Sampled, Sequence
+from ludic.models.adapters.forward import AdapterRows
 from ludic.models.attention import SKIP_MASK, AttentionRules
 from ludic.models.execution import CAPTURING, decoder_layers, raise_recompile_limits
 from ludic.models.experts import Routers
 from ludic.models.packed_attention import varlen_attention
+from ludic.types import ConfigError
 
 
 class PackedState:
@@ -91,6 +94,8 @@ class _Kernels(NamedTuple):
     """Parts into which attention cuts every row."""
     has_groups: bool
     """Whether rows attend to a shared prefix together."""
+    num_slots: int
+    """Slots of adapters that the round computes; 0 if no row has an adapter."""
 
 
 class CUDARunner:
@@ -111,14 +116,20 @@ class CUDARunner:
         compile_layers: bool = True,
         fuse: bool = True,
         routers: Routers | None = None,
+        adapters: bool = False,
     ) -> None:
-        """`routers` of a mixture whose experts are recorded."""
+        """`routers` of a mixture whose experts are recorded. `adapters`: sequences may have some; the model can be fused."""
         self.model = model
         self._routers = routers
         # Rounds may run past the end of a sequence; there they write to the scratch block.
         self._num_extra = -(-max_rounds // block_size) + 1
         max_blocks = -(-max_length // block_size) + self._num_extra
-        self._fused = fused_forward(model, max_blocks * block_size) if fuse and can_fuse(model) else None
+        length = max_blocks * block_size
+        self._fused = fused_forward(model, length, has_slots=adapters) if fuse and can_fuse(model) else None
+        if adapters and self._fused is None:
+            raise ConfigError(
+                f"adapters=True cannot be used on a GPU with {type(model).__name__}, which computes in its own way."
+            )
         self._layers = _CompiledLayers(model) if compile_layers and self._fused is None else None
         self.pool = KVPool(shape, num_blocks, block_size)
         self._mask = SKIP_MASK.cuda()
@@ -144,6 +155,10 @@ class CUDARunner:
             new(_max_groups(rows), GROUP_ROWS, dtype=torch.int32), new(_max_groups(rows), dtype=torch.int32)
         )
         self._host_num_shared = np.zeros(rows, dtype=np.int32)
+        self._row_slots = new(rows, dtype=torch.int32)
+        """The slot of each row's adapter."""
+        self._generation = 0
+        """Of the slots that the graphs read."""
         self._grouped: list[Sequence] = []
         """The rows for which `_groups` was filled."""
         self._has_groups = False
@@ -169,7 +184,8 @@ class CUDARunner:
         state = PackedState(self.pool, slots_T, everything, [(chunk.length, chunk.end) for chunk in own])
         ends = np.cumsum([chunk.length for chunk in own]) - 1
         ready = [i for i, chunk in enumerate(own) if chunk.reaches_the_end]
-        logits_NV = self._forward(tokens, positions, state, ends[ready], slots_T)
+        adapted = self._row_adapters([(chunk.sequence.adapter, chunk.length) for chunk in own])
+        logits_NV = self._forward(tokens, positions, state, ends[ready], slots_T, adapted)
         ended = [chunk for chunk in chunks if chunk.reaches_the_end]
         if len(ended) > len(ready):
             logits_of = {own[i].sequence.number: number for number, i in enumerate(ready)}
@@ -196,7 +212,8 @@ class CUDARunner:
         starts = np.cumsum([0, *lengths[:-1]]).tolist()
         where = np.concatenate([text.predictors(start) for text, start in zip(texts, starts, strict=True)])
         state = PackedState(None, None, None, [(length, length) for length in lengths])
-        logits_NV = self._forward(flat, positions, state, where, None)
+        adapted = self._row_adapters([(text.adapter, len(text.tokens)) for text in texts])
+        logits_NV = self._forward(flat, positions, state, where, None, adapted)
         return scores_of(texts, lambda rows: logits_NV[rows].float() / texts[0].temperature)
 
     def _sample_first(self, logits_NV: Tensor, sequences: list[Sequence]) -> Read:
@@ -233,13 +250,17 @@ class CUDARunner:
         state: PackedState,
         where: Any,
         slots_T: Tensor | None,
+        adapted: RowSlots | None,
     ) -> Tensor:
         """Logits [N, V] at the flat positions `where`; new keys and values go to `slots_T`."""
         ids_T, positions_T = _to_gpu(tokens.astype(np.int64)), _to_gpu(positions.astype(np.int64))
         where_N = _to_gpu(np.asarray(where, dtype=np.int64))
         if self._fused is not None:
-            hidden_TD = self._fused.hidden(ids_T, positions_T, state.attend_stored, self._store(slots_T))
-            return self._fused.logits(hidden_TD.index_select(0, where_N)) if len(where) else hidden_TD[:0]
+            hidden_TD = self._fused.hidden(ids_T, positions_T, state.attend_stored, self._store(slots_T), adapted)
+            if not len(where):
+                return hidden_TD[:0]
+            last = None if adapted is None else adapted.select(where_N)
+            return self._fused.logits(hidden_TD.index_select(0, where_N), last)
         with self._recording(slots_T):
             out = self.model(
                 input_ids=ids_T[None],
@@ -251,6 +272,15 @@ class CUDARunner:
             )
         logits: Tensor = out.logits[0, : len(where)]
         return logits
+
+    def _row_adapters(self, rows: AdapterRows) -> RowSlots | None:
+        """Put the adapters of the next pass into slots; None if its rows have none."""
+        if self._fused is None or all(adapter is None for adapter, _ in rows):
+            return None
+        slots = self._fused.slots
+        slots.place(adapter for adapter, _ in rows)
+        own = slots.of(adapter for adapter, _ in rows)
+        return RowSlots(_to_gpu(np.repeat(own, [count for _, count in rows])), slots.num_used(own))
 
     @contextlib.contextmanager
     def _recording(self, slots_T: Tensor | None) -> Iterator[None]:
@@ -290,7 +320,8 @@ class CUDARunner:
         rows.slots[:bucket] = (
             rows.tables[:bucket].gather(1, (positions // size)[:, None])[:, 0] * size + positions % size
         )
-        graph, logits = self._graph(self._choose_kernels(owners, bucket))
+        num_slots = self._upload_slots(owners, bucket)
+        graph, logits = self._graph(self._choose_kernels(owners, bucket, num_slots))
         for _ in range(num_rounds):
             graph.replay()
         return self._reading(
@@ -339,13 +370,24 @@ class CUDARunner:
         width = max(self._table_lengths[:count]) + self._num_extra
         self._rows.tables[:count, :width] = _to_gpu(self._host_tables[:count, :width])
 
-    def _choose_kernels(self, owners: list[Sequence], bucket: int) -> _Kernels:
+    def _upload_slots(self, owners: list[Sequence], bucket: int) -> int:
+        """The number of slots that the rounds compute."""
+        adapted = self._row_adapters([(owner.adapter, 1) for owner in owners])
+        if adapted is None or self._fused is None:
+            return 0
+        self._row_slots[: len(owners)] = adapted.slots_T
+        self._row_slots[len(owners) : bucket].fill_(NO_SLOT)
+        if self._generation != self._fused.slots.generation:
+            self._generation, self._graphs = self._fused.slots.generation, {}
+        return adapted.num_slots
+
+    def _choose_kernels(self, owners: list[Sequence], bucket: int, num_slots: int) -> _Kernels:
         """How this step's rounds read keys."""
         if self._can_group and owners != self._grouped:
             self._upload_groups(owners, bucket)
         lengths = np.array([owner.length for owner in owners]) - self._host_num_shared[: len(owners)]
         splits = num_splits(bucket * self.pool.shape.heads[0][0], self._num_processors, float(lengths.mean()))
-        return _Kernels(bucket, splits, self._has_groups)
+        return _Kernels(bucket, splits, self._has_groups, num_slots)
 
     def _upload_groups(self, owners: list[Sequence], bucket: int) -> None:
         """Find rows that share blocks; fill the groups if reading these once saves enough."""
@@ -436,7 +478,9 @@ class CUDARunner:
         )
         state = PagedState(self.pool, slots, attention)
         if self._fused is not None:
-            logits = self._fused.logits(self._fused.hidden(tokens, positions, state.attend_stored, self._store(slots)))
+            adapted = RowSlots(self._row_slots[:bucket], kernels.num_slots) if kernels.num_slots else None
+            hidden = self._fused.hidden(tokens, positions, state.attend_stored, self._store(slots), adapted)
+            logits = self._fused.logits(hidden, adapted)
         else:
             with self._recording(slots):
                 logits = self.model(

@@ -9,6 +9,7 @@ Ways alternate; numbers are medians of `--repeat` rounds. With one thread times 
 
     .venv/bin/python benchmarks/adapters.py --threads 1
     .venv/bin/python benchmarks/adapters.py --threads 1 --adapters 8 --sequences 1 --only sampling    # one sequence per adapter
+    PYTHONPATH=src:benchmarks python3 benchmarks/adapters.py --device cuda --shape 1.5b --sequences 16 --prompt 128 --new 256
 """
 
 import argparse
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 import peft
 import torch
-from engine import make, smollm2, tiny
+from engine import make, qwen, smollm2, tiny
 from torch import Tensor
 
 from ludic.inference.local import LocalEngine
@@ -33,6 +34,8 @@ from ludic.models.lora import adapted_layers
 from ludic.models.packed_attention import PackedSequences
 from ludic.models.weights import shared_view
 from ludic.types import ReturnSpec, SamplingParams, TokenCompletionRequest
+
+SHAPES = {"smollm2": smollm2, "tiny": tiny, "1.5b": qwen}
 
 
 def clock() -> float:
@@ -62,7 +65,7 @@ def new_adapters(model: Any, spec: AdapterSpec, count: int) -> list[LoraAdapter]
     adapters = [LoraAdapter.create(model, replace(spec, seed=number)) for number in range(count)]
     for adapter in adapters:
         with torch.no_grad():
-            adapter.flat.add_(torch.randn(adapter.flat.shape) * 1e-3)
+            adapter.flat.add_(torch.randn_like(adapter.flat) * 1e-3)
     return adapters
 
 
@@ -123,7 +126,11 @@ def sampling(model: Any, args: argparse.Namespace) -> None:
     rng = np.random.default_rng(0)
     num_sequences = args.adapters * args.sequences
     prompts = [rng.integers(model.config.vocab_size, size=args.prompt) for _ in range(num_sequences)]
-    options = {"max_sequences": num_sequences, "max_model_len": args.prompt + args.new, "kv_tokens": 1 << 16}
+    options = {
+        "max_sequences": num_sequences,
+        "max_model_len": args.prompt + args.new,
+        "kv_tokens": max(1 << 16, 2 * num_sequences * (args.prompt + args.new)),
+    }
     spec = AdapterSpec(rank=args.rank, head=args.head)
     engine = LocalEngine(model, **options, adapters=True)
     for number, adapter in enumerate(new_adapters(model, spec, args.adapters)):
@@ -164,7 +171,8 @@ def sampling(model: Any, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["training", "sampling"])
-    parser.add_argument("--shape", choices=["smollm2", "tiny"], default="smollm2")
+    parser.add_argument("--shape", choices=list(SHAPES), default="smollm2")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda is for sampling, in bf16")
     parser.add_argument("--layers", type=int, help="of the model; ratios need not all of them")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--repeat", type=int, default=3)
@@ -179,11 +187,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    model = make(smollm2 if args.shape == "smollm2" else tiny, "cpu", torch.float32).requires_grad_(False)
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    model = make(SHAPES[args.shape], args.device, dtype).requires_grad_(False)
     if args.layers:
         model.model.layers = model.model.layers[: args.layers]
         model.config.num_hidden_layers = args.layers
-    if args.only != "sampling":
+    if args.only != "sampling" and args.device == "cpu":
         training(model, args)
     if args.only != "training":
         sampling(model, args)

@@ -126,3 +126,43 @@ def test_scores_of_prompts_have_the_adapter():
     expected = logprobs(peft_model(model, adapter), text[:1], text[1:])
     np.testing.assert_allclose(found.logprobs, expected, atol=2e-4)
     engine.close()
+
+
+def jobs_of(base: Any, owners: list[LoraAdapter]) -> list[Any]:
+    from ludic.tinker.server.losses import Row
+    from ludic.tinker.server.runs import PassJob, TrainingRun
+
+    rng = np.random.default_rng(0)
+    found = []
+    for adapter in owners:
+        shared = rng.integers(3, 500, size=40)
+        rows = []
+        for length in (30, 50):
+            tokens = np.concatenate([shared, rng.integers(3, 500, size=length)]).astype(np.int32)
+            targets = np.concatenate([tokens[1:], [0]]).astype(np.int32)
+            weights = np.where(np.arange(len(tokens)) >= 40, 1.0, 0.0).astype(np.float32)
+            rows.append(Row(tokens, targets, {"weights": weights}))
+        found.append(PassJob(TrainingRun(adapter), rows, "cross_entropy", {}))
+    return found
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
+def test_runs_in_one_pass_have_the_gradients_of_each_alone(value):
+    """To what sums in bf16 can round; also beside a run whose weights are broken."""
+    from ludic.tinker.server.runs import TrainingBase
+
+    model = tiny(torch.bfloat16)
+    adapters = [tuned(model, spec) for spec in SPECS]
+    base = TrainingBase(model, token_budget=4096)
+    if value is not None:
+        adapters[1].flat.detach()[-1] = value
+    together, alone = jobs_of(base, adapters), jobs_of(base, adapters)
+    joint = base.compute(together)
+    for number, (job, single, result) in enumerate(zip(together, alone, joint, strict=True)):
+        if value is not None and number == 1:
+            continue
+        (expected,) = base.compute([single])
+        for ours, theirs in zip(result.logprobs, expected.logprobs, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=0.05)
+        similarity = torch.nn.functional.cosine_similarity(job.run.gradient, single.run.gradient, dim=0)
+        assert similarity > 0.999, float(similarity)

@@ -37,7 +37,7 @@ def gradients(model, *, moves, recompute, fused):
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_keep_their_bits(fused, recompute, monkeypatch):
+def test_gradients_are_those_without_offload(fused, recompute, monkeypatch):
     monkeypatch.setattr(offload, "_MIN_BYTES", 1)
     monkeypatch.setattr(offload, "_IN_FLIGHT", 1 << 18)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -47,10 +47,12 @@ def test_gradients_keep_their_bits(fused, recompute, monkeypatch):
         found, policy = gradients(model, moves=True, recompute=recompute, fused=fused)
     finally:
         torch.use_deterministic_algorithms(False)
-    for theirs, ours in zip(expected, found, strict=True):
-        assert theirs.keys() == ours.keys()
-        for name, grad in theirs.items():
-            torch.testing.assert_close(ours[name], grad, rtol=1e-2, atol=1e-3 * float(grad.abs().max()), msg=name)
+    assert all(theirs.keys() == ours.keys() for theirs, ours in zip(expected, found, strict=True))
+    for name, grad in expected[0].items():
+        # Flash attention adds up in any order in its backward pass, so equal passes differ, too; a bf16 number by its last bit.
+        noise = max(float((again[name] - grad).abs().max()) for again in expected[1:])
+        difference = max(float((ours[name] - grad).abs().max()) for ours in found)
+        assert difference <= 4 * noise + 2**-8 * float(grad.abs().max()), (name, difference, noise)
     assert policy._offload is not None and policy._offload.host_bytes > 0
     assert all(slab.num_users == 0 for slab in policy._offload._slabs)
 

@@ -4,6 +4,8 @@ import asyncio
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from ludic.training.learner.gradients import accumulate_gradients
 from ludic.training.learner.policy import TrainedPolicy
@@ -51,6 +53,8 @@ def test_log_probs_of_packed_hybrids_are_those_of_the_cpu(family):
     found = []
     for device in ("cuda", "cpu"):
         policy = TrainedPolicy(family_model(family).to(device), mixed_precision_dtype=None)
+        if family == "lfm2" and Version(transformers.__version__) < Version("5.22"):
+            pytest.skip(f"transformers {transformers.__version__} gives the short convolutions of LFM2 no state of the pass")
         assert policy.packed
         with torch.no_grad():
             found.append(policy.logps(policy.batch(random_items(LENGTHS)))[0].cpu())

@@ -1,7 +1,8 @@
 """`AdapterBank`: one forward pass over flat tokens of several adapters.
 
 The base product is computed for all tokens at once; each adapter is applied to its own rows alone, by slices. So a NaN in one
-adapter reaches no row of another, and a gradient reaches only the adapter whose rows it comes from.
+adapter reaches no row of another, and a gradient reaches only the adapter whose rows it comes from. The fused pass on a GPU
+(`ludic.models.llama.adapters`) stacks adapters instead, and keeps that promise for finite numbers only.
 """
 
 import contextlib
@@ -61,6 +62,8 @@ class AdapterBank:
         output = self.model.get_output_embeddings()
         self._spans: list[RowSpan] = []
         self._num_rows: int | None = None
+        self._others: dict[Any, Tensor] = {}
+        """What `others` has returned in the current pass."""
         self._head_name = ""
         linears = adaptable_linears(self.model)
         size = sum(linear.weight.numel() for linear in linears.values() if linear is not output)
@@ -84,11 +87,22 @@ class AdapterBank:
             yield
         finally:
             self._spans, self._num_rows = before
+            self._others = {}
 
     def spans_of(self, num_rows: int) -> list[RowSpan]:
         """Those of the current pass; none outside of one."""
         assert self._num_rows in (None, num_rows), f"a pass over {num_rows} tokens, spans over {self._num_rows}"
         return self._spans
+
+    def others(self, spans: tuple[tuple[int, int, int], ...], num_rows: int, device: torch.device) -> Tensor:
+        """Where a row of the pass is in another span (first row, end, rank) than the column, which are ranks side by side."""
+        if spans not in self._others:
+            owners_T = torch.full((num_rows,), -1)
+            for number, (start, end, _) in enumerate(spans):
+                owners_T[start:end] = number
+            owners_R = torch.repeat_interleave(torch.tensor([rank for *_, rank in spans]))
+            self._others[spans] = owners_T.to(device)[:, None] != owners_R.to(device)[None]
+        return self._others[spans]
 
     def target_logps(
         self, hidden_TD: Tensor, spans: Spans, token_P: Tensor, target_P: Tensor, *, for_backward: bool
@@ -128,6 +142,10 @@ class AdaptedLinear(nn.Module):
         else:
             out_TM = _product(x_TN, self._turned_NM, self.bias, rows, weights)[0]
         return out_TM.view(*x.shape[:-1], self.out_features)
+
+    def others(self, spans: tuple[tuple[int, int, int], ...], num_rows: int) -> Tensor:
+        """`AdapterBank.others`."""
+        return self._bank[0].others(spans, num_rows, self.weight.device)
 
     def in_pass(self, num_rows: int) -> list[tuple[int, int, float, nn.Parameter, nn.Parameter]]:
         """(first row, end, scale, A, B) of each adapter of the current pass over so many rows."""

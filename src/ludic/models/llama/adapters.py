@@ -2,12 +2,15 @@
 
 A projection with an adapter gives W x + scale · B (A x). Its base weight stays as it is: merging B A into a weight of half
 precision would round small adapters away. Adapters that are kept in fp32 are used in the precision of the pass, as under
-autocast. Of an `AdapterBank`, several adapters take part in a pass, each on its own tokens.
+autocast. Of an `AdapterBank`, several adapters take part in a pass, each on its own tokens. On a GPU their matrices are stacked,
+and what belongs to other tokens is set to zero between the products: few large products instead of many small ones. There a NaN
+of one adapter can reach the others, so the caller computes a pass that was not finite again, one adapter at a time.
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ludic.models.adapters.bank import AdaptedLinear
@@ -24,21 +27,30 @@ class Adapter(NamedTuple):
     scale: float
     rows: slice = _ALL
     """The tokens that have this adapter."""
+    others_TR: Tensor | None = None
+    """For several adapters as one: where a token and a row of A belong to different adapters."""
 
     def add(self, out_TM: Tensor, x_TN: Tensor) -> None:
         """Add what the adapter gives to what the base weight gave."""
-        out_TM[self.rows].addmm_(x_TN[self.rows] @ self.a_RN.t(), self.b_MR.t(), alpha=self.scale)
+        out_TM[self.rows].addmm_(self._inner(x_TN[self.rows]), self.b_MR.t(), alpha=self.scale)
+
+    def _inner(self, x_TN: Tensor) -> Tensor:
+        """A x."""
+        inner_TR = x_TN @ self.a_RN.t()
+        return inner_TR if self.others_TR is None else inner_TR.masked_fill_(self.others_TR, 0.0)
 
     def backward(self, grad_TM: Tensor, grad_x_TN: Tensor) -> Tensor:
         """Add to the gradient of the projection's input; returns that of A x, [its tokens, R]."""
         grad_TR = (grad_TM[self.rows] @ self.b_MR).mul_(self.scale)
+        if self.others_TR is not None:
+            grad_TR.masked_fill_(self.others_TR, 0.0)
         grad_x_TN[self.rows].addmm_(grad_TR, self.a_RN)
         return grad_TR
 
     def gradients(self, grad_TM: Tensor, grad_TR: Tensor, x_TN: Tensor) -> tuple[Tensor, Tensor]:
         """Of A and B."""
         own_TM, own_TN = grad_TM[self.rows], x_TN[self.rows]
-        return grad_TR.t() @ own_TN, (own_TM.t() @ (own_TN @ self.a_RN.t())).mul_(self.scale)
+        return grad_TR.t() @ own_TN, (own_TM.t() @ self._inner(own_TN)).mul_(self.scale)
 
 
 def base_linear(module: Any) -> Any:
@@ -88,12 +100,23 @@ def adapter_of(module: Any, dtype: Any) -> Adapter | None:
 def adapters_of(module: Any, dtype: Any, num_tokens: int) -> list[Adapter]:
     """The layer's adapters in a pass over these tokens, in this precision; none while adapters are disabled."""
     if isinstance(module, AdaptedLinear):
+        if module.weight.is_cuda and len(module.in_pass(num_tokens)) > 1:
+            return [stacked(module, num_tokens, dtype)]
         return [
             Adapter(a_RN.to(dtype), b_MR.to(dtype), scale, slice(start, end))
             for start, end, scale, a_RN, b_MR in module.in_pass(num_tokens)
         ]
     own = adapter_of(module, dtype)
     return [] if own is None else [own]
+
+
+def stacked(module: AdaptedLinear, num_tokens: int, dtype: Any) -> Adapter:
+    """All adapters of a pass as one of the sum of their ranks."""
+    found = module.in_pass(num_tokens)
+    a_RN = torch.cat([a_RN for *_, a_RN, _ in found])
+    b_MR = torch.cat([b_MR if scale == 1 else b_MR * scale for *_, scale, _, b_MR in found], dim=1)
+    spans = tuple((start, end, len(a_RN)) for start, end, _, a_RN, _ in found)
+    return Adapter(a_RN.to(dtype), b_MR.to(dtype), 1.0, others_TR=module.others(spans, num_tokens))
 
 
 def add_all(adapters: Sequence[Sequence[Adapter]], outs: Sequence[Tensor], x_TN: Tensor) -> None:

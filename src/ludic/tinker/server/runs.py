@@ -67,12 +67,15 @@ class TrainingRun:
         self._names = sorted(adapter.named(), key=lambda name: adapter.named()[name].storage_offset())
         self._optimizer = LocalAdamW([self._flat], fused=True)
 
-    def add_gradients(self) -> None:
-        """Move what backward passes have left on the parameters to the run's gradient."""
+    def take_gradients(self) -> Tensor:
+        """What backward passes have left on the parameters, in the order of `adapter.flat`; the parameters forget it."""
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._in_order]
-        found = torch.cat([part.reshape(-1) for part in parts])
-        self.gradient = found if self.gradient is None else self.gradient.add_(found)
         self.drop_gradients()
+        return torch.cat([part.reshape(-1) for part in parts])
+
+    def add_gradient(self, found: Tensor) -> None:
+        """To that of earlier passes."""
+        self.gradient = found if self.gradient is None else self.gradient.add_(found)
 
     def drop_gradients(self) -> None:
         """Forget what backward passes have left on the parameters."""
@@ -226,9 +229,14 @@ class TrainingBase:
     def _together(self, jobs: Sequence[PassJob], forward_only: bool) -> list[PassOutput | Exception]:
         if not jobs:
             return []
-        runs = {id(job.run): job.run for job in jobs}.values()
+        runs = list({id(job.run): job.run for job in jobs}.values())
+        found: list[Tensor] = []
         try:
             outputs = self._passes(jobs, forward_only)
+            if not forward_only:
+                found = [run.take_gradients() for run in runs]
+            if len(runs) > 1 and not _are_finite(outputs, found):
+                raise NotFinite("Log-probs or gradients are not finite")
         except Exception as error:  # noqa: BLE001 - the error of one run must not fail the others
             for run in runs:
                 run.drop_gradients()
@@ -236,8 +244,8 @@ class TrainingBase:
                 logger.warning("%d jobs failed together (%s); each is computed alone.", len(jobs), error)
                 return [result for job in jobs for result in self._together([job], forward_only)]
             return [_explained(error, self.token_budget)]
-        for run in () if forward_only else runs:
-            run.add_gradients()
+        for run, gradient in zip(runs, found, strict=False):
+            run.add_gradient(gradient)
         return list(outputs)
 
     def _passes(self, jobs: Sequence[PassJob], forward_only: bool) -> list[PassOutput]:
@@ -317,6 +325,13 @@ class TrainingBase:
             tree=tree if is_shared else None,
         )
         return batch, spans
+
+
+def _are_finite(outputs: Sequence[PassOutput], gradients: Sequence[Tensor]) -> bool:
+    """Where adapters are stacked, what is not finite in one run may have reached another."""
+    if not all(np.isfinite(own).all() for output in outputs for own in output.logprobs):
+        return False
+    return not gradients or bool(torch.stack([gradient.isfinite().all() for gradient in gradients]).all())
 
 
 def _explained(error: Exception, token_budget: int) -> Exception:

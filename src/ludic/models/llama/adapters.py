@@ -113,10 +113,12 @@ def adapters_of(module: Any, dtype: Any, num_tokens: int) -> list[Adapter]:
 def stacked(module: AdaptedLinear, num_tokens: int, dtype: Any) -> Adapter:
     """All adapters of a pass as one of the sum of their ranks."""
     found = module.in_pass(num_tokens)
+    scales = {scale for *_, scale, _, _ in found}
+    common = scales.pop() if len(scales) == 1 else None
     a_RN = torch.cat([a_RN for *_, a_RN, _ in found])
-    b_MR = torch.cat([b_MR if scale == 1 else b_MR * scale for *_, scale, _, b_MR in found], dim=1)
+    b_MR = torch.cat([b_MR if common is not None else b_MR * scale for *_, scale, _, b_MR in found], dim=1)
     spans = tuple((start, end, len(a_RN)) for start, end, _, a_RN, _ in found)
-    return Adapter(a_RN.to(dtype), b_MR.to(dtype), 1.0, others_TR=module.others(spans, num_tokens))
+    return Adapter(a_RN.to(dtype), b_MR.to(dtype), common or 1.0, others_TR=module.others(spans, num_tokens))
 
 
 def add_all(adapters: Sequence[Sequence[Adapter]], outs: Sequence[Tensor], x_TN: Tensor) -> None:

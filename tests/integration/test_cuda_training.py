@@ -54,7 +54,9 @@ def test_log_probs_of_packed_hybrids_are_those_of_the_cpu(family):
     for device in ("cuda", "cpu"):
         policy = TrainedPolicy(family_model(family).to(device), mixed_precision_dtype=None)
         if family == "lfm2" and Version(transformers.__version__) < Version("5.22"):
-            pytest.skip(f"transformers {transformers.__version__} gives the short convolutions of LFM2 no state of the pass")
+            pytest.skip(
+                f"transformers {transformers.__version__} gives the short convolutions of LFM2 no state of the pass"
+            )
         assert policy.packed
         with torch.no_grad():
             found.append(policy.logps(policy.batch(random_items(LENGTHS)))[0].cpu())

@@ -1,6 +1,7 @@
 """The docs site: its table of contents is complete, its links lead somewhere, and its API pages name what is public."""
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -20,6 +21,13 @@ script = load_script()
 
 def test_the_index_lists_every_page_and_every_link_leads_somewhere():
     assert script.problems(ROOT / "docs") == []
+
+
+def test_pages_are_short():
+    """At most 25,000 words outside the log, without code blocks and the bars of tables."""
+    texts = [path.read_text() for path in (ROOT / "docs").rglob("*.md") if path.name != "log.md"]
+    prose = [re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE) for text in texts]
+    assert sum(len(re.findall(r"\S*\w\S*", text)) for text in prose) <= 25_000
 
 
 def test_problems_are_a_page_outside_the_index_and_a_dead_link(tmp_path):

@@ -35,7 +35,7 @@ from ludic.training.losses import (
     TokenKLLoss,
     ValueLoss,
 )
-from ludic.types import CandidateSets
+from ludic.types import CandidateSets, ConfigError
 from tests.extended import cases
 from tests.unit.inference.local.tiny_models import new_model
 from tests.unit.training import test_loss_rules
@@ -252,6 +252,15 @@ def test_compiled_layers_that_make_their_length_groups_when_they_attend(quick_co
     found = computed(model, GRPO, items, shares=False, compiles=True)
     for part in (0, 1):  # log-probs, gradients
         assert distance(found[part], plain[part]) <= EQUAL + distance(plain[part], precise[part])
+
+
+def test_samples_of_another_tokenizer_are_refused():
+    policy = TrainedPolicy(trainable(), share_prefixes=True)
+    (item,) = random_items([9])
+    foreign = replace(item, input_ids=np.append(item.input_ids[:-1], 10_000).astype(item.input_ids.dtype))
+    for use in (policy.batch, lambda items: check_shared_prefixes(policy, items, 0.05, Ranks())):
+        with pytest.raises(ConfigError, match="id 10000; the model has .* another tokenizer"):
+            use([item, foreign])
 
 
 def test_sharing_is_turned_off_if_log_probs_differ(caplog, monkeypatch):

@@ -145,9 +145,21 @@ class TrainedPolicy:
         """One micro-batch in the form this policy computes, or padded."""
         if self._vision is None and any(item.attachments.images for item in items):
             raise ConfigError(f"A sample holds pictures, but {type(self.model).__name__} takes text only.")
+        self.check_ids(items)
         if padded or not self.packed:
             return _padded(items, pad_token_id, self.device)
         return pack(items, self.device, share_prefixes=self.share_prefixes)
+
+    def check_ids(self, items: Sequence[SAWItem]) -> None:
+        """ConfigError for a token that the model does not have."""
+        table = self.model.get_input_embeddings() if hasattr(self.model, "get_input_embeddings") else None
+        known: int | None = getattr(table, "num_embeddings", None)
+        largest = max((int(item.input_ids.max(initial=0)) for item in items), default=0)
+        if known is not None and largest >= known:
+            raise ConfigError(
+                f"A sample has a token with the id {largest}; the model has {known} tokens. The sample is of another tokenizer: "
+                "train the model that made it, or render its texts again (make_chat_template_step_to_item, examples/sft.py)."
+            )
 
     @contextlib.contextmanager
     def routed(self, batch: PackedBatch) -> Iterator[RouterPass | None]:
@@ -402,6 +414,7 @@ def check_shared_prefixes(policy: TrainedPolicy, items: Sequence[SAWItem], toler
 
     Every rank takes part, since a sharded model needs all of them in a forward pass.
     """
+    policy.check_ids(items)
     pair = prefix_pair(items) if policy.share_prefixes else None
     if not ranks.max(float(pair is not None)):
         return False

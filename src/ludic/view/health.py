@@ -117,10 +117,13 @@ def _zero_spread(run: _Run) -> Iterator[Advisory]:
 
 
 def _truncation(run: _Run) -> Iterator[Advisory]:
-    cut = [card for card in run.recent if card.truncated]
+    reads_cut = run.setting("agent", "cut_off", None) == "read" or run.setting("agent", "max_tokens", None) == 1
+    by_reply = (None, "terminated", "parse_error")
+    # An agent that reads replies as they are, of one token for example, wants them to be cut.
+    cut = [card for card in run.recent if card.truncated and not (reads_cut and card.stop in by_reply)]
     if _share(len(cut), len(run.recent)) <= MAX_TRUNCATED:
         return
-    stops = Counter("max_tokens" if card.stop in (None, "terminated", "parse_error") else card.stop for card in cut)
+    stops = Counter("max_tokens" if card.stop in by_reply else card.stop for card in cut)
     step = run.worst_step(lambda card: card.truncated)
     yield Advisory(
         level="warning",

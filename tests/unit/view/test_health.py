@@ -77,6 +77,17 @@ def test_reply_that_ran_out_of_tokens_counts_as_truncated(tmp_path):
     assert "max_tokens" in only(run_of(tmp_path, change=cut), "truncation")["detail"]
 
 
+@pytest.mark.parametrize("setting", ['cut_off = "read"', "max_tokens = 1"])
+def test_replies_that_are_read_as_they_are_count_only_if_their_episode_was_cut(tmp_path, setting):
+    def cut(number, row):
+        row["steps"][0]["trace"]["finish_reason"] = "length"
+
+    config = f"[rollouts]\nmax_failed_share = 0.5\n[agent]\n{setting}\n"
+    assert run_of(tmp_path / "replies", change=cut, config=config) == []
+    ended = run_of(tmp_path / "episodes", change=lambda n, row: row.update(stop="max_steps"), config=config)
+    assert "max_steps" in only(ended, "truncation")["detail"]
+
+
 def test_parse_errors(tmp_path):
     def unreadable(number, row):
         row["steps"][0]["info"] = {"parse_error": number % 2 == 0}

@@ -1,9 +1,9 @@
 """Makes a release: `python scripts/release.py 0.2.0 [--dry-run]`.
 
 It checks that the working tree is clean and that the version is new, moves "Unreleased" of CHANGELOG.md under the version, writes
-the version into pyproject.toml and ludic/__init__.py, builds sdist and wheel, installs the wheel into an empty environment and
-runs `ludic --version` there, commits and tags. With --dry-run it stops before the commit and puts the files back. Nothing is
-uploaded: `git push --tags` and `twine upload dist/*` are yours.
+the version into pyproject.toml, ludic/__init__.py and CITATION.cff, builds sdist and wheel, installs the wheel into an empty
+environment, runs `ludic --version` there, commits and tags. With --dry-run it stops before the commit and puts the files back.
+Nothing is uploaded: `git push --tags` and `twine upload dist/*` are yours.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 VERSION = re.compile(r"\d+\.\d+\.\d+(?:(?:a|b|rc)\d+)?")
-WRITTEN = ("CHANGELOG.md", "pyproject.toml", "src/ludic/__init__.py")
+WRITTEN = ("CHANGELOG.md", "pyproject.toml", "src/ludic/__init__.py", "CITATION.cff")
 """Files that a release changes."""
 
 
@@ -36,8 +36,13 @@ def released(changelog: str, version: str, day: datetime.date) -> str:
 
 
 def with_version(text: str, version: str) -> str:
-    """A file with its one line `version = "…"` or `__version__ = "…"` changed."""
-    changed, count = re.subn(r'^(version|__version__) = "[^"]*"', rf'\1 = "{version}"', text, flags=re.MULTILINE)
+    """A file with its one line `version = "…"`, `__version__ = "…"` or `version: …` changed."""
+    changed, count = re.subn(
+        r'^((?:version|__version__) = ")[^"]*(")$|^(version: ).*()$',
+        lambda found: f"{found[1] or found[3]}{version}{found[2] or found[4]}",
+        text,
+        flags=re.MULTILINE,
+    )
     if count != 1:
         raise NotReady(f"A version is written {count} times where it should be written once.")
     return changed

@@ -68,8 +68,9 @@ async def fetch(source: BatchSource, algo: RLAlgorithm, cfg: TrainerConfig, step
         counts = {**prepared.counts, _NO_SAMPLES: float(prepared.meta.get(_NO_SAMPLES, 0))}
         left_out = {name: left_out.get(name, 0) + count for name, count in counts.items()}
         await asyncio.sleep(0)  # an empty source must not block the event loop
+    counted = ", ".join(f"{name} {count:.0f}" for name, count in left_out.items() if count) or "nothing"
     raise NothingToTrainOn(
-        f"{cfg.max_empty_batches} batches in a row had nothing to train on at step {step}; left out: {left_out}. "
+        f"{cfg.max_empty_batches} batches in a row had nothing to train on at step {step}; left out: {counted}. "
         "Are all rewards of each group equal (zero weights), is everything older than max_lag, too long, or filtered? Were any "
         "tokens sampled?"
     )

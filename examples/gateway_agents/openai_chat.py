@@ -2,7 +2,12 @@
 
 import json
 
-from openai import AsyncOpenAI
+from httpx import Limits
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+CONNECTIONS = DefaultAsyncHttpxClient(limits=Limits(max_keepalive_connections=0))
+CLIENT = AsyncOpenAI(base_url="http://gateway/v1", api_key="of the session", http_client=CONNECTIONS)
+"""One for all calls: a client with its own connections per call takes several times as long."""
 
 WEATHER = {
     "type": "function",
@@ -15,7 +20,7 @@ WEATHER = {
 
 
 async def agent(task, *, base_url, api_key, model):
-    client = AsyncOpenAI(base_url=base_url, api_key=api_key)
+    client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     messages = [{"role": "user", "content": task}]
     while True:
         done = await client.chat.completions.create(model=model, messages=messages, tools=[WEATHER])

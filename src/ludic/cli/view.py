@@ -202,7 +202,10 @@ def _chosen(index: RunIndex, given: ShowArgs) -> str:
     query |= {"failed": "1"} if given.failed else {}
     found = api.rollouts(index, {**query, "limit": "1"})["rollouts"]
     if not found:
-        raise ConfigError(f"No rollout of {index.folder} is like that.")
+        kind = (
+            "failed" if given.failed else f"is of update {given.step}" if given.step is not None else "is of that task"
+        )
+        raise ConfigError(f"No rollout of {index.folder} {kind}.")
     return str(found[0]["id"])
 
 
@@ -213,19 +216,25 @@ def plain(text: str) -> Text:
     )
 
 
+_SHOWN_UPDATES = 20
+
+
 def _show_run(console: Console, index: RunIndex) -> None:
     run = api.show_run(index)
     console.print(f"{index.folder}: {run['state']}, {run['step']} of {run['steps_planned'] or '?'} updates, "
                   f"{run['num_rollouts']} rollouts", markup=False)  # fmt: skip
     table = Table("update", "rollouts", "reward", "from", "to", "tokens", "same reward", "cut off", "unreadable", "failed",
                   box=None, pad_edge=False)  # fmt: skip
-    for row in api.steps(index)["steps"][-20:]:
+    rows = api.steps(index)["steps"]
+    for row in rows[-_SHOWN_UPDATES:]:
         table.add_row(
             str(row["step"]), str(row["num_rollouts"]), _short(row["reward_mean"]), _short(row["reward_min"]),
             _short(row["reward_max"]), _short(row["tokens_mean"]), f"{row['num_zero_spread']}/{row['num_groups']}",
             str(row["num_truncated"]), str(row["num_parse_errors"]), str(row["num_failed"]),
         )  # fmt: skip
     console.print(table)
+    if len(rows) > _SHOWN_UPDATES:
+        console.print(f"The last {_SHOWN_UPDATES} of {len(rows)} updates; `ludic plot` draws all.", markup=False)
     for advisory in api.advisories(index):
         console.print()
         console.print(plain(f"{advisory['level']}: {advisory['title']}. {advisory['detail']} {advisory['advice']}"))

@@ -303,7 +303,8 @@ class AlgoSettings:
     algo_set: Arguments = field(default_factory=dict)
     """Argument of the algorithm, such as clip_eps_high=0.28."""
     group_size: int | None = None
-    """Rollouts of the same task that are compared. Default: 8, or 1 where the algorithm compares none."""
+    """Rollouts of the same task that are compared. Default: 8, or 1 for a built-in algorithm that compares none. A
+    function of yours that makes an algorithm is given it if it has a parameter `group_size`."""
     reduction: Averaging | None = None
     """What the loss of all action tokens is divided by: their number, each sample's number and then samples, each episode's
     number and then episodes, or samples. Default: token_mean, or what the algorithm itself does where it is a mean."""

@@ -554,8 +554,9 @@ def _played_algorithm(run: ResolvedRun) -> RLAlgorithm:
             arguments["train_on"] = _trained_roles(config)
         given = registry.algorithms.make(config.algo, **arguments)
     if not isinstance(given, RLAlgorithm):
+        hint = f" Call it: algo={given.__name__}(…)." if inspect.isfunction(given) else ""
         raise ConfigError(
-            f"algo = {config.algo!r} gives a {type(given).__name__}; it must return an RLAlgorithm, as make_grpo() does."
+            f"algo = {config.algo!r} gives a {type(given).__name__}; it must return an RLAlgorithm, as make_grpo() does.{hint}"
         )
     if uses_gateway(run.config.agent, run.parts):
         given = with_episode_credit(given)  # a session with several threads counts once

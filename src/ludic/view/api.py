@@ -45,8 +45,11 @@ RUNNING_S = 120.0
 # --- paths ------------------------------------------------------------------------------------------------------
 
 
-def answer(runs: Runs, path: str) -> JSONObject:
-    """The answer to a path of the API with its query, such as /api/runs/x/rollouts?step=3; NotFound, BadQuery."""
+def answer(runs: Runs, path: str, *, seconds: float = float("inf")) -> JSONObject:
+    """The answer to a path of the API with its query, such as /api/runs/x/rollouts?step=3; NotFound, BadQuery.
+
+    `seconds`: for how long new files are read before the answer, which then is of what was read so far (`is_complete`).
+    """
     parts = urlsplit(path)
     route = [unquote(part) for part in parts.path.strip("/").removeprefix("api").strip("/").split("/")]
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
@@ -56,7 +59,7 @@ def answer(runs: Runs, path: str) -> JSONObject:
         return list_runs(runs)
     id, rest = _split_id(runs, route[1:])
     index = runs.get(id)
-    index.refresh()
+    index.refresh(seconds)
     return _of_run(index, rest, query)
 
 

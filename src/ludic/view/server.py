@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 PORT = 7711
 PAGE = Path(__file__).parent / "page"
 POLL_S = 0.5
+_READING_S = 0.5
+"""Of a request: the page asks again while a large file is read."""
 _KEEP_ALIVE_S = 15.0
 _MAX_STREAMS = 64
 _COOKIE = "ludic_view"
@@ -143,7 +145,7 @@ class _Server:
         return web.Response(body=body, content_type="application/json", charset="utf-8")
 
     def _json(self, path: str) -> bytes:
-        return api.encode(api.answer(self._runs, path))
+        return api.encode(api.answer(self._runs, path, seconds=_READING_S))
 
     def _file(self, request: web.Request, path: str) -> web.Response:
         """A file of the page; only names that are there, so no path leads elsewhere."""

@@ -26,7 +26,9 @@ from ludic.training.losses import (
     EntropyBonus,
     GMPOLoss,
     KLLoss,
+    Loss,
     LossTerm,
+    Needs,
     NegativeSequenceMask,
     Reduction,
     ReinforceBaselineLoss,
@@ -300,3 +302,23 @@ def test_sampler_and_trainer_agree_on_what_the_engine_sampled():
         object.__setattr__(item.attachments, "temperature", 0.8)
         logps, _ = policy.logps(policy.batch([item]))
         assert torch.allclose(logps, torch.from_numpy(response.completion_logprobs.copy()), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda t: t.logps.sum(), r"returned Tensor; a loss returns a scalar tensor and \{name: \(sum, count\)\}"),
+        (lambda t: (t.logps, {}), r"a loss returns a scalar tensor"),
+        (lambda t: (t.logps.sum(), {"mine": t.logps.sum()}), r"the statistic 'mine' is no pair \(sum, count\)"),
+    ],
+    ids=["no statistics", "a value per token", "a bare statistic"],
+)
+def test_loss_that_returns_something_else_is_named(returned, message):
+    class Mine(Loss):
+        needs = Needs(old_logps=False)
+
+        def __call__(self, tokens):
+            return returned(tokens)
+
+    with pytest.raises(ConfigError, match=f"Mine.*{message}"):
+        accumulate_gradients(TrainedPolicy(new_model()), Mine(), random_items([5, 9]), micro_token_budget=64)

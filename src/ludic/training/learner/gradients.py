@@ -5,8 +5,9 @@ does not depend on how the batch was cut, nor on how many ranks share it.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.learner.token_recorder import StepRecord
 from ludic.training.losses import ActionTokens, BatchFacts, Loss, ObservedTokens, mismatch_stats
 from ludic.training.losses.tokens import MAX_LOG_RATIO, Stats, sum_and_count
-from ludic.types import SAWItem, spread_of
+from ludic.types import ConfigError, SAWItem, spread_of
 
 
 def batch_facts(items: Sequence[SAWItem]) -> BatchFacts:
@@ -112,7 +113,7 @@ def accumulate_gradients(
                 continue
             if record is not None:
                 record.watch(tokens)
-            value, stats = loss(tokens)
+            value, stats = _checked(loss, loss(tokens))
             balance = None if load is None or routed is None else load.part_of_loss(batch, routed)
             (value if balance is None else value + balance_experts * balance).backward()
         if record is not None:
@@ -190,6 +191,23 @@ class ExpertLoad:
         is_padding = batch.items[0] is PADDING_ITEM
         tokens_T = batch.tokens_T()
         return load_counts(routed, torch.zeros_like(tokens_T) if is_padding else tokens_T, self._shape[1])
+
+
+def _checked(loss: Loss, found: Any) -> tuple[Tensor, Stats]:
+    """ConfigError for a loss that returns something else than it should."""
+    is_pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor) and found[0].dim() == 0
+    if not is_pair or not isinstance(found[1], Mapping):
+        shown = tuple(type(part).__name__ for part in found) if isinstance(found, tuple) else type(found).__name__
+        raise ConfigError(
+            f"{type(loss).__name__} returned {shown}; a loss returns a scalar tensor and {{name: (sum, count)}}."
+        )
+    wrong = [name for name, pair in found[1].items() if not isinstance(pair, tuple) or len(pair) != 2]
+    if wrong:
+        raise ConfigError(
+            f"{type(loss).__name__}: the statistic {wrong[0]!r} is no pair (sum, count) over the micro-batch."
+        )
+    value, stats = found
+    return value, stats
 
 
 def _zero_loss(tokens: ActionTokens) -> Tensor:

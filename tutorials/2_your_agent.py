@@ -3,11 +3,9 @@
 # An existing agent calls a URL. Give it Ludic's URL, and every call is recorded with its exact tokens.
 
 # %%
-from httpx import Limits
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from openai import AsyncOpenAI
 
-connections = DefaultAsyncHttpxClient(limits=Limits(max_keepalive_connections=0))
-client = AsyncOpenAI(base_url="http://gateway/v1", api_key="of the session", http_client=connections)
+client = AsyncOpenAI(base_url="http://gateway/v1", api_key="of the session")
 
 
 async def agent(task, *, base_url, api_key, model):

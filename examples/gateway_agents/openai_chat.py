@@ -2,11 +2,9 @@
 
 import json
 
-from httpx import Limits
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from openai import AsyncOpenAI
 
-CONNECTIONS = DefaultAsyncHttpxClient(limits=Limits(max_keepalive_connections=0))
-CLIENT = AsyncOpenAI(base_url="http://gateway/v1", api_key="of the session", http_client=CONNECTIONS)
+CLIENT = AsyncOpenAI(base_url="http://gateway/v1", api_key="of the session")
 """One for all calls: a client with its own connections per call takes several times as long."""
 
 WEATHER = {

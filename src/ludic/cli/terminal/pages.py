@@ -40,7 +40,7 @@ EXAMPLES = {
     "gateway": "ludic gateway --model tiny --save sessions.jsonl",
     "openenv-server": "ludic openenv-server tic_tac_toe",
     "sandbox-server": "ludic sandbox-server --workers 4",
-    "env-server": "ludic env-server --workers 4",
+    "env-server": "ludic env-server tic_tac_toe --workers 4",
     "export": "ludic export runs/ttt my-model",
     "rescore": "ludic rescore runs/ttt --reward length",
     "launch": "ludic launch tic_tac_toe --model smollm2-135m --actors 2",

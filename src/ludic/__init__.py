@@ -7,7 +7,7 @@ The package root exports nothing but `ludic.run`, which makes whole runs: import
 import importlib
 from types import ModuleType
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> ModuleType:

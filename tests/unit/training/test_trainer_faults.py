@@ -20,6 +20,7 @@ from ludic.training import CheckpointConfig, CheckpointManager, Trainer, Trainer
 from ludic.training.checkpoint.manifest import read_json
 from ludic.training.learner import stop as stopping
 from ludic.training.learner import torch_learner
+from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.learner.stop import StopRequested, StopSignal
 from ludic.training.losses import CompositeLoss, LossTerm, TokenKLLoss
 from ludic.types import ConfigError, NotFinite, OutOfGPUMemory
@@ -296,12 +297,19 @@ async def test_state_is_taken_in_the_event_loop(tmp_path):
 # --- what a step leaves behind ---
 
 
-async def test_failed_update_leaves_no_gradient():
-    good = random_items([12, 20])
-    broken = random_items([30, 60], seed=5)  # longest first, so one micro-batch is done before
-    broken[0] = replace(broken[0], input_ids=broken[0].input_ids + 10_000)  # not in the vocabulary
+async def test_failed_update_leaves_no_gradient(monkeypatch):
+    good, broken = random_items([12, 20]), random_items([30, 60], seed=5)
+    sizes, whole = [], TrainedPolicy.batch
+
+    def second_fails(self, items, *args, **settings):
+        sizes.append(len(items))
+        if len(sizes) == 2:
+            raise IndexError("in the second micro-batch")
+        return whole(self, items, *args, **settings)
+
+    monkeypatch.setattr(TrainedPolicy, "batch", second_fails)
     trainer = hand_trainer(broken, good, cfg={"micro_token_budget": 64})
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="second micro-batch"):
         await trainer.train_step()
     await trainer.train_step()
     expected = hand_trainer(good, cfg={"micro_token_budget": 64})

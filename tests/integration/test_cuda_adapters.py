@@ -31,7 +31,7 @@ def tuned(model: Any, spec: AdapterSpec, size: float = 0.05) -> LoraAdapter:
     return adapter
 
 
-def gpt2() -> Any:
+def gpt_neox() -> Any:
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
     torch.manual_seed(0)
@@ -66,7 +66,7 @@ def logprobs(model: Any, prompt: list[int], completion: list[int]) -> np.ndarray
     return logits.log_softmax(-1).gather(1, torch.tensor(completion).cuda()[:, None])[:, 0].cpu().numpy()
 
 
-@pytest.mark.parametrize("make", [tiny, gpt2], ids=["graphs", "modules"])
+@pytest.mark.parametrize("make", [tiny, gpt_neox], ids=["graphs", "modules"])
 def test_mixed_batches_have_the_logprobs_of_peft_for_each_adapter(make):
     model = make()
     adapters = {str(number): tuned(model, spec) for number, spec in enumerate(SPECS)}

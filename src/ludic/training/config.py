@@ -125,7 +125,7 @@ class TrainerConfig:
     """Neighbouring ranks that share each packed row, for samples longer than one GPU holds; under torchrun only."""
     compile: bool = False
     """Compile the decoder's layers: about a minute at the start, then faster steps on a GPU. Without effect where the fused pass
-    runs (the Llama family in bf16 or fp16 on a GPU, packed, without LoRA, not sharded)."""
+    runs (the Llama family in bf16 or fp16 on a GPU, packed, not sharded)."""
     bitwise: bool = False
     """Compute log-probs by the same calls as the sampler (`LocalEngine(bitwise=True)`): before an update on the weights that
     sampled, they are equal bit for bit. Slower. Computes in the precision of the weights."""

@@ -267,6 +267,17 @@ def test_filters_and_the_histogram_choose_rollouts_and_are_kept_in_the_address(c
         assert tab.page.input_value("input[type=search]") == "answer 3"
 
 
+def test_run_with_several_policies_shows_the_reward_of_each_in_the_list(chromium, quiz, tmp_path):
+    rows = [{"step": n, "ann/train/avg_total_reward": 0.1 * n, "bob/train/avg_total_reward": 0.5} for n in (1, 2)]
+    (tmp_path / "runs" / "duel").mkdir()
+    (tmp_path / "runs" / "duel" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "runs" / "duel" / "config.toml").write_text('[env]\nid = "duel"\n')
+    with Tab(chromium, quiz.address) as tab:
+        tab.open("#/runs")
+        figures = {row.inner_text().split()[0]: row.query_selector(".figure").inner_text().split() for row in tab.page.query_selector_all(".run-link")}  # fmt: skip
+        assert figures["duel"] == ["ann", "0.2", "bob", "0.5", "reward"] and figures["quiz"] == ["0.3", "reward"]
+
+
 def test_tasks_are_listed_with_their_statistics(chromium, quiz):
     with Tab(chromium, quiz.address) as tab:
         tab.open("#/run/quiz/tasks")

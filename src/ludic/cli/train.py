@@ -161,12 +161,13 @@ def _closing(run: "Run", result: "TrainResult", status: str) -> list[str]:
         clipped = [row["train/grad_clipped"] for row in metrics_with(folder, "train/grad_clipped", name)]
         if any(clipped):
             lines.append(f"Gradients{whose} above max_grad_norm: in {sum(clipped):.0f} of {len(clipped)} updates.")
-    rows = list(metrics_with(folder, "eval/mean_reward"))
-    if len(rows) == 1:
-        lines.append(f"Evaluation after update {rows[0]['step']}: {_evaluated(rows[0])}.")
-    elif rows:
-        first, last = (f"{_evaluated(row)} after update {row['step']}" for row in (rows[0], rows[-1]))
-        lines.append(f"Evaluation: {first}, {last}.")
+    for name in run.resolved.trained_names or ("",):
+        whose, rows = f" of {name}" if name else "", list(metrics_with(folder, "eval/mean_reward", name))
+        if len(rows) == 1:
+            lines.append(f"Evaluation{whose} after update {rows[0]['step']}: {_evaluated(rows[0])}.")
+        elif rows:
+            first, last = (f"{_evaluated(row)} after update {row['step']}" for row in (rows[0], rows[-1]))
+            lines.append(f"Evaluation{whose}: {first}, {last}.")
     lines += [*([f"Samples: {status}."] if status else []), f"Run folder: {folder}"]
     saved, how = latest_checkpoint(folder), how_to_resume(run.resolved)
     if is_stopped or result.step < steps:

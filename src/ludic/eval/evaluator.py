@@ -11,6 +11,7 @@ from contextlib import aclosing
 from typing import Any
 
 from ludic.batch_gen import RequestsFn, RolloutEngine
+from ludic.batch_gen.episodes import Episode
 from ludic.eval.report import EvalReport, Grading, make_report
 from ludic.types import Evaluator, Reducer, Rollout, RolloutRequest, TakesSnapshots
 
@@ -32,6 +33,23 @@ async def evaluate(
     on_rollouts: OnRollouts | None = None,
 ) -> EvalReport:
     """Run the requests and report. `max_steps` is turns per episode, `timeout_s` seconds per model call."""
+    episodes = await play_requests(
+        engine, requests, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency, on_rollouts=on_rollouts
+    )
+    rollouts = [rollout for episode in episodes for rollout in episode.rollouts]
+    return await asyncio.to_thread(make_report, rollouts, grading, reducers)
+
+
+async def play_requests(
+    engine: RolloutEngine,
+    requests: Sequence[RolloutRequest],
+    *,
+    max_steps: int = 1,
+    timeout_s: float | None = None,
+    concurrency: int = 8,
+    on_rollouts: OnRollouts | None = None,
+) -> list[Episode]:
+    """The episodes of an evaluation, in the order of the requests."""
     stream = engine.stream_episodes(
         requests, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency, first_index=0
     )
@@ -41,9 +59,7 @@ async def evaluate(
             episodes.append(episode)
             if on_rollouts is not None:
                 on_rollouts(episode.rollouts)
-    episodes.sort(key=lambda episode: episode.plan.index)
-    rollouts = [rollout for episode in episodes for rollout in episode.rollouts]
-    return await asyncio.to_thread(make_report, rollouts, grading, reducers)
+    return sorted(episodes, key=lambda episode: episode.plan.index)
 
 
 async def run_eval(

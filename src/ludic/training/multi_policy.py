@@ -1,7 +1,8 @@
 """`train_policies`: the trainers of one run step by step together, each with its own optimizer, versions and checkpoints.
 
-One round is one step of every trainer, in order; the first that asks has the episodes played (`SharedRollouts`). A request
-to stop takes effect before a round is trained on, never in the middle of it: all trainers end, and are saved, at one step.
+One round is one step of every trainer, in order; the first that asks has the episodes played (`SharedRollouts`). Then all policies
+are evaluated together, if that is due, and saved. A request to stop takes effect before a round is trained on, never in the
+middle of it: all trainers end, and are saved, at one step.
 """
 
 import logging
@@ -9,10 +10,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
+from ludic.training.config import TrainerConfig
+from ludic.training.evaluation import Evaluation, check_evaluation
 from ludic.training.learner.stop import StopRequested, StopSignal
 from ludic.training.loggers import Resumable
 from ludic.training.trainer import Trainer
-from ludic.types import ConfigError, RequestsExhausted, TrainingLogger
+from ludic.types import ConfigError, Evaluator, RequestsExhausted, TrainingLogger
 
 logger = logging.getLogger(__name__)
 
@@ -23,60 +26,112 @@ async def train_policies(
     *,
     train_logger: TrainingLogger | None = None,
     stop: StopSignal | None = None,
+    evaluator: Evaluator | None = None,
+    cfg: TrainerConfig | None = None,
 ) -> dict[str, float]:
     """`num_steps` more steps of each, or until the source has no more; returns the last round's metrics.
 
     Metrics are logged once a round, each under its policy's name: `first/train/loss`. `stop` ends the run when it is set, by the
-    caller or by Ctrl-C.
+    caller or by Ctrl-C. `evaluator` evaluates all policies at once (`ludic.eval.PolicyEvaluator`) when the settings of `cfg` that
+    begin with eval_ say so; `first/eval/mean_reward` is logged.
     """
-    _check(trainers)
-    stop = stop if stop is not None else StopSignal()
-    first = next(iter(trainers.values()))
-    end = None if num_steps is None else first.step + num_steps
-    if first.step and isinstance(train_logger, Resumable):
-        train_logger.resume(first.step)
-    stats: dict[str, float] = {}
-    with stop.catch_signals():
-        first.stop = stop  # only the first waits for episodes; the others finish the round
-        while (end is None or first.step < end) and not stop.is_set:
-            try:
-                stats = await _round(trainers)
-            except (RequestsExhausted, StopRequested) as reason:
-                logger.info("training ends at step %d: %s", first.step, reason or type(reason).__name__)
-                _warn_if_steps_differ(trainers)
-                break
-            if train_logger is not None:
-                train_logger.log(first.step, stats)
-        for trainer in trainers.values():
-            await trainer.train(0)  # saves what has not been saved
-    return stats
+    return await PolicyTrainers(trainers, train_logger, evaluator, cfg).train(num_steps, stop)
 
 
 class PolicyTrainers:
-    """The trainers of a run as one object, with what a run needs of a single `Trainer`: step, stop and train."""
+    """The trainers of a run as one object, with what a run needs of a single `Trainer`: step, stop, train and eval."""
 
-    def __init__(self, trainers: Mapping[str, Trainer], train_logger: TrainingLogger | None = None) -> None:
+    def __init__(
+        self,
+        trainers: Mapping[str, Trainer],
+        train_logger: TrainingLogger | None = None,
+        evaluator: Evaluator | None = None,
+        cfg: TrainerConfig | None = None,
+    ) -> None:
+        """As of `train_policies`."""
         _check(trainers)
+        cfg = cfg or TrainerConfig()
+        shares = any(trainer.learner.shares_weights for trainer in trainers.values())
+        check_evaluation(cfg, evaluator, is_first=True, shares_weights=shares)
         self.trainers = trainers
         self.stop = StopSignal()
         self._logger = train_logger
+        self._evaluates_first = cfg.eval_at_start
+        self._evaluation = Evaluation(evaluator, cfg, self._note_evaluation)
 
     @property
     def step(self) -> int:
         """Updates of each that are done."""
         return next(iter(self.trainers.values())).step
 
-    async def train(self, num_steps: int | None = None) -> dict[str, float]:
-        """`train_policies`, with a new `stop`."""
-        self.stop = StopSignal()
-        return await train_policies(self.trainers, num_steps, train_logger=self._logger, stop=self.stop)
+    async def train(self, num_steps: int | None = None, stop: StopSignal | None = None) -> dict[str, float]:
+        """See `train_policies`. Without `stop` there is a new one, `self.stop`."""
+        self.stop = stop = stop if stop is not None else StopSignal()
+        first = next(iter(self.trainers.values()))
+        end = None if num_steps is None else first.step + num_steps
+        if first.step and isinstance(self._logger, Resumable):
+            self._logger.resume(first.step)
+        stats: dict[str, float] = {}
+        try:
+            with stop.catch_signals():
+                first.stop = stop  # only the first waits for episodes; the others finish the round
+                if self._evaluates_first and not first.step:
+                    await self._evaluation.run(0, stop)
+                while (end is None or first.step < end) and not stop.is_set:
+                    try:
+                        stats = await self._round()
+                    except (RequestsExhausted, StopRequested) as reason:
+                        logger.info("training ends at step %d: %s", first.step, reason or type(reason).__name__)
+                        _warn_if_steps_differ(self.trainers)
+                        break
+                await self._evaluation.finish()
+                for trainer in self.trainers.values():
+                    await trainer.train(0)  # saves what has not been saved
+        finally:
+            await self._evaluation.cancel()
+        return stats
+
+    async def eval(self) -> dict[str, float]:
+        """Evaluate all policies as they are; the metrics by policy, which are logged, too."""
+        await self._evaluation.run_now(self.step)
+        return _by_policy(self._evaluation.last)
+
+    async def _round(self) -> dict[str, float]:
+        """One step of every trainer. Metrics are logged before anything is saved: a process that is killed loses no line."""
+        found = {name: await trainer.train_step(save=False) for name, trainer in self.trainers.items()}
+        stats = {f"{name}/{key}": value for name, own in found.items() for key, value in own.items()}
+        self._log(self.step, stats)
+        self._evaluation.check()
+        if self._evaluation.is_due(self.step, self.step - 1):
+            await self._evaluation.run(self.step, self.stop)
+        for name, trainer in self.trainers.items():
+            saves = trainer.checkpointer
+            if saves is not None and saves.should_save(self.step):
+                await self._evaluation.wait_for_metric(self.step, saves.config.best_metric)
+                await trainer.save_if_due(found[name])
+        return stats
+
+    def _note_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log an evaluation, and give each trainer its part of it, which may make its checkpoint the best."""
+        named = _by_policy(metrics)
+        for name, trainer in self.trainers.items():
+            start = f"{name}/"
+            trainer.note_evaluation({key.removeprefix(start): named[key] for key in named if key.startswith(start)})
+        self._log(step, named)
+
+    def _log(self, step: int, stats: Mapping[str, float]) -> None:
+        if self._logger is not None:
+            self._logger.log(step, stats)
 
 
-async def _round(trainers: Mapping[str, Trainer]) -> dict[str, float]:
-    stats: dict[str, float] = {}
-    for name, trainer in trainers.items():
-        stats |= {f"{name}/{key}": value for key, value in (await trainer.train_step()).items()}
-    return stats
+def _by_policy(metrics: Mapping[str, float]) -> dict[str, float]:
+    """`eval/ann/mean_reward` as `ann/eval/mean_reward`, and the step of the evaluation for each policy."""
+    found: dict[str, float] = {}
+    for key, value in metrics.items():
+        policy, has_policy, name = key.removeprefix("eval/").partition("/")
+        if has_policy:
+            found |= {f"{policy}/eval/{name}": value, f"{policy}/eval/step": metrics["eval/step"]}
+    return found
 
 
 def _warn_if_steps_differ(trainers: Mapping[str, Trainer]) -> None:
@@ -117,6 +172,6 @@ def _check(trainers: Mapping[str, Trainer]) -> None:
             )
         if trainer.cfg.eval_at_start or trainer.cfg.eval_every_n_steps:
             raise ConfigError(
-                f"The trainer of {name!r} is set to evaluate, which train_policies does not do: call trainer.eval() between two "
-                "calls of it, or rate the members of a league (ludic.eval.ratings)."
+                f"The trainer of {name!r} is set to evaluate, but policies that play together are evaluated together: give "
+                "train_policies an evaluator and cfg=TrainerConfig(eval_every_n_steps=…)."
             )

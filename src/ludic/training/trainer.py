@@ -124,7 +124,7 @@ class TrainingLoop:
                     self._evaluation.check()
                     if self._unfinished is None and self._evaluation.is_due(self.step, self._batch_began):
                         await self._evaluate()  # before saving: it may decide which checkpoint is the best
-                    await self._save_if_due(stats)
+                    await self.save_if_due(stats)
                 if self.checkpointer is not None:
                     if self.step and self._last_saved != self.step:
                         await self._save(stats)
@@ -134,11 +134,13 @@ class TrainingLoop:
             await self._evaluation.cancel()
         return stats
 
-    async def train_step(self) -> dict[str, float]:
-        """One optimizer step, on a new batch or on the next part of the last one."""
+    async def train_step(self, *, save: bool = True) -> dict[str, float]:
+        """One optimizer step, on a new batch or on the next part of the last one. Without `save` the caller calls
+        `save_if_due`, after an evaluation that may decide which checkpoint is the best."""
         with self.learner.watch():
             stats = await self._step()
-            await self._save_if_due(stats)
+            if save:
+                await self.save_if_due(stats)
         return stats
 
     async def _step(self) -> dict[str, float]:
@@ -251,7 +253,12 @@ class TrainingLoop:
         """Save everything that a resumed run needs to continue as if it had not stopped."""
         self._write(self._state(), metrics or {})
 
-    async def _save_if_due(self, stats: Mapping[str, float]) -> None:
+    def note_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Called with the metrics of an evaluation that was made elsewhere, `eval/step` among them."""
+        self._evaluation.last = dict(metrics)
+
+    async def save_if_due(self, stats: Mapping[str, float]) -> None:
+        """Save a checkpoint if one is due at this step; `stats` are those of the step."""
         if self.checkpointer is not None and self.checkpointer.should_save(self.step):
             await self._save(stats)
 

@@ -158,8 +158,11 @@ def state_of(index: RunIndex) -> str:
         return "finished"
     if index.failure() is not None:
         return "failed"
-    took = index.metrics[steps[-1]].get("perf/step_s") if steps else None
-    return "running" if time.time() - index.updated() < max(RUNNING_S, 5 * (took or 0.0)) else "stopped"
+    row = index.metrics[steps[-1]] if steps else {}
+    took = sum(
+        seconds or 0.0 for name, seconds in row.items() if name.endswith("perf/step_s")
+    )  # of several policies each
+    return "running" if time.time() - index.updated() < max(RUNNING_S, 5 * took) else "stopped"
 
 
 def show_run(index: RunIndex) -> JSONObject:

@@ -63,6 +63,10 @@ def test_killed_and_resumed_run_of_two_policies_equals_an_uninterrupted_run(tmp_
         "1e-2",
         "--checkpoint-every",
         "2",
+        "--eval-every",
+        "1",
+        "--eval-episodes",
+        "2",
         "--policy",
         "ann=left",
         "--policy",
@@ -73,13 +77,14 @@ def test_killed_and_resumed_run_of_two_policies_equals_an_uninterrupted_run(tmp_
     wait_for_step(broken, 3, process)
     process.kill()
     process.wait()
-    assert len(metrics(broken)) < 7, "it was too fast to be killed; this test has shown nothing"
+    assert len(metrics(broken)) < 14, "it was too fast to be killed; this test has shown nothing"
     resumed = start(tmp_path, "runs/broken", "--resume")
     said, error = resumed.communicate(timeout=120)
     assert resumed.returncode == 0 and "Going on after update" in said, error
     assert start(tmp_path, *pair, "--steps", "7", "--name", "whole", "--policy", "bob.lr=3e-3").wait(timeout=120) == 0
     rows = [[{k: v for k, v in row.items() if "/perf/" not in k} for row in metrics(run)] for run in (broken, whole)]
-    assert rows[0] == rows[1] and [row["step"] for row in rows[0]] == list(range(1, 8))
+    assert rows[0] == rows[1] and [row["step"] for row in rows[0]] == [step for step in range(1, 8) for _ in (1, 2)]
+    assert all("bob/eval/mean_reward" in row for row in rows[0][1::2])
     for policy in ("ann", "bob"):
         last = [
             run / "policies" / policy / "checkpoints" / "step_000007" / "model.safetensors" for run in (broken, whole)

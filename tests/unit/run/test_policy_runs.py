@@ -86,7 +86,6 @@ def test_seatings_have_as_many_policies_at_a_table_as_possible():
         ([*PAIR, "--policy", "ann.frozen=true", "--policy", "ann.lr=1e-3"], "so lr has no meaning"),
         ([*PAIR, "--policy", "ann.algo=grpoo"], "Did you mean 'grpo'"),
         ([*PAIR, "--max-lag", "1"], "does not go with max_lag"),
-        ([*PAIR, "--eval-every", "1"], "does not go with eval_every"),
         ([*PAIR, "--engine", "vllm"], "does not go with engine = 'vllm'"),
         ([*PAIR, "--policies", "x"], "write [policies.NAME] in a file"),
     ],
@@ -186,6 +185,40 @@ def test_adapters_share_their_base_and_a_frozen_policy_stays(ludic):
     assert {path.name for path in Path("runs/first/policies").iterdir()} == {"ann", "bob"}
     assert any(r.meta["model"] == "eve" for r in played())
     assert not are_equal(saved("first", "ann"), saved("first", "bob")), "different adapters from the start"
+
+
+# --- evaluation ---
+
+EVALUATED = ["--eval-every", "2", "--eval-at-start", "--eval-episodes", "6", "--eval-temperature", "1"]
+
+
+def test_all_policies_are_evaluated_together_and_logged_by_policy_and_role(ludic):
+    flags = ["--policy", "ann=left,right", "--policy", "bob=left,right", "--policy", "bob.frozen=true"]
+    said = done(ludic("train", *SMALL, *flags, *EVALUATED, "--steps", "3", "--name", "first")).out
+    assert logged("ann/eval/step") == logged("bob/eval/step") == [0, 2]
+    for policy in ("ann", "bob"):
+        whole = logged(f"{policy}/eval/mean_reward")
+        left, right = (logged(f"{policy}/eval/{role}/mean_reward") for role in ("left", "right"))
+        assert whole == pytest.approx([(a + b) / 2 for a, b in zip(left, right, strict=True)]), "as often in each role"
+        assert logged(f"{policy}/eval/num_tasks") == [6, 6] and logged(f"{policy}/eval/left/num_tasks") == [3, 3]
+    assert "Evaluation of ann: mean reward" in said and "after update 0" in said and "after update 2" in said
+    assert len(played()) == 3 * 8 * 2, "episodes of evaluations are not trained on"
+
+
+def test_evaluation_in_the_background_gives_the_same_numbers_and_the_best_checkpoint(ludic):
+    once = [*SMALL, *PAIR, *EVALUATED, "--steps", "4", "--checkpoint-every", "2", "--best-metric", "eval/mean_reward"]
+    done(ludic("train", *once, "--name", "waits"))
+    done(ludic("train", *once, "--name", "beside", "--eval-in-background"))
+    for name in ("ann/eval/mean_reward", "bob/eval/mean_reward", "ann/eval/step", "bob/train/loss"):
+        assert logged(name, "waits") == logged(name, "beside") != []
+    for policy in ("ann", "bob"):
+        rewards = logged(f"{policy}/eval/mean_reward", "waits")[1:]
+        named = [
+            json.loads(Path("runs", run, "policies", policy, "checkpoints/best.json").read_text())
+            for run in ("waits", "beside")
+        ]
+        assert named[0] == named[1] and named[0]["step"] == (2 if rewards[0] >= rewards[1] else 4)
+        assert named[0]["value"] == max(rewards)
 
 
 # --- resume ---

@@ -93,7 +93,6 @@ def _check_features(config: RunConfig, parts: Parts) -> None:
         "teacher": config.algo.teacher,
         "updates_per_batch": trainer.updates_per_batch > 1,
         "mini_batches": trainer.mini_batches > 1,
-        "eval_every and eval_at_start": config.is_evaluated,
         "quantize_base": config.model.quantize_base,
         "protocol=": parts.protocol,
         "source=": parts.source,

@@ -7,10 +7,14 @@ weights; each policy that trains all weights has a separate model.
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 from ludic.agents import Agent
 from ludic.batch_gen import SharedRollouts
+from ludic.batch_gen.requests.dataset import assign_roles
+from ludic.eval import Grading, PolicyEvaluator, SnapshotEvaluator
+from ludic.inference.local.snapshot import EngineSnapshot
 from ludic.interaction import Policies
 from ludic.models.loading import LoadedModel
 from ludic.models.weights import shared_view
@@ -25,7 +29,16 @@ from ludic.run.model import (
     make_template,
     serve_locally,
 )
-from ludic.run.parts import EpisodeSetup, agent_factory, make_algorithm, make_episode_setup, request_strategy
+from ludic.run.parts import (
+    EpisodeSetup,
+    agent_factory,
+    env_arguments,
+    eval_requests,
+    eval_samples,
+    make_algorithm,
+    make_episode_setup,
+    request_strategy,
+)
 from ludic.run.resolve import NamedPolicy, ResolvedRun
 from ludic.run.sources import check_source, make_filter, seated_requests
 from ludic.training import Trainer
@@ -33,7 +46,7 @@ from ludic.training.checkpoint.model_files import read_weights
 from ludic.training.critic.critic import CriticKind
 from ludic.training.learner.token_recorder import TokenRecorder
 from ludic.training.multi_policy import PolicyTrainers
-from ludic.types import ChatClient, TrainingLogger, default_reducers, derive_seed
+from ludic.types import ChatClient, Evaluator, TakesSnapshots, TrainingLogger, default_reducers, derive_seed
 
 
 def check_team(run: ResolvedRun) -> None:
@@ -66,7 +79,7 @@ class Team:
         """A trainer for each policy that learns, at the step that the run begins with."""
         trained = [policy for policy in self._run.policies if not policy.is_frozen]
         made = {policy.name: self._trainer(number, policy) for number, policy in enumerate(trained)}
-        return PolicyTrainers(made, train_logger)
+        return PolicyTrainers(made, train_logger, self._evaluator(), self._run.trainer)
 
     def _trainer(self, number: int, policy: NamedPolicy) -> Trainer:
         run, loaded, served = policy.run, self._models[policy.name], self._served[policy.name]
@@ -80,7 +93,7 @@ class Team:
             else None,
             algo=algorithm,
             batch_source=self._shared.batches_for(policy.name, algorithm=algorithm, sample_filter=make_filter(run)),
-            cfg=run.trainer,
+            cfg=replace(run.trainer, eval_at_start=False, eval_every_n_steps=None, eval_in_background=False),
             publisher=served.publisher,
             checkpoint_config=run.checkpoint,
             resume_from=self._start.first_step or None,
@@ -88,6 +101,37 @@ class Team:
             tokenizer=loaded.tokenizer,
             token_recorder=self._closing.enter_context(closing(recorder)),
         )
+
+    def _evaluator(self) -> Evaluator | None:
+        """Plays the tasks of an evaluation with the current policies, or with copies of them in the background."""
+        run = self._run
+        if not run.config.is_evaluated:
+            return None
+        setup, snapshots = self._setup, Snapshots()
+        if run.trainer.eval_in_background:
+            copies = {policy.name: self._snapshot(policy.name) for policy in run.policies if not policy.is_frozen}
+            setup, snapshots = replace(setup, policies=self._seated_policies(copies)), Snapshots(*copies.values())
+        tasks = zip(eval_requests(run, setup), cycle(run.seatings))
+        requests = [assign_roles(request, seating) for request, seating in tasks]
+        samples = eval_samples(run)
+        env = run.env.make(env_arguments(run.config.env, None if samples is None else samples[0]))
+        limit = run.config.rollouts.max_failed_share
+        evaluator = PolicyEvaluator(
+            setup.engine(seed=run.seed, max_failed_share=limit, purpose="evaluating"),
+            requests_fn=lambda: requests,
+            max_steps=run.max_steps,
+            timeout_s=run.trainer.eval_timeout_s,
+            concurrency=run.trainer.eval_concurrency or setup.concurrency,
+            grading=Grading(success_reward=env.full_reward),
+        )
+        return SnapshotEvaluator(evaluator, snapshots) if run.trainer.eval_in_background else evaluator
+
+    def _snapshot(self, name: str) -> EngineSnapshot:
+        make = self._served[name].snapshot
+        assert make is not None, "the engine in this process has copies"
+        snapshot = make()
+        self._closing.callback(snapshot.close)
+        return snapshot
 
     def _serve(self, number: int, policy: NamedPolicy) -> ServedPolicy:
         run, loaded = policy.run, self._models[policy.name]
@@ -118,6 +162,10 @@ class Team:
             reward=config.reward,
         )
         self._closing.callback(setup.close)
+        return replace(setup, policies=self._seated_policies({}))
+
+    def _seated_policies(self, clients: Mapping[str, ChatClient]) -> Policies:
+        """The policies by name, each with its agent; those in `clients` are answered by that client."""
         factories = {
             policy.name: agent_factory(policy.run.config.agent, self._template(policy), policy.name, self._run.parts)
             for policy in self._run.policies
@@ -126,10 +174,10 @@ class Team:
         def make_agent(client: ChatClient, name: str) -> Agent:
             return factories[name](client)
 
-        for name, served_policy in self._served.items():
-            make_agent(served_policy.client, name)  # a wrong name or argument is found now, not in the first episode
-        clients = {name: served_policy.client for name, served_policy in self._served.items()}
-        return replace(setup, policies=Policies(clients, make_agent))
+        answering = {name: clients.get(name, served.client) for name, served in self._served.items()}
+        for name, client in answering.items():
+            make_agent(client, name)  # a wrong name or argument is found now, not in the first episode
+        return Policies(answering, make_agent)
 
     def _template(self, policy: NamedPolicy) -> Any:
         agent = policy.run.config.agent
@@ -154,6 +202,17 @@ class Team:
 
     def close(self) -> None:
         self._closing.close()
+
+
+class Snapshots:
+    """Copies of several policies' weights, taken together."""
+
+    def __init__(self, *snapshots: TakesSnapshots) -> None:
+        self._snapshots = snapshots
+
+    def take_snapshot(self, version: int) -> None:
+        for snapshot in self._snapshots:
+            snapshot.take_snapshot(version)
 
 
 _CACHES = 0.6

@@ -24,14 +24,15 @@ export async function runsView({ params }) {
   update();
   const sparks = [];
   const rows = runs.map((run) => {
-    const spark = new Spark(run.id);
+    const rewards = Object.keys(run.last ?? {}).filter((name) => name === REWARD || name.endsWith(`/${REWARD}`)).sort();
+    const spark = new Spark(run.id, rewards.length ? rewards : [REWARD]);
     sparks.push(spark);
     const open = runHash(run.id, "/metrics");
     return el("div.run-row", {},
       el("label.pick", { title: "Compare" }, el("input", { type: "checkbox", "aria-label": `Compare ${run.name}`, checked: chosen.has(run.id), onchange: (e) => { chosen[e.target.checked ? "add" : "delete"](run.id); update(); } })),
       link(open, { class: "run-link", "data-nav": true }, el("div", {}, el("strong", {}, run.name), el("div.muted", {}, [run.env, run.model, run.algo, run.seed === null || run.seed === undefined ? null : `seed ${run.seed}`].filter((x) => x !== null && x !== undefined).join(" · "))),
         el("div", { title: run.error ?? "" }, el(`span.badge.${run.state}`, {}, run.state), el("div.muted", {}, ago(run.updated))),
-        progress(run), spark.node, el("div.figure", {}, el("strong", {}, num(run.last?.[REWARD])), el("div.muted", {}, "reward"))));
+        progress(run), spark.node, el("div.figure", {}, spark.names.map((name) => el("div", {}, policyOf(name), el("strong", {}, num(run.last?.[name])))), el("div.muted", {}, "reward"))));
   });
   const timer = setInterval(() => location.hash.includes("/runs") && sparks.forEach((s) => s.load()), 15000);
   sparks.slice(0, 30).forEach((s) => s.load());
@@ -47,9 +48,14 @@ function progress(run) {
     share === null ? null : el("div.progress", {}, el("div", { css: { width: `${100 * share}%` } })));
 }
 
+// Of several policies each has its own reward: ann/train/avg_total_reward.
+function policyOf(name) {
+  return name === REWARD ? null : el("span.muted", {}, `${name.slice(0, -REWARD.length - 1)} `);
+}
+
 class Spark {
-  constructor(run) {
-    this.run = run;
+  constructor(run, names) {
+    Object.assign(this, { run, names });
     this.chart = new LineChart({ title: "reward", isBare: true });
     this.chart.canvas.tabIndex = -1;
     delete this.chart.canvas.dataset.nav;
@@ -57,8 +63,8 @@ class Spark {
   }
 
   async load() {
-    const { steps, columns } = await get(runUrl(this.run, "/metrics"), { names: REWARD }).catch(() => ({ steps: [], columns: {} }));
-    this.chart.set([{ name: REWARD, steps, values: columns[REWARD] || [] }], 0.6);
+    const { steps, columns } = await get(runUrl(this.run, "/metrics"), { names: this.names.join(",") }).catch(() => ({ steps: [], columns: {} }));
+    this.chart.set(this.names.map((name, i) => ({ name, steps, values: columns[name] || [], color: kindColor(i) })), 0.6);
   }
 }
 

@@ -1,0 +1,86 @@
+"""Evaluates policies that play together: a report for each of them, and for each of its roles where it has several."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ludic.batch_gen import RequestsFn, RolloutEngine
+from ludic.batch_gen.episodes import Episode
+from ludic.eval.evaluator import EvalResult, play_requests
+from ludic.eval.report import EvalReport, Grading, make_report
+from ludic.types import Reducer, Rollout, RolloutRequest
+
+
+class PolicyEvaluator:
+    """Plays requests that say which policy has which role (`assign_roles`), and reports by policy and by role.
+
+    Metrics are `ann/mean_reward`, and `ann/X/mean_reward` where ann plays several roles.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        requests_fn: RequestsFn,
+        reducers: Mapping[str, Reducer] | None = None,
+        max_steps: int = 1,
+        timeout_s: float | None = None,
+        concurrency: int = 32,
+        *,
+        grading: Grading | None = None,
+    ) -> None:
+        """As of `EngineEvaluator`."""
+        self._engine, self._requests_fn = engine, requests_fn
+        self._reducers, self._grading = reducers, grading or Grading()
+        self._settings: dict[str, Any] = {"max_steps": max_steps, "timeout_s": timeout_s, "concurrency": concurrency}
+        self.last_reports: dict[str, EvalReport] = {}
+        """Of the last evaluation: policy, or policy/role, to its report."""
+
+    async def eval(
+        self,
+        *,
+        requests: Sequence[RolloutRequest] | None = None,
+        reducers: Mapping[str, Reducer] | None = None,
+        max_steps: int | None = None,
+        timeout_s: float | None = None,
+        concurrency: int | None = None,
+    ) -> EvalResult:
+        """Arguments override those of the constructor."""
+        given = {"max_steps": max_steps, "timeout_s": timeout_s, "concurrency": concurrency}
+        settings = self._settings | {name: value for name, value in given.items() if value is not None}
+        chosen = self._requests_fn() if requests is None else requests
+        episodes = await play_requests(self._engine, chosen, **settings)
+        reports = await asyncio.to_thread(report_policies, episodes, self._grading, reducers or self._reducers)
+        self.last_reports = reports
+        records = [record for name, report in reports.items() if "/" not in name for record in report.records]
+        return records, {f"{name}/{key}": value for name, own in reports.items() for key, value in own.metrics.items()}
+
+
+def report_policies(
+    episodes: Sequence[Episode], grading: Grading | None = None, reducers: Mapping[str, Reducer] | None = None
+) -> dict[str, EvalReport]:
+    """Reports by policy, and by policy/role of a policy with several roles."""
+    grading = grading or Grading()
+    seats: dict[str, dict[str, list[Rollout]]] = defaultdict(lambda: defaultdict(list))
+    for episode in episodes:
+        for role, policy in episode.plan.request.protocol.kwargs["policies"].items():
+            seats[policy][role] += _rollouts_of(episode, role)
+    reports: dict[str, EvalReport] = {}
+    for policy, by_role in sorted(seats.items()):
+        found = {role: rollouts for role, rollouts in sorted(by_role.items()) if rollouts}
+        together = [rollout for rollouts in found.values() for rollout in rollouts]
+        if not together:
+            continue  # its turn came in no episode
+        # Two roles of one episode are no two attempts at a task.
+        whole = grading if len(found) == 1 else replace(grading, pass_k=(), majority_k=())
+        reports[policy] = make_report(together, whole, reducers)
+        if len(found) > 1:
+            reports |= {f"{policy}/{role}": make_report(own, grading, reducers) for role, own in found.items()}
+    return reports
+
+
+def _rollouts_of(episode: Episode, role: str) -> list[Rollout]:
+    """The role's rollout with those of its sub-agents; of an episode that failed before the role had one, the failed one."""
+    own = [rollout for rollout in episode.rollouts if rollout.agent_id == role]
+    return own or [rollout for rollout in episode.rollouts if rollout.agent_id is None and rollout.failure is not None]

@@ -1,7 +1,6 @@
 """`ludic view`: runs in a browser. `ludic show`: rollouts in a terminal. Both ask `ludic.view.api`; see docs/viewer.md."""
 
 import asyncio
-import contextlib
 import difflib
 import os
 import sys
@@ -20,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ludic.cli.args import Switch, parse
+from ludic.cli.servers.stopping import serve_until_stopped
 from ludic.cli.terminal.colour import make_console
 from ludic.types import ConfigError, MissingExtra
 from ludic.types.messages import text_of
@@ -75,8 +75,7 @@ def view(args: list[str]) -> int:
         print(f"{len(runs.ids())} runs of {runs.root} at {address} (Ctrl-C stops)", flush=True)
 
     token = given.token or os.environ.get("LUDIC_VIEW_TOKEN") or None
-    with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
-        asyncio.run(serve(runs, given.host, given.port, token=token, on_ready=announce))
+    asyncio.run(serve_until_stopped(serve(runs, given.host, given.port, token=token, on_ready=announce)))
     print("Stopped.")
     return 0
 

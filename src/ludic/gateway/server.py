@@ -5,7 +5,6 @@ endpoints that open, reward and close sessions for agents in other processes.
 """
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import logging
@@ -31,16 +30,8 @@ from ludic.types.steps import MAX_REWARD
 try:
     from aiohttp import web
 
-    from ludic.inference.serving.limits import (
-        Connection,
-        Load,
-        ServerLimits,
-        allow_many_files,
-        answering,
-        describe_error,
-        listen,
-        url_of,
-    )
+    from ludic.inference.serving.app import AppServer
+    from ludic.inference.serving.limits import Load, ServerLimits, allow_many_files, answering, describe_error
 except ImportError as error:
     raise MissingExtra("serve", "The gateway") from error
 
@@ -51,7 +42,6 @@ OnClosed = Callable[[Session, list[Rollout]], None]
 PING_S = 3.0
 """A stream in which nothing happens for this long gets a sign of life; clients and proxies give up on silent connections."""
 MAX_IDLE_S = 3600.0
-_SHUTDOWN_S = 0.5
 _MAX_GROUP = 256
 _MAX_CONNECTIONS = 1 << 16
 """Every episode has at least one."""
@@ -101,7 +91,8 @@ class Gateway:
         self._opened_by_control: set[Session] = set()
         self._num_expired = 0
         self._num_warnings = 0
-        self._closing = contextlib.AsyncExitStack()
+        self._http: AppServer | None = None
+        self._expiring: asyncio.Task[None] | None = None
         self._started = int(time.time())
 
     # --- lifecycle ---
@@ -109,25 +100,24 @@ class Gateway:
     async def start(self, host: str = "127.0.0.1", port: int = 0, *, unix_socket: str | Path | None = None) -> None:
         """Listen on an address, and on a Unix socket if one is given. Port 0 takes a free one; `url` is set then."""
         allow_many_files()
-        runner = web.AppRunner(self._app(), access_log=None, shutdown_timeout=_SHUTDOWN_S)
-        await runner.setup()
-        self._closing.push_async_callback(runner.cleanup)
-        try:
-            listener = await listen(runner, host, port, self._limits)
-        except ConfigError:
-            await self._closing.aclose()
-            raise
-        self._closing.callback(listener.close)
-        if unix_socket is not None:
-            await web.UnixSite(runner, str(unix_socket)).start()
-        self.url = url_of(host, listener)
+        http = AppServer(self._app(), self._limits)
+        self.url = await http.start(host, port, unix_socket=unix_socket)
+        self._http = http
         if self._max_idle_s is not None and self._control_token is not None:
-            self._closing.callback(asyncio.create_task(self._expire(self._max_idle_s)).cancel)
+            self._expiring = asyncio.create_task(self._expire(self._max_idle_s))
 
-    async def close(self) -> None:
-        for session in [*self._sessions.values()]:
-            self.close_session(session)
-        await self._closing.aclose()
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Calls in progress may go on for `drain_s`, or until this is cancelled; then all sessions are closed."""
+        try:
+            if self._http is not None:
+                await self._http.drain(drain_s)
+        finally:
+            for session in [*self._sessions.values()]:
+                self.close_session(session)
+            if self._expiring is not None:
+                self._expiring.cancel()
+            if self._http is not None:
+                await self._http.close()
 
     def open_session(
         self,
@@ -209,8 +199,6 @@ class Gateway:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Turns every error into a response in the dialect of the request."""
-        if isinstance(request.protocol, Connection):
-            request.protocol.is_heard = True
         try:
             return await handler(request)
         except Exception as error:  # noqa: BLE001 - the client gets JSON for any error, and other requests continue

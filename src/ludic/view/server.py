@@ -15,6 +15,8 @@ from urllib.parse import unquote
 import msgspec
 from aiohttp import web
 
+from ludic.inference.serving.app import AppServer
+from ludic.inference.serving.limits import ServerLimits
 from ludic.inference.vllm.command import is_loopback
 from ludic.types import ConfigError
 from ludic.view import api
@@ -78,22 +80,14 @@ async def serve(
 ) -> None:
     """Serve until cancelled. Port 0 takes a free one; `on_ready` gets the address to open."""
     check_access(host, token)
-    runner = web.AppRunner(make_app(runs, token=token), access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
+    server = AppServer(make_app(runs, token=token), ServerLimits())
+    url = await server.start(host, port)
     try:
-        site = web.TCPSite(runner, host, port)
-        try:
-            await site.start()
-        except OSError as error:
-            raise ConfigError(
-                f"Cannot listen on {host} port {port}: {error.strerror or error}. Choose another --port; 0 takes a free one."
-            ) from error
         if on_ready is not None:
-            shown = f"[{host}]" if ":" in host else host
-            on_ready(f"http://{shown}:{runner.addresses[0][1]}/{f'?token={token}' if token else ''}")
+            on_ready(f"{url}/{f'?token={token}' if token else ''}")
         await asyncio.Event().wait()
     finally:
-        await runner.cleanup()
+        await server.close()
 
 
 class _Server:

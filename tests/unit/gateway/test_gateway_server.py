@@ -98,6 +98,21 @@ async def test_anthropic_tokens_are_counted_and_models_listed():
             assert [card["id"] for card in (await listed.json())["data"]] == ["policy"]
 
 
+async def test_a_gateway_that_is_closed_lets_calls_in_progress_end_first():
+    client = SlowClient()
+    async with served(client) as http:
+        call = asyncio.create_task(http.post(*PATHS["chat"]))
+        await client.began.wait()
+        closing = asyncio.create_task(http.gateway.close(drain_s=600))
+        await asyncio.sleep(0)
+        assert http.gateway.num_sessions == 1 and not closing.done()
+        client.go.set()
+        status, answer = await call
+        assert status == 200 and answer["choices"][0]["message"]["content"] == "slow"
+        await closing
+        assert http.gateway.num_sessions == 0 and not client.num_cancelled
+
+
 async def test_a_client_that_hangs_up_cancels_its_call(monkeypatch):
     monkeypatch.setattr(session_module, "RETRY_GRACE_S", 0.01)
     client = SlowClient()

@@ -1,20 +1,18 @@
 """`ludic env-server`: envs in worker processes for runs on other machines. See docs/env-workers.md."""
 
 import asyncio
-import contextlib
 import os
 import secrets
-import signal
 from dataclasses import dataclass
 
 import tyro
 
 from ludic.cli.args import Switch, parse
+from ludic.cli.servers.stopping import serve_until_stopped
 from ludic.envs.workers import EnvServer
 from ludic.envs.workers.server import TOKEN_VARIABLE
 from ludic.inference.vllm.command import check_port, is_loopback
 from ludic.run.config import at_least
-from ludic.training.learner.stop import StopRequests
 from ludic.types import ConfigError
 
 
@@ -61,12 +59,7 @@ def env_server(args: list[str]) -> int:
         timeout_s=given.env_timeout or None,
         memory_mb=given.env_memory_mb,
     )
-    asyncio.run(_serve_until_stopped(server, given))
-    print("Stopped.")
-    return 0
 
-
-async def _serve_until_stopped(server: EnvServer, given: EnvServerArgs) -> None:
     def announce(address: str) -> None:
         reach = "this machine" if is_loopback(given.host) else "every machine that reaches it"
         print(
@@ -74,12 +67,6 @@ async def _serve_until_stopped(server: EnvServer, given: EnvServerArgs) -> None:
             flush=True,
         )
 
-    def on_signal() -> None:
-        if requests.hear():
-            serving.cancel()
-
-    serving, requests = asyncio.create_task(server.serve(given.host, given.port, on_ready=announce)), StopRequests()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    with contextlib.suppress(asyncio.CancelledError):
-        await serving
+    asyncio.run(serve_until_stopped(server.serve(given.host, given.port, on_ready=announce)))
+    print("Stopped.")
+    return 0

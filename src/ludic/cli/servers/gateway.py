@@ -4,13 +4,13 @@ docs/gateway.md."""
 import asyncio
 import contextlib
 import os
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic.cli.args import need_extras, parse
+from ludic.cli.servers.stopping import DRAIN_S, serve_until_stopped
 from ludic.inference.vllm.command import check_port
 from ludic.inference.vllm.control import (
     CONTROL_HEADER,
@@ -88,13 +88,15 @@ class GatewayArgs:
     """Number format of the weights; auto is what this hardware is fast at."""
     device: str | None = None
     """cpu, cuda, cuda:1; the GPU if there is one."""
+    drain_s: float = DRAIN_S
+    """Seconds that calls in progress may go on after SIGTERM or Ctrl-C."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port}; a port is a number from 0 to 65535.")
         at_least(1, max_tokens=self.max_tokens, max_sequences=self.max_sequences, max_model_len=self.max_model_len)
         at_least(1, sessions_per_update=self.sessions_per_update, steps=self.steps)
-        at_least(0, temperature=self.temperature)
+        at_least(0, temperature=self.temperature, drain_s=self.drain_s)
         if not self.max_idle_s > 0:
             raise ConfigError(f"--max-idle-s {self.max_idle_s:g}; it must be more than 0.")
         if self.train and (self.server is not None or self.temperature == 0):
@@ -121,10 +123,7 @@ def gateway(args: list[str]) -> int:
     if given.train and not given.resume and (given.out / METRICS).exists():
         raise ConfigError(f"There is a run in {given.out} already. Go on with --resume, or choose another --out.")
     with _policy(given) as (policy, loaded):
-        num_open = asyncio.run(_serve_until_stopped(given, policy, loaded, token, shown))
-    open_ = "1 session was" if num_open == 1 else f"{num_open} sessions were"
-    lost = f" {open_} open; their rollouts are not saved." if num_open else ""
-    print(f"Stopped.{lost}")
+        asyncio.run(_serve_until_stopped(given, policy, loaded, token, shown))
     return 0
 
 
@@ -171,12 +170,12 @@ def _policy(given: GatewayArgs) -> "Iterator[tuple[Policy, LoadedModel | None]]"
 
 async def _serve_until_stopped(
     given: GatewayArgs, policy: "Policy", loaded: "LoadedModel | None", token: str, shown: str
-) -> int:
-    """Returns how many sessions were open at the end."""
+) -> None:
     from ludic.gateway import Gateway
 
     files = contextlib.ExitStack()
     trainer, source = (None, None) if not given.train else _trainer(given, policy, loaded, files)
+    is_training = False
 
     def closed(session: "Session", rollouts: list[Rollout]) -> None:
         if given.save is not None:
@@ -192,27 +191,27 @@ async def _serve_until_stopped(
         on_closed=closed,
         max_idle_s=given.max_idle_s,
     )
-    try:
+
+    async def serve() -> None:
+        nonlocal is_training
         await server.start(given.host, given.port)
-        print(_how_to_use(server.url, policy.model, shown, given), flush=True)
-        if trainer is None:
-            await until_signal()
-        else:
-            left = None if given.steps is None else max(0, given.steps - trainer.step)
-            await trainer.train(left)  # until a signal, or the last step; then it saves
-        return server.num_sessions
-    finally:
-        await server.close()
-        files.close()
+        try:
+            print(_how_to_use(server.url, policy.model, shown, given), flush=True)
+            if trainer is None:
+                await asyncio.Event().wait()
+            else:
+                is_training = True
+                left = None if given.steps is None else max(0, given.steps - trainer.step)
+                await trainer.train(left)  # until a signal, or the last step; then it saves
+        finally:
+            is_training = False
+            num_open = server.num_sessions
+            await server.close(given.drain_s)
+            open_ = "1 session was" if num_open == 1 else f"{num_open} sessions were"
+            print("Stopped." + (f" {open_} open; their rollouts are not saved." if num_open else ""))
 
-
-async def until_signal() -> None:
-    """Wait for SIGINT or SIGTERM."""
-    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C raises KeyboardInterrupt instead
-            loop.add_signal_handler(number, stopped.set)
-    await stopped.wait()
+    with files:
+        await serve_until_stopped(serve(), hears_signals=lambda: is_training)
 
 
 def _trainer(

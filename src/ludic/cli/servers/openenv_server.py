@@ -1,5 +1,6 @@
 """`ludic openenv-server`: one environment in OpenEnv's protocol, for its clients and for runs here. See docs/envs/openenv.md."""
 
+import asyncio
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ import tyro
 
 from ludic.batch_gen.requests.samples import read_samples
 from ludic.cli.args import EnvId, need_extras, parse
+from ludic.cli.servers.stopping import DRAIN_S, serve_until_stopped
 from ludic.envs.adapters.openenv.server import openenv_app
 from ludic.inference.vllm.command import check_port, is_loopback
 from ludic.interaction.base import AnyEnv
@@ -36,11 +38,14 @@ class OpenEnvServerArgs:
     """Port."""
     max_sessions: int = 64
     """Episodes at the same time."""
+    drain_s: float = DRAIN_S
+    """Seconds that sessions may go on after SIGTERM or Ctrl-C."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port}; a port is a number from 1 to 65535.")
         at_least(1, max_sessions=self.max_sessions)
+        at_least(0, drain_s=self.drain_s)
 
 
 def openenv_server(args: list[str]) -> int:
@@ -59,10 +64,19 @@ def openenv_server(args: list[str]) -> int:
         return found.make({**({} if sample else found.example), **settings, **sample})
 
     app = openenv_app(make, name=given.env, samples=samples, max_sessions=given.max_sessions, token=token)
-    from aiohttp import web
-
-    def announce(_: str) -> None:
-        print(f"Serving {given.env} at http://{given.host}:{given.port} (Ctrl-C stops)", flush=True)
-
-    web.run_app(app, host=given.host, port=given.port, print=announce, access_log=None)
+    asyncio.run(serve_until_stopped(_serve(app, given)))
+    print("Stopped.")
     return 0
+
+
+async def _serve(app: Any, given: OpenEnvServerArgs) -> None:
+    from ludic.inference.serving.app import AppServer
+    from ludic.inference.serving.limits import ServerLimits
+
+    server = AppServer(app, ServerLimits())
+    url = await server.start(given.host, given.port)
+    try:
+        print(f"Serving {given.env} at {url} (Ctrl-C stops)", flush=True)
+        await asyncio.Event().wait()
+    finally:
+        await server.close(given.drain_s)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ludic.cli.args import need_extras, parse
-from ludic.cli.servers.gateway import until_signal
+from ludic.cli.servers.stopping import DRAIN_S, serve_until_stopped
 from ludic.inference.vllm.command import check_port
 from ludic.inference.vllm.control import TOKEN_FILE, make_control_token, read_control_token
 from ludic.run.config import at_least
@@ -45,11 +45,14 @@ class SandboxServerArgs:
     """Runs of one address that may wait or be in progress."""
     max_body_mb: int = 64
     """Size of one request: program, input and files."""
+    drain_s: float = DRAIN_S
+    """Seconds that runs in progress may go on after SIGTERM or Ctrl-C."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port}; a port is a number from 0 to 65535.")
         at_least(1, workers=self.workers)
+        at_least(0, drain_s=self.drain_s)
         if "://" in self.backend:
             raise ConfigError(f"--backend {self.backend}: a sandbox server runs programs itself. Give a back end.")
         check_backend(self.backend)
@@ -59,7 +62,8 @@ def sandbox_server(args: list[str]) -> int:
     given = parse(SandboxServerArgs, args, prog="ludic sandbox-server")
     need_extras("endpoint", "ludic sandbox-server")
     check_port(given.host, given.port)
-    asyncio.run(_serve(given))
+    asyncio.run(serve_until_stopped(_serve(given)))
+    print("Stopped.")
     return 0
 
 
@@ -87,9 +91,9 @@ async def _serve(given: SandboxServerArgs) -> None:
             f"  load:    curl {server.url}/health",
             flush=True,
         )
-        await until_signal()
+        await asyncio.Event().wait()
     finally:
-        await server.close()
+        await server.close(given.drain_s)
 
 
 def _token(file: Path | None) -> tuple[str, str]:

@@ -4,21 +4,19 @@
 """
 
 import asyncio
-import contextlib
 import os
-import signal
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from ludic.cli.args import Switch, need_extras, parse
+from ludic.cli.servers.stopping import DRAIN_S, serve_until_stopped
 from ludic.inference.vllm.command import check_host, check_port
 from ludic.models import SMOLLM2, TINY
 from ludic.run.config import Dtype, RunConfig, at_least
 from ludic.run.folder import CONFIG, SERVER
 from ludic.run.settings import read_toml
-from ludic.training.learner.stop import StopRequests
 from ludic.types import ConfigError, LudicError
 
 
@@ -44,6 +42,8 @@ class ServeArgs:
     """cpu, cuda, cuda:1; the GPU if there is one."""
     insecure: Switch = False
     """Listen on any host without a key."""
+    drain_s: float = DRAIN_S
+    """Seconds that requests in progress may go on after SIGTERM or Ctrl-C; vLLM has its own limit."""
     engine: Literal["local", "vllm"] = "local"
     """local: the engine in this process; vllm: a vLLM server, which can be trained against."""
     tinker: Switch = False
@@ -53,6 +53,7 @@ class ServeArgs:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port}; a port is a number from 0 to 65535.")
         at_least(1, max_sequences=self.max_sequences, max_model_len=self.max_model_len)
+        at_least(0, drain_s=self.drain_s)
 
 
 def serve(args: list[str]) -> int:
@@ -89,7 +90,7 @@ def serve(args: list[str]) -> int:
         max_model_len=given.max_model_len,
     )
     try:
-        asyncio.run(_serve_until_stopped(engine, given))
+        asyncio.run(serve_until_stopped(_serve(engine, given)))
     finally:
         engine.close()
     print("Stopped.")
@@ -132,26 +133,22 @@ def serve_run(folder: Path, port: int) -> NoReturn:
     serve([str(model), "--port", str(port), "--run-folder", str(folder / SERVER), *length, *flags])
 
 
-async def _serve_until_stopped(engine: Any, given: ServeArgs) -> None:
+async def _serve(engine: Any, given: ServeArgs) -> None:
     from ludic.inference.local.server import serve
 
     def announce(address: str) -> None:
         print(f"Serving {engine.name} at {address}/v1 (Ctrl-C stops)", flush=True)
 
-    def on_signal() -> None:
-        if requests.hear():  # a repeated signal must not interrupt running replies
-            serving.cancel()
-
-    access: dict[str, Any] = {"api_key": given.api_key, "insecure": given.insecure}
-    work = serve(engine, given.host, given.port, model_name=engine.name, on_ready=announce, **access)
-    serving, requests = asyncio.create_task(work), StopRequests()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C raises KeyboardInterrupt instead
-            loop.add_signal_handler(number, on_signal)
-    with contextlib.suppress(asyncio.CancelledError):
-        await serving
+    await serve(
+        engine,
+        given.host,
+        given.port,
+        model_name=engine.name,
+        api_key=given.api_key,
+        insecure=given.insecure,
+        drain_s=given.drain_s,
+        on_ready=announce,
+    )
 
 
 if __name__ == "__main__":

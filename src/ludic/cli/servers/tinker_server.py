@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ludic.cli.args import Switch, need_extras, parse
-from ludic.cli.servers.gateway import until_signal
+from ludic.cli.servers.stopping import DRAIN_S, serve_until_stopped
 from ludic.inference.vllm.command import check_host, check_port
 from ludic.run.config import Dtype, at_least
 from ludic.types import ConfigError
@@ -61,6 +61,8 @@ class TinkerServeArgs:
     """cpu, cuda, cuda:1; the GPU if there is one."""
     insecure: Switch = False
     """Listen on any host without a key."""
+    drain_s: float = DRAIN_S
+    """Seconds that HTTP requests in progress may go on after SIGTERM or Ctrl-C."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -69,6 +71,7 @@ class TinkerServeArgs:
         at_least(1, max_adapters=self.max_adapters, max_sequences=self.max_sequences, max_model_len=self.max_model_len)
         at_least(1, snapshot_every=self.snapshot_every)
         at_least(2, token_budget=self.token_budget)
+        at_least(0, drain_s=self.drain_s)
         if not self.session_timeout_s > 0:
             raise ConfigError(f"--session-timeout-s {self.session_timeout_s:g}; it must be more than 0.")
         if self.api_key is not None and self.api_keys is not None:
@@ -85,12 +88,12 @@ def serve_tinker(args: list[str]) -> int:
     check_host(given.host, "keys" if has_keys else None, given.insecure)
     check_port(given.host, given.port)  # before a large model is loaded
     with contextlib.ExitStack() as stack:
-        asyncio.run(_serve_until_stopped(given, stack))
+        asyncio.run(serve_until_stopped(_serve(given, stack)))
     print("Stopped.")
     return 0
 
 
-async def _serve_until_stopped(given: TinkerServeArgs, stack: contextlib.ExitStack) -> None:
+async def _serve(given: TinkerServeArgs, stack: contextlib.ExitStack) -> None:
     import torch  # here and not above: it takes seconds, and --help should not
 
     from ludic.inference.local import LocalEngine
@@ -146,15 +149,9 @@ async def _serve_until_stopped(given: TinkerServeArgs, stack: contextlib.ExitSta
     def announce(url: str) -> None:
         print(_how_to_use(url, names[0], data, has_keys=bool(keys)), flush=True)
 
-    serving = asyncio.create_task(
-        serve(service, keys, given.host, given.port, insecure=given.insecure, on_ready=announce)
+    await serve(
+        service, keys, given.host, given.port, insecure=given.insecure, drain_s=given.drain_s, on_ready=announce
     )
-    stopped = asyncio.create_task(until_signal())
-    await asyncio.wait([serving, stopped], return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    serving.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await serving
 
 
 def _tokenizer_id(model: str, tokenizer: Any, folder: Path) -> str | None:

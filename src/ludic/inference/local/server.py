@@ -52,7 +52,8 @@ from ludic.types.sampling import MAX_COUNT
 try:
     from aiohttp import web
 
-    from ludic.inference.serving.limits import Connection, Load, ServerLimits, answering, describe_error, listen, url_of
+    from ludic.inference.serving.app import AppServer
+    from ludic.inference.serving.limits import Load, ServerLimits, answering, describe_error
 except ImportError as error:
     raise MissingExtra("serve", "The HTTP server") from error
 
@@ -60,8 +61,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-SHUTDOWN_S = 0.5
-"""How long open requests may continue after a stop; aiohttp waits this long twice."""
 _CLIENT_GONE = 499
 
 
@@ -105,24 +104,24 @@ async def serve(
     insecure: bool = False,
     chat_template: ChatTemplate | None = None,
     limits: ServerLimits | None = None,
+    drain_s: float = 0.0,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until cancelled. Port 0 takes a free one; `on_ready` gets the address."""
+    """Serve until cancelled; then requests in progress may go on for `drain_s`, or until this is cancelled again.
+
+    Port 0 takes a free one; `on_ready` gets the address.
+    """
     check_host(host, api_key, insecure)
     limits = limits or ServerLimits()
     app = make_app(engine, model_name=model_name, api_key=api_key, chat_template=chat_template, limits=limits)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
-    await runner.setup()
-    listener = None
+    server = AppServer(app, limits)
+    url = await server.start(host, port)
     try:
-        listener = await listen(runner, host, port, limits)
         if on_ready is not None:
-            on_ready(url_of(host, listener))
+            on_ready(url)
         await asyncio.Event().wait()
     finally:
-        if listener is not None:
-            listener.close()
-        await runner.cleanup()
+        await server.close(drain_s)
 
 
 class _Server:
@@ -163,8 +162,6 @@ class _Server:
         """Turns every error into a response and counts requests; the only place that does."""
         status = _CLIENT_GONE  # unless the response is sent
         self._num_active += 1
-        if isinstance(request.protocol, Connection):
-            request.protocol.is_heard = True
         try:
             try:
                 self._check_key(request)

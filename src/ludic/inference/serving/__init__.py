@@ -1,4 +1,4 @@
-"""Parts of an HTTP server of models: request bodies, OpenAI-shaped replies, limits, errors. Loads without torch.
+"""Parts of an HTTP server: start, end, limits, errors, and of models: request bodies, OpenAI-shaped replies. Loads without torch.
 
-`inference.local.server` (`ludic serve`) and `gateway` import it. Start with request.py.
+`inference.local.server` (`ludic serve`), `tinker.server`, `gateway`, `sandbox.remote` and `view` import it. Start with app.py.
 """

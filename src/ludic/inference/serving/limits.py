@@ -140,6 +140,7 @@ def describe_error(error: BaseException) -> ErrorFacts:
         status, kind, code = 500, "server_error", "not_finite"
     elif isinstance(error, web.HTTPException):
         status, message = error.status, f"{error.reason}."
+        kind = "server_error" if status >= 500 else kind
     elif not isinstance(error, (ConfigError, TemplateError)):
         logger.error("a request failed", exc_info=error)
         status, kind, message = 500, "server_error", "Internal error; the server's log says more."
@@ -162,7 +163,7 @@ class Connection(web.RequestHandler):
     """aiohttp's handler, closed if no request comes. aiohttp itself watches only the time between two requests (until 3.14.5)."""
 
     is_heard = False
-    """Whether the head of a request has arrived; set by the server's middleware."""
+    """Whether the head of a request has arrived; `AppServer` sets it."""
 
     def __init__(self, server: web.Server, limits: ServerLimits, **options: Any) -> None:
         # Keep reading briefly after a refusal, so that the client finds the answer and not a reset connection.
@@ -223,7 +224,9 @@ async def listen(runner: web.AppRunner, host: str, port: int, limits: ServerLimi
     try:
         return await loop.create_server(accept, host, port)
     except OSError as error:
-        raise ConfigError(f"Cannot listen on {host} port {port}: {error.strerror or error}.") from error
+        raise ConfigError(
+            f"Cannot listen on {host} port {port}: {error.strerror or error}. Choose another port; 0 takes a free one."
+        ) from error
 
 
 def allow_many_files() -> None:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, fields
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from ludic.inference.serving.limits import Connection, Load, ServerLimits, answering, describe_error, listen, url_of
+from ludic.inference.serving.app import AppServer
+from ludic.inference.serving.limits import Load, ServerLimits, answering, describe_error
 from ludic.inference.serving.request import RequestRefused
 from ludic.sandbox.interface import MB, SandboxError
 from ludic.sandbox.pool import BaseSandboxPool
@@ -24,8 +25,6 @@ from ludic.sandbox.remote.wire import PROTOCOL, TOKEN_HEADER, Message, Result, S
 from ludic.types import ConfigError
 
 _LONGEST_WAIT_S = 600.0
-_SHUTDOWN_S = 2.0
-"""How long open requests may continue after a stop."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,26 +148,23 @@ class SandboxServer:
         self._num_sandboxes = pool.num_workers
         self._turns = Turns(pool.num_workers, self._limits)
         self._restarting = asyncio.Lock()
-        self._closing = contextlib.AsyncExitStack()
+        self._app_server = AppServer(self._app(), self._http)
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
         """Start the pool, then listen. Port 0 takes a free one; `url` is set then."""
         await self._pool.start()
-        self._closing.push_async_callback(self._pool.shutdown)
         try:
-            runner = web.AppRunner(self._app(), access_log=None, shutdown_timeout=_SHUTDOWN_S)
-            await runner.setup()
-            self._closing.push_async_callback(runner.cleanup)
-            listener = await listen(runner, host, port, self._http)
+            self.url = await self._app_server.start(host, port)
         except BaseException:
-            await self._closing.aclose()
+            await self._pool.shutdown()
             raise
-        self._closing.callback(listener.close)
-        self.url = url_of(host, listener)
 
-    async def close(self) -> None:
-        """End all runs and stop listening."""
-        await self._closing.aclose()
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Stop listening; runs in progress may go on for `drain_s`, or until this is cancelled."""
+        try:
+            await self._app_server.close(drain_s)
+        finally:
+            await self._pool.shutdown()
 
     def _app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], handler_args={"handler_cancellation": True})
@@ -180,8 +176,6 @@ class SandboxServer:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Checks the token, and turns errors into answers."""
-        if isinstance(request.protocol, Connection):
-            request.protocol.is_heard = True
         try:
             if request.path != "/health":
                 self._check_token(request)

@@ -25,16 +25,8 @@ from ludic.types import MissingExtra
 try:
     from aiohttp import web
 
-    from ludic.inference.serving.limits import (
-        Connection,
-        Load,
-        ServerLimits,
-        allow_many_files,
-        answering,
-        describe_error,
-        listen,
-        url_of,
-    )
+    from ludic.inference.serving.app import AppServer
+    from ludic.inference.serving.limits import Load, ServerLimits, allow_many_files, answering, describe_error
 except ImportError as error:
     raise MissingExtra("serve", "The HTTP server") from error
 
@@ -46,7 +38,6 @@ LIMITS = ServerLimits(max_connections=8192, max_body_bytes=64 * 2**20, max_body_
 POLL_S = 30.0
 """How long a client that asks for a result is kept waiting; the SDK gives up after 45 s."""
 SWEEP_S = 15.0
-SHUTDOWN_S = 0.5
 OLDEST_SDK = (0, 22)
 """The first version whose training data is protobuf. Tested: 0.22.7, 0.24.1, 0.27.2, 0.30.4, 0.33.1, 0.35.0 and 0.36.0."""
 _API = "/api/v1"
@@ -125,27 +116,28 @@ async def serve(
     insecure: bool = False,
     limits: ServerLimits = LIMITS,
     config: dict[str, Any] | None = None,
+    drain_s: float = 0.0,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until cancelled. Port 0 takes a free one; `on_ready` gets the address."""
+    """Serve until cancelled; then requests in progress may go on for `drain_s`, or until this is cancelled again.
+
+    Port 0 takes a free one; `on_ready` gets the address.
+    """
     check_host(host, "keys" if keys else None, insecure)
     allow_many_files()  # every client that waits for a result holds a connection
-    runner = web.AppRunner(
-        make_app(service, keys, limits=limits, config=config), access_log=None, shutdown_timeout=SHUTDOWN_S
-    )
-    await runner.setup()
-    listener, sweeper = None, asyncio.create_task(_sweep(service))
+    server = AppServer(make_app(service, keys, limits=limits, config=config), limits)
+    sweeper = asyncio.create_task(_sweep(service))
     try:
-        listener = await listen(runner, host, port, limits)
+        url = await server.start(host, port)
         if on_ready is not None:
-            on_ready(url_of(host, listener))
+            on_ready(url)
         await asyncio.Event().wait()
     finally:
-        if listener is not None:
-            listener.close()
-        await cancel_all([sweeper])
-        await runner.cleanup()
-        await service.close()
+        try:
+            await server.close(drain_s)
+        finally:
+            await cancel_all([sweeper])
+            await service.close()
 
 
 async def _sweep(service: Service) -> None:
@@ -167,8 +159,6 @@ class _Server:
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check the key; turn every error into a response. The only place that does."""
-        if isinstance(request.protocol, Connection):
-            request.protocol.is_heard = True
         try:
             if request.path not in _OPEN:
                 self.tenant(request)

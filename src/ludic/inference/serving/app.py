@@ -1,0 +1,87 @@
+"""An aiohttp application on a port, from its start to its end.
+
+The end has two parts. `drain` refuses new requests and waits for those in progress; `close` ends what is left. Servers differ in
+their handlers only: all of them start and end here.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from aiohttp import web
+
+from ludic.inference.serving.limits import Connection, ServerLimits, listen, url_of
+
+logger = logging.getLogger(__name__)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_CANCELLED_S = 0.5
+"""How long handlers may take to end that are cancelled; aiohttp waits this long twice."""
+
+
+class AppServer:
+    """Serves an application between `start` and `close`. The application's own middlewares turn a refusal into a response."""
+
+    def __init__(self, app: web.Application, limits: ServerLimits) -> None:
+        app.middlewares.insert(0, self._count)
+        app.middlewares.append(self._refuse)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CANCELLED_S)
+        self._limits = limits
+        self._listener: asyncio.Server | None = None
+        self._num_requests = 0
+        self._is_draining = False
+        self._idle = asyncio.Event()
+
+    async def start(self, host: str, port: int, *, unix_socket: str | Path | None = None) -> str:
+        """Listen on an address, and on a Unix socket if one is given. Returns the URL; port 0 takes a free one."""
+        await self._runner.setup()
+        try:
+            self._listener = await listen(self._runner, host, port, self._limits)
+            if unix_socket is not None:
+                await web.UnixSite(self._runner, str(unix_socket)).start()
+        except BaseException:
+            await self.close()
+            raise
+        return url_of(host, self._listener)
+
+    async def drain(self, seconds: float) -> None:
+        """Accept no more connections and requests, and wait until the requests in progress have ended, so long at most."""
+        self._is_draining = True
+        if self._listener is not None:
+            self._listener.close()
+        for site in list(self._runner.sites):
+            await site.stop()
+        if not self._num_requests or not seconds:
+            return
+        logger.warning("stopping; requests in progress, for %g s at most: %d", seconds, self._num_requests)
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            logger.warning("requests cut off after %g s: %d", seconds, self._num_requests)
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Drain, then end all connections and the application. Cancelled while it drains, it ends them at once."""
+        try:
+            await self.drain(drain_s)
+        finally:
+            await self._runner.cleanup()
+
+    @web.middleware
+    async def _count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if isinstance(request.protocol, Connection):
+            request.protocol.is_heard = True
+        self._num_requests += 1
+        try:
+            return await handler(request)
+        finally:
+            self._num_requests -= 1
+            if not self._num_requests and self._is_draining:
+                self._idle.set()
+
+    @web.middleware
+    async def _refuse(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if self._is_draining:
+            raise web.HTTPServiceUnavailable(reason="This server is stopping")
+        return await handler(request)

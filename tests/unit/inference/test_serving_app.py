@@ -1,0 +1,122 @@
+"""How an HTTP server ends: requests in progress end first, new ones are refused, and a limit or a cancellation cuts the rest off."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from ludic.inference.serving.app import AppServer
+from ludic.inference.serving.limits import ServerLimits
+
+LONG_S = 600.0
+
+
+class Running:
+    """A server whose /work answers when `go` is set, and whose /echo answers with the body."""
+
+    def __init__(self) -> None:
+        self.go, self.begun = asyncio.Event(), asyncio.Event()
+        app = web.Application(handler_args={"handler_cancellation": True})
+        app.add_routes([web.get("/work", self.work), web.post("/echo", self.echo), web.get("/now", self.now)])
+        self.server = AppServer(app, ServerLimits())
+
+    async def work(self, request: web.Request) -> web.Response:
+        self.begun.set()
+        await self.go.wait()
+        return web.Response(text="done")
+
+    async def echo(self, request: web.Request) -> web.Response:
+        self.begun.set()
+        return web.Response(body=await request.read())
+
+    async def now(self, request: web.Request) -> web.Response:
+        return web.Response(text="now")
+
+
+@contextlib.asynccontextmanager
+async def running() -> AsyncIterator[tuple[Running, aiohttp.ClientSession]]:
+    here = Running()
+    url = await here.server.start("127.0.0.1", 0)
+    async with aiohttp.ClientSession(url) as session:
+        yield here, session
+    await here.server.close()
+
+
+async def text(answer: "aiohttp.client._RequestContextManager") -> str:
+    async with answer as response:
+        response.raise_for_status()
+        return await response.text()
+
+
+async def test_a_request_in_progress_ends_and_later_ones_are_refused():
+    async with running() as (here, session):
+        assert await text(session.get("/now")) == "now"  # leaves an idle connection
+        work = asyncio.create_task(text(session.get("/work")))  # takes it
+        await here.begun.wait()
+        assert await text(session.get("/now")) == "now"  # leaves another one
+        closing = asyncio.create_task(here.server.close(LONG_S))
+        await asyncio.sleep(0)
+        with pytest.raises(aiohttp.ClientResponseError, match="stopping") as refused:
+            await text(session.get("/now"))
+        assert refused.value.status == 503
+        url = session._base_url
+        async with aiohttp.ClientSession(url) as other:
+            with pytest.raises(aiohttp.ClientConnectorError):
+                await text(other.get("/now"))
+        assert not closing.done() and not work.done()
+        here.go.set()
+        assert await work == "done"
+        await closing
+
+
+async def test_a_body_that_is_being_sent_still_arrives():
+    more = asyncio.Event()
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b"first "
+        await more.wait()
+        yield b"second"
+
+    async with running() as (here, session):
+        echo = asyncio.create_task(text(session.post("/echo", data=body())))
+        await here.begun.wait()
+        closing = asyncio.create_task(here.server.close(LONG_S))
+        await asyncio.sleep(0)
+        more.set()
+        assert await echo == "first second"
+        await closing
+
+
+async def test_idle_connections_do_not_hold_the_end_up():
+    async with running() as (here, session):
+        assert await text(session.get("/now")) == "now"
+        _, writer = await asyncio.open_connection(session._base_url.host, session._base_url.port)  # says nothing
+        await here.server.close(LONG_S)
+        writer.close()
+
+
+@pytest.mark.parametrize("drain_s", [0.0, 0.01])
+async def test_what_has_not_ended_in_time_is_cut_off(drain_s, caplog):
+    async with running() as (here, session):
+        work = asyncio.create_task(text(session.get("/work")))
+        await here.begun.wait()
+        await here.server.close(drain_s)
+        with pytest.raises(aiohttp.ClientError):
+            await work
+    assert ("requests cut off after 0.01 s: 1" in caplog.text) == (drain_s > 0)
+
+
+async def test_a_second_request_to_stop_ends_it_at_once():
+    async with running() as (here, session):
+        work = asyncio.create_task(text(session.get("/work")))
+        await here.begun.wait()
+        closing = asyncio.create_task(here.server.close(LONG_S))
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        with pytest.raises(aiohttp.ClientError):
+            await work

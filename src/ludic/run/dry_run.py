@@ -147,7 +147,12 @@ def _feature_lines(run: ResolvedRun) -> list[str]:
             f"Each batch has {replay.replay} samples of earlier ones, drawn from the last {replay.replay_capacity:,}."
         )
     league = run.config.league
-    if league.league_every:
+    if league.league_every and run.policies:
+        lines.append(
+            f"In {league.league_share:.0%} of the groups one role has its policy, and the others have one of the last "
+            f"{league.league_size} snapshots of theirs, taken every {league.league_every} updates."
+        )
+    elif league.league_every:
         lines.append(
             f"{league.league_share:.0%} of the groups are played against one of the last {league.league_size} snapshots of the "
             f"policy, taken every {league.league_every} updates."

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from safetensors.torch import load_file
 
 from ludic.run import build, load
 from ludic.run.config import RunConfig
+from ludic.run.entries import LeagueSettings
 from ludic.run.policies.entry import PolicyEntry, with_policies
-from ludic.run.policies.resolve import seatings
+from ludic.run.policies.resolve import league_seatings, seatings
 from ludic.run.policies.team import cache_fraction
 from ludic.run.settings import from_table, read_toml, to_toml
 from ludic.types import ConfigError
@@ -219,6 +221,47 @@ def test_evaluation_in_the_background_gives_the_same_numbers_and_the_best_checkp
         ]
         assert named[0] == named[1] and named[0]["step"] == (2 if rewards[0] >= rewards[1] else 4)
         assert named[0]["value"] == max(rewards)
+
+
+# --- leagues ---
+
+LEAGUE = "[league]\nleague_every = 1\nleague_size = 2\nleague_share = 1.0\n"
+
+
+def test_policies_meet_snapshots_of_each_other_which_are_not_trained_on(ludic):
+    Path("run.toml").write_text(f'[env]\nid = "cases.py:Cases"\n{LEAGUE}')
+    once = ["run.toml", *SMALL[1:], *PAIR, "--lora-rank", "4", "--rollouts-per-update", "32", "--checkpoint-every", "1"]
+    said = done(ludic("train", *once, "--dry-run")).out.replace("\n", " ")
+    assert "In 100% of the groups one role has its policy, and the others have one of the last 2 snapshots" in said
+    done(ludic("train", *once, "--name", "first", "--steps", "2"))
+    met = {tuple(sorted(r.meta["policies"].items())) for r in played()}
+    assert all(len([name for _, name in seats if name.startswith("past ")]) == 1 for seats in met), met
+    left, right = ({name for seats in met for role, name in seats if role == where} for where in ("left", "right"))
+    assert left <= {"ann", "past ann@0", "past ann@1"} and "ann" in left and len(left) > 1
+    assert right <= {"bob", "past bob@0", "past bob@1"} and "bob" in right and len(right) > 1
+    trained = [*logged("ann/train/num_rollouts"), *logged("bob/train/num_rollouts")]
+    assert sum(trained) == len([r for r in played() if not r.meta["model"].startswith("past ")]) == 64
+    done(ludic("train", *once, "--name", "parts", "--steps", "1"))
+    done(ludic("train", "runs/parts", "--resume", "--steps", "2"))
+    for policy in ("ann", "bob"):
+        assert are_equal(saved("first", policy), saved("parts", policy)), "a league is resumed with its members"
+
+
+def test_league_without_an_opponent_that_learns_is_refused(ludic):
+    Path("run.toml").write_text(f'[env]\nid = "cases.py:Cases"\n{LEAGUE}')
+    ended = ludic("train", "run.toml", *SMALL[1:], *PAIR, "--policy", "bob.frozen=true", "--dry-run")
+    assert ended.code == 2 and "no policy that learns plays against one" in ended.err.replace("\n", " ")
+
+
+def test_share_of_the_league_is_a_share_of_the_groups():
+    policies = {"ann": {"roles": ["left"]}, "bob": {"roles": ["right"]}, "eve": {"roles": ["right"], "frozen": True}}
+    run = build(env="prisoners_dilemma", policies={name: {**own, "roles": []} for name, own in policies.items()})
+    config = replace(run.config, league=LeagueSettings(league_every=1, league_share=0.3))
+    ways = league_seatings(replace(run.resolved, config=config))
+    past = [seats for seats in ways if any(name.startswith("past ") for name in seats.values())]
+    assert len(past) / len(ways) == pytest.approx(0.3)
+    assert all("eve" not in seats.values() for seats in past), "a frozen policy has no snapshots, and is none"
+    assert {frozenset(seats.items()) for seats in ways} >= {frozenset(seats.items()) for seats in run.resolved.seatings}
 
 
 # --- resume ---

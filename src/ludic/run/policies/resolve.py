@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from itertools import product
 from typing import Any
 
@@ -34,7 +35,10 @@ def resolve_run(config: RunConfig, env: EnvFactory, parts: Parts | None = None) 
         config=with_values(config, {"name": name, "group_size": size, "max_lag": 0}),
         policies=policies,
     )
-    return replace(whole, seatings=seatings(first_env(whole).agent_ids, config.policies, config.env.id))
+    whole = replace(whole, seatings=seatings(first_env(whole).agent_ids, config.policies, config.env.id))
+    if config.league.league_every:
+        league_seatings(whole)
+    return whole
 
 
 def _named_policy(alone: RunConfig, name: str, entry: PolicyEntry, env: EnvFactory, parts: Parts) -> NamedPolicy:
@@ -82,7 +86,6 @@ def _check_features(config: RunConfig, parts: Parts) -> None:
         f"engine = {rollouts.engine!r}": rollouts.engine != "local",
         "[[envs]]": config.envs,
         "[[recorded]]": config.recorded,
-        "[league]": config.league.league_every,
         "[replay]": config.replay.replay,
         "rollouts": rollouts.rollouts,
         "preferences": rollouts.preferences,
@@ -128,3 +131,27 @@ def seatings(roles: Sequence[str], policies: Mapping[str, PolicyEntry], env: str
     if left := [name for name in policies if name not in seated]:
         raise ConfigError(f"The policies {', '.join(left)} would never play. Give them other roles, or leave them out.")
     return tuple(found)
+
+
+def past(policy: str) -> str:
+    """Name of the league of a policy's snapshots; the names of policies have no spaces."""
+    return f"past {policy}"
+
+
+def league_seatings(run: ResolvedRun) -> list[Mapping[str, str]]:
+    """The seatings, and in the league's share of the groups one role with its policy and the others with snapshots of theirs."""
+    learning = run.trained_names
+    against = [
+        {role: name if role == own or name not in learning else past(name) for role, name in seats.items()}
+        for seats in run.seatings
+        for own, policy in seats.items()
+        if policy in learning and any(name in learning for role, name in seats.items() if role != own)
+    ]
+    if not against:
+        raise ConfigError(
+            f"league_every takes snapshots of {', '.join(learning)}, but no policy that learns plays against one. Leave [league] "
+            "out, or let another policy learn."
+        )
+    share = Fraction(run.config.league.league_share).limit_denominator(100)
+    alone = [*run.seatings] * (len(against) * (share.denominator - share.numerator))
+    return [*alone, *against * (len(run.seatings) * share.numerator)]

@@ -4,9 +4,10 @@ It is to a run with several policies what a `Generation` is to a run with one. P
 weights; each policy that trains all weights has a separate model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
+from functools import cache
 from itertools import cycle
 from typing import Any
 
@@ -14,7 +15,8 @@ from ludic.agents import Agent
 from ludic.batch_gen import SharedRollouts
 from ludic.batch_gen.requests.dataset import assign_roles
 from ludic.eval import Grading, PolicyEvaluator, SnapshotEvaluator
-from ludic.inference.local.snapshot import EngineSnapshot
+from ludic.inference.local import LocalEngine
+from ludic.inference.local.snapshot import EngineSnapshot, League
 from ludic.interaction import Policies
 from ludic.models.loading import LoadedModel
 from ludic.models.weights import shared_view
@@ -39,8 +41,9 @@ from ludic.run.parts import (
     make_episode_setup,
     request_strategy,
 )
+from ludic.run.policies.resolve import league_seatings, past
 from ludic.run.resolve import NamedPolicy, ResolvedRun
-from ludic.run.sources import check_source, make_filter, seated_requests
+from ludic.run.sources import check_source, make_filter, make_league, seated_requests
 from ludic.training import Trainer
 from ludic.training.checkpoint.model_files import read_weights
 from ludic.training.critic.critic import CriticKind
@@ -64,12 +67,13 @@ class Team:
         self._closing = ExitStack()
         self._models = _load_models(run, start)
         self._served = {policy.name: self._serve(number, policy) for number, policy in enumerate(run.policies)}
+        self._leagues = {policy.name: self._league(policy) for policy in run.policies if self._has_league(policy)}
         self._setup = self._make_setup()
         rollouts = run.config.rollouts
         path = rollouts_file(run.folder, start) if rollouts.save_rollouts else None
         self._shared = SharedRollouts(
             self._setup.engine(jsonl_path=path, seed=run.seed, max_failed_share=rollouts.max_failed_share),
-            requests_fn=seated_requests(run, self._setup, run.seatings),
+            requests_fn=seated_requests(run, self._setup, league_seatings(run) if self._leagues else run.seatings),
             strategy=request_strategy(run, run.seed),
             max_steps=run.max_steps,
             concurrency=rollouts.concurrency or self._setup.concurrency,
@@ -92,7 +96,12 @@ class Team:
             if algorithm.critic is CriticKind.SEPARATE
             else None,
             algo=algorithm,
-            batch_source=self._shared.batches_for(policy.name, algorithm=algorithm, sample_filter=make_filter(run)),
+            batch_source=self._shared.batches_for(
+                policy.name,
+                algorithm=algorithm,
+                sample_filter=make_filter(run),
+                followers=[self._leagues[policy.name]] if policy.name in self._leagues else [],
+            ),
             cfg=replace(run.trainer, eval_at_start=False, eval_every_n_steps=None, eval_in_background=False),
             publisher=served.publisher,
             checkpoint_config=run.checkpoint,
@@ -165,19 +174,34 @@ class Team:
         return replace(setup, policies=self._seated_policies({}))
 
     def _seated_policies(self, clients: Mapping[str, ChatClient]) -> Policies:
-        """The policies by name, each with its agent; those in `clients` are answered by that client."""
-        factories = {
-            policy.name: agent_factory(policy.run.config.agent, self._template(policy), policy.name, self._run.parts)
-            for policy in self._run.policies
-        }
+        """The policies and their leagues by name, each with its agent; those in `clients` are answered by that client."""
+        playing = {policy.name: policy for policy in self._run.policies}
+        playing |= {past(name): playing[name] for name in self._leagues}
+
+        @cache
+        def factory(name: str) -> Callable[[ChatClient], Agent]:
+            policy = playing[name.partition("@")[0]]
+            return agent_factory(policy.run.config.agent, self._template(policy), name, self._run.parts)
 
         def make_agent(client: ChatClient, name: str) -> Agent:
-            return factories[name](client)
+            return factory(name)(client)
 
         answering = {name: clients.get(name, served.client) for name, served in self._served.items()}
         for name, client in answering.items():
             make_agent(client, name)  # a wrong name or argument is found now, not in the first episode
-        return Policies(answering, make_agent)
+        return Policies(answering | {past(name): league for name, league in self._leagues.items()}, make_agent)
+
+    def _has_league(self, policy: NamedPolicy) -> bool:
+        return bool(self._run.config.league.league_every) and not policy.is_frozen
+
+    def _league(self, policy: NamedPolicy) -> League:
+        """Snapshots of the policy's weights."""
+        engine = self._served[policy.name].client
+        assert isinstance(engine, LocalEngine), "several policies are served in this process"
+        league = make_league(policy.run, engine)
+        assert league is not None, "the settings ask for one"
+        self._closing.callback(league.close)
+        return league
 
     def _template(self, policy: NamedPolicy) -> Any:
         agent = policy.run.config.agent

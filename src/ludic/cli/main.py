@@ -99,10 +99,13 @@ def main() -> None:
         print(f"ludic: the package {error.name!r} is missing; `ludic doctor` says how to install it.", file=sys.stderr)
         sys.exit(2)
     except Exception as error:
-        from ludic.types.errors import LudicError
+        from ludic.types.errors import LudicError, RunComplete
 
         if not isinstance(error, LudicError):
             raise
+        if isinstance(error, RunComplete):
+            print(error)
+            return
         print(f"ludic: {error}", file=sys.stderr)
         sys.exit(2)
     if code:

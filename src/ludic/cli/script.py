@@ -23,6 +23,7 @@ from ludic.cli.train import ScriptFlags, reported, show_plan
 from ludic.run.config import RunConfig
 from ludic.run.settings import with_values
 from ludic.types import LudicError
+from ludic.types.errors import RunComplete
 
 if TYPE_CHECKING:
     from ludic.run import Run  # loads torch
@@ -58,6 +59,9 @@ def run_script(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Call `main` with the arguments of the command line; a mistake of the user's is one line on stderr."""
     try:
         sys.exit(main(sys.argv[1:]) or 0)
+    except RunComplete as done:
+        print(done)
+        sys.exit(0)
     except LudicError as mistake:
         sys.exit(f"{Path(sys.argv[0]).stem}: {mistake}")
     except KeyboardInterrupt:

@@ -25,6 +25,7 @@ from ludic.run.settings import Difference, differences, read_toml, to_toml
 from ludic.training.checkpoint.manifest import CheckpointError, read_manifest
 from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError
+from ludic.types.errors import RunComplete
 
 if TYPE_CHECKING:
     from ludic.training.checkpoint.manager import CheckpointManager
@@ -77,7 +78,7 @@ def resume_point(run: ResolvedRun, *, resume: bool) -> ResumePoint:
     checkpoint = newest_undamaged(folder)
     step = _step_of(checkpoint)
     if step >= config.train.steps:
-        raise ConfigError(
+        raise RunComplete(
             f"{folder} is complete: {step} of {config.train.steps} updates. To go on: {how_to_resume(run)} --steps {2 * step}"
         )
     return ResumePoint(

@@ -32,6 +32,10 @@ class ConfigError(LudicError, ValueError):
     """A setting that cannot work."""
 
 
+class RunComplete(ConfigError):
+    """A run that is to go on has made all its updates. Commands print it and exit with 0: a scheduler may repeat them."""
+
+
 class UnknownName(LudicError, KeyError):
     """A name that nothing is registered under."""
 

@@ -16,6 +16,7 @@ from ludic.parsers import raw_parser
 from ludic.registry import name_of
 from ludic.run import build
 from ludic.types import ConfigError, Reducer, StepOutcome
+from ludic.types.errors import RunComplete
 
 SMALL = {
     "model": "tiny", "rollouts_per_update": 4, "group_size": 2, "max_tokens": 1, "max_steps": 1, "max_seq_len": 64, "steps": 1,
@@ -118,3 +119,12 @@ def test_a_mistake_in_a_script_is_one_line(monkeypatch):
     with pytest.raises(SystemExit) as ended:
         run_script(lambda args: 3)
     assert ended.value.code == 3
+
+
+def test_a_script_whose_run_is_complete_exits_with_0(capsys):
+    def main(args):
+        raise RunComplete("runs/x is complete.")
+
+    with pytest.raises(SystemExit) as ended:
+        run_script(main)
+    assert not ended.value.code and capsys.readouterr().out == "runs/x is complete.\n"

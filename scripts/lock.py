@@ -1,9 +1,9 @@
-"""Write the hash-locked requirement files: main.txt, build.txt, pip.txt and vllm.txt in requirements/ (`make lock`).
+"""Write the hash-locked requirement files: main.txt, build.txt, pip.txt, uv.txt and vllm.txt in requirements/ (`make lock`).
 
 main.txt is everything that `make test` installs, for Python 3.11 to 3.13 on Linux and macOS, with the SHA-256 of every file
 that PyPI has of each version. build.txt is what builds Ludic and the few packages that have no wheel, so that no build fetches
-anything. pip.txt is the pip that installs the rest: Python's own may be years old and take twice as long. vllm.txt has the
-versions of vllm.in. `make test LOCKED=1` installs all of them with `pip install --require-hashes`.
+anything. uv.txt is the uv that installs both (scripts/install_locked.py). pip.txt is the pip of `make train`: Python's own may be
+years old and take twice as long. vllm.txt has the versions of vllm.in. `make test LOCKED=1` installs with `--require-hashes`.
 torch is not resolved here: see requirements/torch.txt.
 
     pip install uv && python scripts/lock.py [--upgrade]
@@ -77,10 +77,13 @@ def main() -> None:
         packages = blocks(compiled(uv, *everywhere, *constraints, *extras, "pyproject.toml", str(more)))
         kept.write_text("\n".join(packages))
         build = blocks(compiled(uv, *everywhere, "--constraint", str(kept), str(builders)))
-        builders.write_text("pip\n" if upgrade else (REQUIREMENTS / "pip.txt").read_text())
-        pip = blocks(compiled(uv, *everywhere, str(builders)))
+        installers = {}
+        for name in ("pip", "uv"):
+            builders.write_text(f"{name}\n" if upgrade else (REQUIREMENTS / f"{name}.txt").read_text())
+            installers[name] = blocks(compiled(uv, *everywhere, str(builders)))
     packages += blocks(compiled(uv, *everywhere, "--no-deps", "requirements/no_deps.in"))
-    write("pip.txt", pip)
+    for name, locked in installers.items():
+        write(f"{name}.txt", locked)
     write("build.txt", build)
     write("main.txt", packages, WITH_TORCH)
     write("vllm.txt", blocks(compiled(uv, "--python-version", "3.11", "--no-deps", "requirements/vllm.in")), WITH_TORCH)

@@ -1,6 +1,6 @@
 """requirements/*.txt: every package with its version and its hashes, and everything that pyproject.toml asks for.
 
-CI installs from these files with `pip install --require-hashes` (`make test LOCKED=1`), so that they can be installed is seen
+CI installs from these files with `--require-hashes` (`make test LOCKED=1`), so that they can be installed is seen
 there. Here: that they are whole, and not older than pyproject.toml.
 """
 
@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 from scripts.lock import EXTRAS, of_environments
 
 ROOT = Path(__file__).parents[2]
-FILES = ["build.txt", "main.txt", "pip.txt", "torch.txt", "vllm.txt"]
+FILES = ["build.txt", "main.txt", "pip.txt", "torch.txt", "uv.txt", "vllm.txt"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -100,7 +100,7 @@ def test_every_pin_of_the_vllm_environment_is_locked():
 def test_make_installs_from_the_locks_when_asked_and_ci_asks():
     makefile = (ROOT / "Makefile").read_text()
     assert "make test LOCKED=1" in (ROOT / ".ci" / "run").read_text()
-    assert "$(HASHED) -r requirements/pip.txt" in makefile
+    assert "$(HASHED) -r requirements/pip.txt" in makefile and "$(HASHED) -r requirements/uv.txt" in makefile
     assert "--require-hashes" in makefile and "$(HASHED) -r requirements/main.txt" in makefile
     assert "$(HASHED) -r requirements/vllm.txt" in makefile
     assert "--no-deps --no-build-isolation -e . $(ENVIRONMENTS)" in makefile

@@ -27,6 +27,10 @@ COMMANDS = {
     "sandbox-server": ("ludic.cli.servers.sandbox_server:sandbox_server", "Run untrusted programs for other machines."),
     "env-server": ("ludic.cli.servers.env_server:env_server", "Hold environments for runs on other machines."),
     "export": ("ludic.cli.listing:export", "Write a trained model in the format of Hugging Face."),
+    "optimize-prompt": (
+        "ludic.cli.prompts.command:optimize_prompt",
+        "Search for a better system prompt; no weights are changed.",
+    ),
     "rescore": ("ludic.cli.rescore:rescore_run", "Score saved rollouts with another reward or judge."),
     "launch": ("ludic.cli.pipeline.command:launch", "Train with actors and a learner in separate processes."),
     "actor": ("ludic.cli.pipeline.command:actor", "Play for the learner of a pipeline."),

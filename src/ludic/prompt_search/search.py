@@ -129,17 +129,21 @@ class PromptSearch:
                 kept.append(place)
         return {place: len(wins[place]) for place in sorted(kept)}
 
-    async def search(self, max_episodes: int) -> Candidate:
-        """Rounds until `max_episodes` have been played in all; returns the best candidate."""
+    async def search(self, max_episodes: int, *, on_round: Callable[[], None] | None = None) -> Candidate:
+        """Rounds until `max_episodes` have been played in all; returns the best candidate. `on_round` is called after each round
+        and each given prompt, when it is on disk."""
+        tell = on_round or (lambda: None)
         for texts in self._start[len(self.candidates) :]:
             await self._add(texts, {})
             self._save()
+            tell()
         while self.num_episodes + len(self._tasks) <= max_episodes:
             is_due = self._has_new and self.num_merges < self._max_merges
             if not is_due or (pair := self._next_pair()) is None:
                 await self.round()
             else:
                 await self._merge(*pair)
+            tell()
         return self.best
 
     async def round(self) -> bool:

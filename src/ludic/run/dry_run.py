@@ -169,7 +169,7 @@ def _model_lines(run: ResolvedRun) -> list[str]:
     which = "a" if base is model else "its"
     trained = f"{which} LoRA adapter of rank {base.lora_rank}" if base.lora_rank else "all weights"
     lines = [
-        f"Model {model.model}: {_num_parameters(base)}, {str(dtype_of(base)).removeprefix('torch.')} on {device}; training "
+        f"Model {model.model}: {num_parameters(base)}, {str(dtype_of(base)).removeprefix('torch.')} on {device}; training "
         f"{trained} with {algo}."
     ]
     if model.fork_from is not None:
@@ -177,7 +177,7 @@ def _model_lines(run: ResolvedRun) -> list[str]:
     return lines
 
 
-def _num_parameters(settings: ModelSettings) -> str:
+def num_parameters(settings: ModelSettings) -> str:
     """From the model's description alone; its chat template is checked on the way."""
     if settings.model == TINY:
         return _counted(make_tiny(seed=0).model)

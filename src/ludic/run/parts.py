@@ -127,6 +127,8 @@ class EpisodeSetup:
     """Of the other envs of the run: its engines play their episodes, too."""
     policies: Policies | None = None
     """Which policy plays which role, for requests that say it."""
+    with_prompt: Callable[[str], Callable[[ChatClient], InteractionProtocol]] | None = None
+    """From a system prompt to `make_protocol` with it, for requests that name one."""
     pool: EnvPool | None = None
     """What holds the envs; None: this process."""
     engines: dict[str, RolloutEngine] = field(default_factory=dict)
@@ -166,10 +168,17 @@ class EpisodeSetup:
         if self.pool is not None:
             self.pool.close()
 
-    def new_protocol(self, model: str | None = None, policies: RoleAssignment | None = None) -> InteractionProtocol:
+    def new_protocol(
+        self, model: str | None = None, policies: RoleAssignment | None = None, system_prompt: str | None = None
+    ) -> InteractionProtocol:
         """For one episode."""
         seats = None if policies is None else self.policies
-        made = self.make_protocol(self.client) if seats is None else seats.protocol(policies or {})
+        if seats is not None:
+            made: InteractionProtocol = seats.protocol(policies or {})
+        elif self.with_prompt is not None and system_prompt is not None:
+            made = self.with_prompt(system_prompt)(self.client)
+        else:
+            made = self.make_protocol(self.client)
         made.max_steps = self.max_steps
         return made
 

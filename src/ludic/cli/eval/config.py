@@ -17,14 +17,9 @@ DEFAULT_MODEL = SMOLLM2
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicySettings:
-    """Who plays."""
+class ServingSettings:
+    """Where the model is, and how it is loaded."""
 
-    model: tuple[str, ...] = ()
-    """A folder, checkpoint or run, a hub id, a .gguf file, smollm2-135m (default); a config.json, or tiny: random weights.
-    Repeat it to compare; see also --base-url."""
-    init_seed: int | None = None
-    """Of random weights. Default: --seed; where a run is evaluated, the run's, whose first weights they were."""
     base_url: str | None = None
     """Ask an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1; --model is then what it calls its model."""
     api_key_env: str | None = None
@@ -41,6 +36,19 @@ class PolicySettings:
     def __post_init__(self) -> None:
         if self.base_url is not None:
             refuse_login("base_url", self.base_url, f"A key is given by --api-key-env NAME. Or: {PUT_LOGIN}")
+        if self.api_key_env is not None and self.base_url is None:
+            raise ConfigError("--api-key-env is for an endpoint; give --base-url too.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySettings(ServingSettings):
+    """Who plays."""
+
+    model: tuple[str, ...] = ()
+    """A folder, checkpoint or run, a hub id, a .gguf file, smollm2-135m (default); a config.json, or tiny: random weights.
+    Repeat it to compare; see also --base-url."""
+    init_seed: int | None = None
+    """Of random weights. Default: --seed; where a run is evaluated, the run's, whose first weights they were."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +178,5 @@ def resolve(config: EvalConfig, found: EnvFactory) -> EvalConfig:
     check_data(found, config.env.data, config.env.set, "--data")
     if config.measure.num_tasks == 0 and config.env.data is None:
         raise ConfigError("--num-tasks 0 takes all of --data, but there is none. Give a number.")
-    if config.policy.api_key_env is not None and config.policy.base_url is None:
-        raise ConfigError("--api-key-env is for an endpoint; give --base-url too.")
     config.reward.check_siblings(config.measure.samples, "--samples")
     return resolve_play(config, found.suggested)

@@ -42,6 +42,7 @@ EXAMPLES = {
     "sandbox-server": "ludic sandbox-server --workers 4",
     "env-server": "ludic env-server tic_tac_toe --workers 4",
     "export": "ludic export runs/ttt my-model",
+    "optimize-prompt": "ludic optimize-prompt tic_tac_toe --model smollm2-135m --dry-run",
     "rescore": "ludic rescore runs/ttt --reward length",
     "launch": "ludic launch tic_tac_toe --model smollm2-135m --actors 2",
     "actor": "ludic actor runs/ttt --actor-index 1",

@@ -18,7 +18,7 @@ from ludic.envs.code_exec import (
 from ludic.envs.code_exec.batch import program
 from ludic.sandbox import RunStatus, Sandbox, create_sandbox_pool
 from ludic.sandbox.bubblewrap import bubblewrap_problem
-from ludic.types import ConfigError
+from ludic.types import BrokenSample, ConfigError
 
 pytestmark = [
     pytest.mark.integration,
@@ -324,7 +324,7 @@ async def test_a_death_in_one_test_leaves_the_others_their_chance(sandbox):
 
 
 async def test_a_test_that_is_broken_itself_is_no_failure_of_the_program(sandbox):
-    with pytest.raises(ConfigError, match=r"'bad' fails before any answer.*ModuleNotFoundError"):
+    with pytest.raises(BrokenSample, match=r"'bad' fails before any answer.*ModuleNotFoundError"):
         test = TestCase("", "for x in []: pass", id="bad", metadata={"functions": ["f"], "setup": "import not_there"})
         await run(sandbox, "def f(x): return x", [test], ASSERTS)
     with pytest.raises(ConfigError, match="needs the list of the names"):

@@ -34,7 +34,7 @@ from ludic.models.vision.inputs import (
     vision_modules,
 )
 from ludic.run.config import CHECKPOINTS, ModelSettings, RunConfig
-from ludic.run.folder import CONFIG, policy_folders
+from ludic.run.folder import CONFIG, METRICS, policy_folders
 from ludic.run.policies.entry import PolicyEntry
 from ludic.run.resolve import default_name
 from ludic.run.settings import read_toml, with_values
@@ -218,7 +218,8 @@ def _pinned_policy(entry: PolicyEntry) -> PolicyEntry:
 
 def checkpoint_in(path: Path) -> Path | None:
     """The path itself if it is a checkpoint, or the newest undamaged one of a run folder, with a warning for each newer one that
-    is damaged; None where there is none. ConfigError where all are damaged, or where several policies have theirs."""
+    is damaged; None where there is neither. ConfigError where all are damaged, where a run has saved none, or where several
+    policies have theirs."""
     if policies := policy_folders(path):
         raise ConfigError(f"{path} has trained several policies; name one: {', '.join(map(str, policies))}.")
     if (path / MANIFEST).exists() and (path / STATE_FILE).exists():  # other programs write a manifest.json, too
@@ -231,6 +232,10 @@ def checkpoint_in(path: Path) -> Path | None:
                 return checkpoints.find()
             except CheckpointError as error:
                 raise ConfigError(f"All checkpoints in {root} are damaged. Take another run, or a backup.") from error
+    if (path / CONFIG).is_file() and (path / METRICS).is_file():
+        raise ConfigError(
+            f"The run {path} has no checkpoint: it ended before its first (--checkpoint-every). Take another."
+        )
     return None
 
 

@@ -4,6 +4,7 @@ Every package may import it; it imports none. Start with rollout.py and samples.
 """
 
 from ludic.types.errors import (
+    BrokenSample,
     ConfigError,
     ContextError,
     EngineClosed,
@@ -164,7 +165,7 @@ __all__ = [
     "Reducer", "ReducerKind", "NormalizeBy", "default_reducers", "apply_reducers_to_records", "percent_keys",
     "result_names", "result_rates", "component_means", "added",
     "derive_seed", "shown_url",
-    "LudicError", "ConfigError", "UnknownName", "MissingExtra", "MissingPackage", "EnvContractError", "EnvCrashed",
+    "LudicError", "ConfigError", "UnknownName", "MissingExtra", "MissingPackage", "EnvContractError", "EnvCrashed", "BrokenSample",
     "EnvWorkerError", "ResetNeeded",
     "SnapshotUnsupported", "TemplateError", "ContextError", "ParserContractError", "ScorerContractError",
     "PolicyGone", "TokenMismatch", "OutOfRoom",

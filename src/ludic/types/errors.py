@@ -170,6 +170,10 @@ class EnvWorkerError(LudicError, RuntimeError):
         self.add_note(f"In the env's process:\n{failure.traceback}")
 
 
+class BrokenSample(LudicError, ValueError):
+    """A sample of a dataset cannot be graded; its episodes fail, and those of other samples go on."""
+
+
 class ResetNeeded(LudicError, RuntimeError):
     """`step` was called before `reset`, or after the episode ended."""
 

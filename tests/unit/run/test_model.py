@@ -96,6 +96,13 @@ def test_run_folder_resolves_to_its_newest_checkpoint(tmp_path):
     assert with_pinned_checkpoints(other) == other
 
 
+def test_run_that_has_saved_no_checkpoint_is_refused_in_a_sentence(tmp_path):
+    for name in ("config.toml", "metrics.jsonl"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(ConfigError, match="has no checkpoint"):
+        load_policy(ModelSettings(model=str(tmp_path)))
+
+
 def test_random_weights_of_a_config_follow_the_seed_and_can_be_planned(tmp_path):
     tokenizer = character_tokenizer()
     tokenizer.save_pretrained(tmp_path)

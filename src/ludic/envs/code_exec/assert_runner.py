@@ -19,7 +19,7 @@ from ludic.envs.code_exec.cases import BatchTestResult, TestCase, TestResult
 from ludic.envs.code_exec.plain_data import decode, shown, to_json
 from ludic.envs.code_exec.runner import OutputVerifier, batch_result, ended
 from ludic.sandbox import CompileResult, CompileStatus, ExecutionResult, RunStatus, Sandbox, worker
-from ludic.types import ConfigError
+from ludic.types import BrokenSample, ConfigError
 
 _MAX_ROUNDS = 64
 """A round asks for one call of each assert that is not decided yet."""
@@ -243,7 +243,7 @@ async def _judge_by_program(sandbox: Sandbox, state: _State) -> tuple[Judgement,
 def _not_finished(state: _State, result: ExecutionResult) -> Judgement:
     why = f"{result.run_status}: {result.stderr.strip().rpartition(chr(10))[2]}"
     if not state.answers:
-        raise ConfigError(
+        raise BrokenSample(
             f"The test program of {state.test.id!r} fails before any answer is known ({why}). Look at the sample's test, and at "
             "`setup` in its metadata."
         )

@@ -268,9 +268,10 @@ class MBPPTestAdapter(TestAdapter):
 
     def get_tests(self, sample: Sample) -> list[TestCase]:
         setup = [*sample.get("test_imports", ()), str(sample.get("test_setup_code", ""))]
-        # Some tests use a module that only the reference solution imports.
+        # Some tests use a module that only the reference solution imports, and some setups a class of it.
         reference = ast.parse(str(sample.get("code", ""))).body
-        setup += [ast.unparse(node) for node in reference if isinstance(node, ast.Import | ast.ImportFrom)]
+        needed = (ast.Import, ast.ImportFrom, ast.ClassDef)
+        setup = [ast.unparse(node) for node in reference if isinstance(node, needed)] + setup
         tests = []
         for number, text in enumerate(field_of(sample, "test_list"), start=1):
             functions = self._functions(sample, text)

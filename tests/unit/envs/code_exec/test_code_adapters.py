@@ -136,6 +136,19 @@ def test_mbpp_knows_the_function_under_test_from_the_reference_or_from_what_is_n
     assert test.metadata["functions"] == ["set"] and "import sys" in test.metadata["setup"]
 
 
+def test_the_setup_of_an_mbpp_problem_may_use_a_class_of_the_reference():
+    sample = {
+        "prompt": "",
+        "code": "class Node:\n    def __init__(self, x): self.x = x\ndef value(node): return node.x",
+        "test_setup_code": "root = Node(1)",
+        "test_list": ["assert value(root) == 1"],
+    }
+    (test,) = MBPPTestAdapter().get_tests(sample)
+    names: dict = {}
+    exec(test.metadata["setup"], names)
+    assert names["root"].x == 1 and "value" not in names
+
+
 def test_mbpp_refuses_what_cannot_be_asked():
     with pytest.raises(ConfigError, match="calls no function of the program"):
         MBPPTestAdapter().get_tests({"prompt": "", "test_list": ["assert len([]) == 0"]})

@@ -18,7 +18,7 @@ import numpy as np
 T = TypeVar("T")
 
 MIN_SHARED = 16
-"""Shorter common beginnings are computed once per sample: a branch costs a separate attention call."""
+"""Shorter common beginnings are computed once per sample: a branch costs a separate attention call. See `_is_worth`."""
 
 
 class Branch(NamedTuple):
@@ -140,8 +140,9 @@ def prefix_order(samples: Sequence[np.ndarray]) -> list[int]:
 def shared_lengths(rows: Sequence[np.ndarray], min_shared: int = MIN_SHARED) -> list[int]:
     """For each row in `prefix_order`: how many first tokens it shares with the row before.
 
-    Rows branch at tokens that are at least `min_shared` apart; what they have in common beyond the last branch is not shared.
+    Rows branch where `_is_worth` says so; what they have in common beyond the last branch is not shared.
     """
+    ends = np.cumsum([0, *map(len, rows)])
     common = np.array([_num_common(before, row) for before, row in pairwise(rows)], dtype=np.int64)
     found = np.zeros(len(rows), dtype=np.int64)
     waiting = [(0, len(rows), 0)]  # rows from, to, and where they last branched
@@ -150,10 +151,21 @@ def shared_lengths(rows: Sequence[np.ndarray], min_shared: int = MIN_SHARED) -> 
         if end - first > 1:
             least = common[first : end - 1].min()
             cuts = np.flatnonzero(common[first : end - 1] == least) + first + 1
-            branch = int(least) if least - branch >= min_shared else branch
+            num_left = int(ends[end] - ends[first]) - branch * (end - first)
+            branch = int(least) if _is_worth(int(least) - branch, end - first, num_left, min_shared) else branch
             found[cuts] = branch
             waiting += [(a, b, branch) for a, b in pairwise([first, *cuts.tolist(), end])]
     return found.tolist()
+
+
+def _is_worth(num_more: int, num_rows: int, num_left: int, min_shared: int) -> bool:
+    """Whether rows branch again, `num_more` tokens beyond their last branch, where `num_left` tokens of theirs begin.
+
+    Few tokens count where many rows share them and their replies are short: all prompts of a task begin with the same examples,
+    and the question that the samples of one group share is shorter than `min_shared`.
+    """
+    num_saved = num_more * (num_rows - 1)
+    return num_more >= min_shared or (num_saved >= min_shared and 4 * num_saved >= num_left)
 
 
 def prefix_groups(samples: Sequence[np.ndarray], max_size: int) -> list[tuple[list[int], int]]:

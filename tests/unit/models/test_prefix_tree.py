@@ -106,6 +106,21 @@ def test_short_common_beginnings_are_not_shared():
     assert shared_lengths([]) == []
 
 
+def test_a_short_question_behind_common_examples_is_shared_by_its_group_unless_the_replies_are_long():
+    examples, questions = np.arange(27), np.arange(100, 124).reshape(2, 12)  # shorter than MIN_SHARED
+    replies = np.arange(200, 216)
+
+    def rows(reply_length):
+        return [
+            np.concatenate([examples, question, np.full(reply_length, reply)])
+            for question in questions
+            for reply in replies
+        ]
+
+    assert TokenTree.of(rows(4)).num_tokens == 27 + 2 * (12 + 16 * 4)
+    assert TokenTree.of(rows(60)).num_tokens == 27 + 2 * 16 * (12 + 60)
+
+
 def test_a_group_is_one_sample_and_a_branch_of_the_other_replies():
     prompt = np.arange(100, 120)
     tree = TokenTree.of([np.append(prompt, [n, n, n]) for n in (7, 5, 6)])

@@ -39,6 +39,18 @@ def test_ludics_cell_names_files_that_exist_or_says_no(row):
     assert [name for name in named if not is_there(name)] == []
 
 
+def test_every_test_that_the_page_names_exists():
+    named = re.findall(r"`(tests/[^`]+)`", PAGE.read_text(encoding="utf-8"))
+    assert len(named) > 60 and [name for name in named if not is_there(name)] == []
+
+
+def test_what_is_not_compared_names_single_tests():
+    section = PAGE.read_text(encoding="utf-8").split("## Not compared\n")[1].split("\n## ")[0]
+    entries = section.split("\n- ")[1:]
+    assert len(entries) > 9 and all("::test_" in name for entry in entries for name in CODE.findall(entry))
+    assert all(CODE.search(entry) for entry in entries)
+
+
 def test_a_missing_file_and_a_missing_test_are_found():
     assert is_there("tests/contract/test_comparison_page.py::test_a_missing_file_and_a_missing_test_are_found")
     assert not is_there("tests/contract/test_comparison_page.py::test_that_is_not_there")

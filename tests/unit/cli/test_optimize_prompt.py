@@ -129,7 +129,8 @@ def state(name: str) -> dict:
 
 
 def test_search_finds_both_rules_and_writes_prompt_scores_and_episodes(folder, model):
-    said = done(invoke(searching(model, "--prompt-file", "start.txt", "--name", "x")))
+    reflector = ["--reflector", model.url, "--reflector-model", "follows"]
+    said = done(invoke(searching(model, "--prompt-file", "start.txt", "--name", "x", *reflector)))
     best = Path("runs/prompts/x/best.txt").read_text()
     assert best.startswith("Answer briefly.") and all(rule in best for rule in RULES.values())
     assert "0.000 with the first prompt, 1.000 with the best of 3" in said and best.strip() in said
@@ -175,6 +176,7 @@ def test_model_of_this_process_plays_and_reflects(folder):
     flags = ["--model", "tiny", "--max-tokens", "1", "--threads", "1", "--num-tasks", "4", "--max-episodes", "10"]
     said = done(invoke(["optimize-prompt", "letter.py:Letter", *flags, "--shown", "2", "--reflector-tokens", "4"]))
     assert "runs/prompts/Letter-tiny/best.txt" in said
+    assert "2 reflections wrote nothing that can be read. Take a larger --reflector" in said
     found = state("Letter-tiny")
     assert found["counts"]["num_rejected"] == found["counts"]["num_reflections"] == 2 and len(found["candidates"]) == 1
 

@@ -215,6 +215,13 @@ async def _search(
         if running.candidates:
             _say(f"{folder}: going on after {running.num_episodes} episodes.")
         await running.search(search.max_episodes, on_round=partial(_note_round, running, folder, search.max_episodes))
+    failed = reflector.asking.cost.failed
+    if failed:
+        _say(
+            "",
+            f"{failed} reflections wrote nothing that can be read. Take a larger --reflector, or raise --reflector-tokens "
+            f"(now {config.reflector.reflector_tokens}).",
+        )
     _report(config, running, folder)
     return 0
 
@@ -285,7 +292,7 @@ def _note_round(running: PromptSearch, folder: Path, max_episodes: int) -> None:
         unfinished.write_text(best.prompt + "\n", encoding="utf-8")
     _say(
         f"{running.num_episodes} of {max_episodes} episodes, {running.num_reflections} reflections: best {best.mean:.3f}, "
-        f"{len(running.candidates)} prompts kept"
+        f"kept prompts: {len(running.candidates)}"
     )
 
 

@@ -2,14 +2,14 @@
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from ludic.cli.args import parse
+from ludic.cli.args import Switch, parse
 from ludic.cli.terminal.colour import make_console
 from ludic.cli.view import find_runs
 from ludic.training.loggers import read_metrics
@@ -19,6 +19,7 @@ USUAL = ("train/avg_total_reward", "eval/accuracy")
 MARKS = "•×+o#%@&"
 HEIGHT = 12
 Points = list[tuple[int, float]]
+Rows = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class PlotArgs:
     """Write a picture (.png, .svg, .pdf) instead. Evaluations have their confidence intervals."""
     title: str = ""
     """Title of the picture."""
+    seeds: Switch = False
+    """Runs whose names differ only in a number at their end (ttt_0, ttt_1) are one curve: their mean, in a picture with a band
+    from the lowest to the highest."""
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -50,13 +54,14 @@ def plot(args: list[str]) -> int:
         raise ConfigError(
             f"No run has {', '.join(missing) or ' or '.join(USUAL)}. There are: {', '.join(known) or 'no metrics yet'}."
         )
+    curves = _by_seeds(runs) if given.seeds else {run: [rows] for run, rows in runs.items()}
     if given.out is not None:
-        _draw(given.out, runs, names, given.title)
+        _draw(given.out, curves, names, given.title)
         print(f"Written: {given.out}")
         return 0
     width = min(max(shutil.get_terminal_size().columns, 40), 160)
     for name in names:
-        series = {run: points for run, rows in runs.items() if (points := points_of(rows, name))}
+        series = {run: points for run, several in curves.items() if (points := _mean(several, name))}
         make_console().print("\n".join(chart(name, series, width)), markup=False)
     return 0
 
@@ -83,10 +88,32 @@ def _metrics_in(place: Path) -> Path:
     return path
 
 
-def points_of(rows: Sequence[dict[str, Any]], name: str) -> Points:
+def points_of(rows: Rows, name: str) -> Points:
     """(step, value) of the lines that have the metric; an evaluation belongs to the step that it evaluated."""
     where = "eval/step" if name.startswith("eval/") else "step"
     return [(int(row.get(where) or row["step"]), row[name]) for row in rows if row.get(name) is not None]
+
+
+# --- several seeds ----------------------------------------------------------------------------------------------
+
+
+def _by_seeds(runs: dict[str, list[dict[str, Any]]]) -> dict[str, list[Rows]]:
+    """The runs under their names without the number at the end."""
+    curves: dict[str, list[Rows]] = {}
+    for run, rows in runs.items():
+        curves.setdefault(run.rstrip("0123456789").rstrip("_-. ") or run, []).append(rows)
+    return curves
+
+
+def _values_by_step(several: Sequence[Rows], name: str) -> dict[int, list[float]]:
+    """The values of every step that all runs have which have the metric at all."""
+    found = [dict(points) for rows in several if (points := points_of(rows, name))]
+    shared = set.intersection(*map(set, found)) if found else set()
+    return {step: [values[step] for values in found] for step in sorted(shared)}
+
+
+def _mean(several: Sequence[Rows], name: str) -> Points:
+    return [(step, sum(values) / len(values)) for step, values in _values_by_step(several, name).items()]
 
 
 # --- in the terminal --------------------------------------------------------------------------------------------
@@ -120,7 +147,7 @@ def chart(name: str, series: dict[str, Points], width: int, height: int = HEIGHT
 # --- as a picture -----------------------------------------------------------------------------------------------
 
 
-def _draw(file: Path, runs: dict[str, list[dict[str, Any]]], names: Sequence[str], title: str) -> None:
+def _draw(file: Path, curves: Mapping[str, Sequence[Rows]], names: Sequence[str], title: str) -> None:
     try:
         import matplotlib
 
@@ -129,18 +156,10 @@ def _draw(file: Path, runs: dict[str, list[dict[str, Any]]], names: Sequence[str
     except ImportError as error:
         raise MissingExtra("plot", "ludic plot --out (without it, the curve is drawn in the terminal)") from error
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    for number, (run, rows) in enumerate(runs.items()):
+    for number, (run, several) in enumerate(curves.items()):
         for name in names:
-            points = points_of(rows, name)
-            if not points:
-                continue
-            interval = _interval(rows, name, points)
-            where: dict[str, Any] = {"color": f"C{number}", "label": f"{run}: {name}{' (95 %)' if interval else ''}"}
-            at = [step for step, _ in points], [value for _, value in points]
-            if interval is not None:
-                axes.errorbar(*at, interval, fmt="o-", capsize=4, **where)
-            else:
-                axes.plot(*at, alpha=0.6, **where)
+            if points := _mean(several, name):
+                _draw_curve(axes, f"C{number}", f"{run}: {name}", several, name, points)
     axes.set_xlabel("update")
     axes.set_title(title)
     axes.grid(alpha=0.3)
@@ -154,7 +173,23 @@ def _draw(file: Path, runs: dict[str, list[dict[str, Any]]], names: Sequence[str
         pyplot.close(figure)
 
 
-def _interval(rows: Sequence[dict[str, Any]], name: str, points: Points) -> list[list[float]] | None:
+def _draw_curve(axes: Any, colour: str, label: str, several: Sequence[Rows], name: str, points: Points) -> None:
+    """A run with its confidence intervals, if it has any; several as their mean and a band, with dots if they are few."""
+    at = [step for step, _ in points], [value for _, value in points]
+    if len(several) > 1:
+        values = _values_by_step(several, name)
+        label = f"{label} ({len(next(iter(values.values())))} runs)"
+        axes.plot(*at, "o-" if len(points) <= 10 else "-", color=colour, label=label)
+        axes.fill_between(
+            at[0], [min(v) for v in values.values()], [max(v) for v in values.values()], color=colour, alpha=0.2
+        )
+    elif (interval := _interval(several[0], name, points)) is not None:
+        axes.errorbar(*at, interval, fmt="o-", capsize=4, color=colour, label=f"{label} (95 %)")
+    else:
+        axes.plot(*at, alpha=0.6, color=colour, label=label)
+
+
+def _interval(rows: Rows, name: str, points: Points) -> list[list[float]] | None:
     """How far the confidence interval reaches below and above, for metrics that have one."""
     having = [row for row in rows if row.get(name) is not None]
     if not all(row.get(f"{name}_low") is not None and row.get(f"{name}_high") is not None for row in having):

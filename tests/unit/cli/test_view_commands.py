@@ -138,6 +138,17 @@ def test_picture_of_evaluations_has_their_intervals(said, tmp_path):
     assert "95 %" in (tmp_path / "curve.svg").read_text() or (tmp_path / "curve.svg").stat().st_size > 1000
 
 
+def test_runs_that_differ_in_their_seed_are_one_curve(said, tmp_path):
+    pytest.importorskip("matplotlib")
+    for run, values in {"a_0": [1, 2, 3], "a_1": [3, 4], "b": [5, 6]}.items():
+        rows = [{"step": step, "train/loss": value} for step, value in enumerate(values, start=1)]
+        (tmp_path / f"{run}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    files = [tmp_path / f"{run}.jsonl" for run in ("a_0", "a_1", "b")]
+    text = said("plot", *files, "--metric", "train/loss", "--seeds")
+    assert "a: 2 → 3" in text and "b: 5 → 6" in text  # the third step is a_0's alone
+    assert "Written" in said("plot", *files, "--metric", "train/loss", "--seeds", "--out", tmp_path / "curve.png")
+
+
 def test_plot_of_an_unknown_metric_says_what_there_is(recorded):  # noqa: F811
     with pytest.raises(ConfigError, match=r"No run has train/los\. There are: .*train/loss"):
         find_command(["plot"])([str(recorded / "letters"), "--metric", "train/los"])

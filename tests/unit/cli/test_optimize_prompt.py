@@ -174,7 +174,8 @@ def test_dry_run_shows_settings_and_plan_and_writes_nothing(folder, model):
 def test_model_of_this_process_plays_and_reflects(folder):
     """Random weights write nothing that can be read: every reflection fails, is counted, and the search ends."""
     flags = ["--model", "tiny", "--max-tokens", "1", "--threads", "1", "--num-tasks", "4", "--max-episodes", "10"]
-    said = done(invoke(["optimize-prompt", "letter.py:Letter", *flags, "--shown", "2", "--reflector-tokens", "4"]))
+    flags += ["--shown", "2", "--reflector", "tiny", "--reflector-tokens", "4"]
+    said = done(invoke(["optimize-prompt", "letter.py:Letter", *flags]))
     assert "runs/prompts/Letter-tiny/best.txt" in said
     assert "2 reflections wrote nothing that can be read. Take a larger --reflector" in said
     found = state("Letter-tiny")
@@ -191,6 +192,7 @@ def test_model_of_this_process_plays_and_reflects(folder):
         (["--model", "gpt-9"], "does not serve 'gpt-9'; it serves follows"),
         (["--parser", "boxd"], "Did you mean 'boxed'"),
         (["--reflector-model", "x"], "give its URL as --reflector"),
+        (["--reflector", "http://127.0.0.1:9/v1"], "Is the server running"),
         (["--resume"], "There is nothing to resume"),
         (["--judge", "tiny", "--judge-by", "pairs"], "compares the episodes of one task"),
     ],

@@ -82,15 +82,15 @@ def _label(source: str) -> str:
     return path.name if path.exists() else source
 
 
-async def endpoint_models(settings: PolicySettings) -> PolicySettings:
-    """Check that the endpoint answers, and fill in its model's name if it lists its models."""
+async def endpoint_models(settings: PolicySettings, flag: str = "--model") -> PolicySettings:
+    """Check that the endpoint answers, and fill in its model's name, which `flag` gives, if it lists its models."""
     if settings.base_url is None:
         return settings
     client = _endpoint(settings, settings.base_url)
     try:
         names = await client.list_models()
     except EndpointError as error:
-        raise ConfigError(f"{error} Is the server running, and is --base-url right?") from error
+        raise ConfigError(f"{error} Is the server running, and is its URL right?") from error
     except ConfigError:
         if not settings.model:
             raise
@@ -103,7 +103,7 @@ async def endpoint_models(settings: PolicySettings) -> PolicySettings:
             raise ConfigError(f"{settings.base_url} does not serve {unknown[0]!r}; it serves {', '.join(names[:20])}.")
         return settings
     if len(names) != 1:
-        raise ConfigError(f"{settings.base_url} serves {', '.join(names) or 'no model'}; choose with --model.")
+        raise ConfigError(f"{settings.base_url} serves {', '.join(names) or 'no model'}; choose with {flag}.")
     return replace(settings, model=(names[0],))
 
 

@@ -69,11 +69,12 @@ def optimize_prompt(args: list[str]) -> int:
         config = with_values(config, {"system_prompt": env.system_prompt_for(env.agent_ids[0]) or ""})
     num_tasks = _check(config, env.agent_ids, samples)
     config = replace(config, player=_named_player(config))
+    reflecting = _reflecting(config)
     folder = _checked_folder(config, resume=command.resume)
     if command.dry_run:
         return _show_plan(config, num_tasks)
     try:
-        return asyncio.run(_search(config, found, samples, num_tasks, folder))
+        return asyncio.run(_search(config, found, samples, num_tasks, reflecting, folder))
     except KeyboardInterrupt:
         goes_on = (folder / ROLLOUTS / "search.json").is_file()
         _say("", f"Stopped. To go on: ludic optimize-prompt {folder} --resume" if goes_on else "Stopped.")
@@ -140,6 +141,20 @@ def _named_player(config: PromptConfig) -> Any:
     return replace(config.player, model=model.source)
 
 
+def _reflecting(config: PromptConfig) -> PolicySettings | None:
+    """The model that reflects; an endpoint is asked for its name. None: the model that plays."""
+    own = config.reflector
+    if own.reflector is None:
+        return None
+    if not own.is_served:
+        settings = PolicySettings(model=(own.reflector,), dtype=config.player.dtype, device=config.player.device)
+        (model,) = evaluated_models(settings)
+        return replace(settings, model=(model.source,))
+    names = () if own.reflector_model is None else (own.reflector_model,)
+    served = PolicySettings(base_url=own.reflector, api_key_env=own.reflector_key_env, model=names)
+    return asyncio.run(endpoint_models(served, "--reflector-model"))
+
+
 def _checked_folder(config: PromptConfig, *, resume: bool) -> Path:
     """The folder of the search; ConfigError if it holds another one. Nothing is written."""
     folder = config.folder
@@ -188,7 +203,12 @@ def _show_plan(config: PromptConfig, num_tasks: int) -> int:
 
 
 async def _search(
-    config: PromptConfig, found: EnvFactory, samples: list[Any] | None, num_tasks: int, folder: Path
+    config: PromptConfig,
+    found: EnvFactory,
+    samples: list[Any] | None,
+    num_tasks: int,
+    reflecting: PolicySettings | None,
+    folder: Path,
 ) -> int:
     search, settings = config.search, config.player.policy
     model = EvaluatedModel(config.player.model or "", config.player.model or "")
@@ -197,7 +217,7 @@ async def _search(
     async with serving as player, AsyncExitStack() as stack:
         setup = _setup(config, found, player)
         stack.callback(setup.close)
-        reflector = await _reflector(config, player, stack)
+        reflector = await _reflector(config, player, reflecting, stack)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG).write_text(f"# ludic {__version__}\n\n{to_toml(config)}", encoding="utf-8")
         running = PromptSearch(
@@ -260,16 +280,14 @@ def _tasks(
     ]
 
 
-async def _reflector(config: PromptConfig, player: OpenPolicy, stack: AsyncExitStack) -> ModelReflector:
+async def _reflector(
+    config: PromptConfig, player: OpenPolicy, settings: PolicySettings | None, stack: AsyncExitStack
+) -> ModelReflector:
     own, asked = config.reflector, player
-    if own.reflector is not None:
-        names = (own.reflector_model,) if own.reflector_model is not None else ()
-        settings = PolicySettings(model=(own.reflector,), dtype=config.player.dtype, device=config.player.device)
-        if own.is_served:
-            settings = PolicySettings(base_url=own.reflector, api_key_env=own.reflector_key_env, model=names)
-            settings = await endpoint_models(settings)
-        (model,) = evaluated_models(settings)
-        asked = await stack.enter_async_context(opened(model, settings, with_tools=False, seed=config.search.seed))
+    if settings is not None:
+        (name,) = settings.model
+        serving = opened(EvaluatedModel(name, name), settings, with_tools=False, seed=config.search.seed)
+        asked = await stack.enter_async_context(serving)
     asking = JudgeModel(
         asked.client,
         model=asked.model,

@@ -1,16 +1,14 @@
 """The APPS example on a tiny model whose words are whole programs, in this process: torch is loaded once."""
 
-import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from ludic.sandbox.bubblewrap import bubblewrap_problem
 from ludic.types import LudicError, load_rollouts
+from tests import programs
 
 pytest.importorskip("torch", reason="the local extra is not installed")
 pytest.importorskip("peft", reason="the lora extra is not installed")
@@ -62,26 +60,18 @@ def problems(tmp_path_factory) -> Path:
     return path
 
 
-def load(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+def run(*arguments: object) -> None:
+    assert programs.load(SCRIPT).main([str(argument) for argument in arguments]) == 0
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    assert load(monkeypatch).main([str(argument) for argument in arguments]) == 0
-
-
-def test_a_tiny_model_is_trained_on_programs_that_ran_in_the_sandbox(model, problems, tmp_path, monkeypatch, capsys):
+def test_a_tiny_model_is_trained_on_programs_that_ran_in_the_sandbox(model, problems, tmp_path, capsys):
     arguments = [
         "--model", model, "--data", problems, "--eval-data", problems, "--runs", tmp_path, "--name", "run",
         "--rollouts-per-update", 16, "--max-tokens", 32, "--max-seq-len", 512, "--attempts", 2, "--lora-rank", 4,
         "--lr", 1e-2, "--algo-set", "kl_coeff=0.01", "--eval-at-start", "--eval-every", 2, "--timeout-per-test-s", 20,
         "--logger", "none",
     ]  # fmt: skip
-    run(monkeypatch, *arguments, "--steps", 2)
+    run(*arguments, "--steps", 2)
     printed, out = capsys.readouterr().out, tmp_path / "run"
     assert "2 of 4 problems are left out" in printed and "2 problems to train on, 2 held out" in printed
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -105,8 +95,8 @@ def test_a_tiny_model_is_trained_on_programs_that_ran_in_the_sandbox(model, prob
         (["--data", "{bad}"], "None of the 1 problems"),
     ],
 )
-def test_a_mistake_is_named_before_anything_is_computed(arguments, message, problems, tmp_path, monkeypatch):
+def test_a_mistake_is_named_before_anything_is_computed(arguments, message, problems, tmp_path):
     places = {"bad": tmp_path / "bad.jsonl", "good": problems}
     places["bad"].write_text('{"question": "no tests"}\n')
     with pytest.raises(LudicError, match=re.escape(message)):
-        run(monkeypatch, "--runs", tmp_path, *[argument.format(**places) for argument in arguments])
+        run("--runs", tmp_path, *[argument.format(**places) for argument in arguments])

@@ -1,11 +1,11 @@
 """DPO, IPO and KTO on stored preferences: the gap of the implied rewards grows."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.extended import cases
 
 pytest.importorskip("torch", reason="the local extra is not installed")
@@ -17,10 +17,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "dpo.py"
 
 @pytest.fixture(scope="module")
 def program():
-    spec = importlib.util.spec_from_file_location("dpo_program", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return programs.load(SCRIPT)
 
 
 @pytest.mark.parametrize("algo", cases(["dpo", "ipo", "kto"], default=["dpo", "kto"]))

@@ -3,12 +3,10 @@
 The steps depend on each other as they do for a person: games are generated, learned from, improved on, evaluated.
 """
 
-import importlib.util
 import json
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +14,7 @@ from types import ModuleType
 import pytest
 
 from ludic.types import LudicError, load_rollouts
-from tests import forked
+from tests import forked, programs
 
 pytest.importorskip("torch", reason="the local extra is not installed")
 pytest.importorskip("peft", reason="the lora extra is not installed")
@@ -271,11 +269,7 @@ def load(script: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """An example as a module of this process: torch is loaded once for all the mistakes."""
     path = EXAMPLES / script
     monkeypatch.syspath_prepend(path.parent)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return programs.load(path)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,7 @@
 """examples/folding.py: the memory is learned where a window can only guess."""
 
 import asyncio
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
@@ -15,6 +13,7 @@ from ludic.interaction import SingleAgentProtocol
 from ludic.run import RunConfig
 from ludic.run.parts import agent_factory
 from ludic.run.settings import with_values
+from tests import programs
 from tests.fakes import RecordingClient
 
 pytest.importorskip("torch", reason="the local extra is not installed")
@@ -22,12 +21,8 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "folding.py"
 
 
 @pytest.fixture
-def example(monkeypatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+def example() -> ModuleType:
+    return programs.load(SCRIPT)
 
 
 def prompts(example, memory, fact) -> list[list[int]]:

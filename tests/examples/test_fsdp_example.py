@@ -1,10 +1,8 @@
 """The example for several GPUs as two CPU processes with a tiny model, within 60 seconds; and its Slurm script with stand-ins."""
 
-import importlib.util
 import json
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +13,7 @@ torch = pytest.importorskip("torch", reason="the train extra is not installed")
 
 from ludic.distributed.ranks import Ranks  # noqa: E402
 from ludic.types import ConfigError  # noqa: E402
-from tests import forked  # noqa: E402
+from tests import forked, programs  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 ROOT = Path(__file__).parents[2]
@@ -105,11 +103,7 @@ def test_a_mistake_of_the_first_rank_ends_all_of_them(tmp_path):
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_math_fsdp2", FOLDER / "train_math_fsdp2.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return programs.load(FOLDER / "train_math_fsdp2.py")
 
 
 def test_single_process_is_refused_with_advice(script, tmp_path):

@@ -1,6 +1,5 @@
 """The GSM8K program on a tiny model: what it prints and what it leaves behind; the worked solutions as rollouts."""
 
-import importlib.util
 import json
 import re
 import sys
@@ -11,6 +10,7 @@ import pytest
 
 from ludic.parsers import boxed_parser
 from ludic.types import LudicError, load_rollouts
+from tests import programs
 
 pytest.importorskip("torch", reason="the local extra is not installed")
 pytest.importorskip("tyro", reason="the dev extra is not installed")
@@ -20,17 +20,9 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "gsm8k" / "gsm8k.py"
 WORDS = ["What", "is", "plus", "?", *(rf"\boxed{{{number}}}" for number in range(2, 7))]
 
 
-def load(script: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"{script.stem}_program", script)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def program() -> ModuleType:
-    return load(SCRIPT)
+    return programs.load(SCRIPT)
 
 
 def start(program: ModuleType, *arguments: object) -> None:
@@ -136,7 +128,7 @@ def test_without_files_the_questions_come_from_the_hub_through_datasets(program,
 
 
 def test_worked_solutions_become_rollouts_that_are_graded_right(questions, tmp_path, capsys):
-    solutions = load(SCRIPT.with_name("solutions.py"))
+    solutions = programs.load(SCRIPT.with_name("solutions.py"))
     row = {"question": "one\u2028two\x85three", "answer": "<<1+2=3>>3\n#### 3"}  # any character but a line feed
     questions = tmp_path / "questions.jsonl"
     questions.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")

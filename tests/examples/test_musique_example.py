@@ -1,15 +1,13 @@
 """The search and the delegation example on a tiny model, in this process: torch is loaded once for all of them."""
 
-import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from ludic.types import LudicError, Rollout, load_rollouts
+from tests import programs
 from tests.data import read_jsonl
 
 pytest.importorskip("torch", reason="the local extra is not installed")
@@ -62,18 +60,10 @@ def questions(tmp_path_factory) -> Path:
     return path
 
 
-def load(script: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(Path(script).stem, EXAMPLES / script)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(capsys):
     def run_example(script: str, *arguments: object) -> str:
-        assert load(script, monkeypatch).main([str(argument) for argument in arguments]) == 0
+        assert programs.load(EXAMPLES / script).main([str(argument) for argument in arguments]) == 0
         return capsys.readouterr().out
 
     return run_example
@@ -137,8 +127,8 @@ def test_a_model_is_trained_as_parent_and_as_child(run, model, questions, tmp_pa
     assert "questions             6" in run(*arguments, "--player", "model", "--eval-episodes", 6)
 
 
-def test_children_get_the_weight_of_their_parent(monkeypatch):
-    module = load(DELEGATE, monkeypatch)
+def test_children_get_the_weight_of_their_parent():
+    module = programs.load(EXAMPLES / DELEGATE)
 
     class Halves:
         def compute(self, rollouts):
@@ -169,11 +159,11 @@ class FakeStep:
     ],
     ids=str,
 )
-def test_a_mistake_is_named_before_anything_is_computed(script, arguments, message, monkeypatch, tmp_path):
+def test_a_mistake_is_named_before_anything_is_computed(script, arguments, message, tmp_path):
     places = {name: tmp_path / name for name in ("empty", "one", "broken")}
     places["empty"].write_text("\n")
     places["broken"].write_text('{"question": \n')
     places["one"].write_text('{"question": "?"}\n')
-    module = load(script, monkeypatch)
+    module = programs.load(EXAMPLES / script)
     with pytest.raises(LudicError, match=re.escape(message.format(**places))):
         module.main([argument.format(**places) for argument in arguments])

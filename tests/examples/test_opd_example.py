@@ -1,13 +1,12 @@
 """The distillation program on a tiny teacher: every kind of KL brings the student nearer on questions that it is not trained on."""
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests import programs
 from tests.extended import cases
 
 pytest.importorskip("torch", reason="the local extra is not installed")
@@ -20,11 +19,7 @@ TINY = ["--teacher", "tiny", "--steps", "12", "--eval-every", "12", "--eval-repl
 
 @pytest.fixture(scope="module")
 def program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("distil_program", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return programs.load(SCRIPT)
 
 
 def kls(program: ModuleType, capsys: pytest.CaptureFixture, *arguments: str) -> list[float]:

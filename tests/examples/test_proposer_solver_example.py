@@ -1,11 +1,11 @@
 """Two policies, one that proposes tasks: a small run writes its curve."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import programs
 
 pytest.importorskip("torch", reason="the local extra is not installed")
 pytest.importorskip("tyro", reason="the dev extra is not installed")
@@ -15,11 +15,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "proposer_solver" / "proposer_
 
 @pytest.fixture(scope="module")
 def program():
-    spec = importlib.util.spec_from_file_location("proposer_program", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return programs.load(SCRIPT)
 
 
 @pytest.mark.slow

@@ -1,13 +1,12 @@
 """The rejection-sampling loop in one file: it learns, with one update of each sampling or several."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests import programs
 from tests.extended import cases
 
 pytest.importorskip("torch", reason="the local extra is not installed")
@@ -19,11 +18,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "rft.py"
 
 @pytest.fixture(scope="module")
 def program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("rft_program", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return programs.load(SCRIPT)
 
 
 @pytest.mark.parametrize("arguments", cases([[], ["--updates-per-round", "1"]], default=[[]]), ids=str)

@@ -1,12 +1,12 @@
 """Two players learn from each other in one file: a small run, stopped and resumed, ends in a table."""
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests import programs
 
 pytest.importorskip("peft", reason="the lora extra is not installed")
 pytest.importorskip("tyro", reason="the dev extra is not installed")
@@ -32,11 +32,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("self_play_program", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return programs.load(SCRIPT)
 
 
 def run(program: ModuleType, *arguments: object) -> None:

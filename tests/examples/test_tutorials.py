@@ -1,29 +1,17 @@
 """Every tutorial runs, in small; its page and its notebook are made of its cells."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
+from scripts import tutorials as script
 from tests import forked, warm_python
 
 pytest.importorskip("peft", reason="the lora extra is not installed")
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "tutorials").glob("*.py"))
-
-
-def load_script():
-    spec = importlib.util.spec_from_file_location("tutorials", ROOT / "scripts" / "tutorials.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-script = load_script()
 
 
 @pytest.mark.slow

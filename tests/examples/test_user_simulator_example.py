@@ -1,7 +1,6 @@
 """The user simulator's example: either role learns from a scripted partner."""
 
 import asyncio
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from ludic.inference import ByteTemplate, ScriptedClient
 from ludic.interaction import Policies
 from ludic.parsers import raw_parser
 from ludic.types import EnvSpec, InferenceSpec, ProtocolSpec, ReturnSpec, RolloutRequest
+from tests import programs
 
 pytest.importorskip("torch", reason="the local extra is not installed")
 pytest.importorskip("tyro", reason="the dev extra is not installed")
@@ -24,10 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def program():
-    spec = importlib.util.spec_from_file_location("user_simulator", ROOT / "examples" / "user_simulator.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return programs.load(ROOT / "examples" / "user_simulator.py")
 
 
 def earned(out: str, name: str) -> list[float]:

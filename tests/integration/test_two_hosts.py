@@ -1,6 +1,5 @@
 """Two hosts, with a network namespace each: a Ray cluster that loses one, and FSDP over both. See scripts/two_hosts.py."""
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -10,22 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts import two_hosts as script
 from tests.integration.fsdp_worker import done
 from tests.integration.test_fsdp import assert_same_run
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "two_hosts.py"
 PATIENCE_S = 240
-
-
-def load_script():
-    spec = importlib.util.spec_from_file_location("two_hosts", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-script = load_script()
 
 
 def why_not() -> str:

@@ -12,6 +12,7 @@ import tyro
 from ludic.cli.args import TRY_AGAIN, Switch, Target, need_extras, parse_run
 from ludic.cli.terminal.colour import make_console
 from ludic.run.policies.entry import with_policies
+from ludic.types.errors import RunComplete
 
 if TYPE_CHECKING:
     from ludic.run import Run, TrainResult
@@ -86,9 +87,15 @@ def reported(run: "Run", *, resume: bool) -> Iterator[Report]:
     from ludic.batch_gen.pipeline.connection import RedisGone
     from ludic.batch_gen.pipeline.lease import LeaseLost
     from ludic.run import RunFailed
-    from ludic.run.folder import how_to_resume
+    from ludic.run.folder import how_to_resume, saved_step
+    from ludic.run.generation import mark_finished
 
-    _say(*_opening(run, resume=resume))
+    try:
+        _say(*_opening(run, resume=resume))
+    except RunComplete:
+        if run.config.is_pipeline:  # the learner may have died before it told the actors
+            asyncio.run(mark_finished(run.resolved, saved_step(run.folder)))
+        raise
     report = Report()
     with run:
         try:

@@ -7,6 +7,7 @@
 - `PreferenceGeneration` (--preferences): comparisons of a file, for DPO and its relatives.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext
@@ -21,7 +22,7 @@ from ludic.batch_gen import (
     RolloutBatchSource,
     TeacherAnnotatedBatchSource,
 )
-from ludic.batch_gen.pipeline.connection import require_redis
+from ludic.batch_gen.pipeline.connection import RedisGone, require_redis
 from ludic.batch_gen.pipeline.queue import ExperienceQueue
 from ludic.batch_gen.pipeline.source import PipelineBatchSource
 from ludic.distributed.publish.folder import FolderPublisher
@@ -32,7 +33,7 @@ from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot
 from ludic.models.loading import LoadedModel
 from ludic.models.lora import dense_parameters
-from ludic.run.config import AgentSettings, ModelSettings, RunConfig, redis_url, required_servers
+from ludic.run.config import AgentSettings, ModelSettings, RunConfig, given_redis, redis_url, required_servers
 from ludic.run.folder import WEIGHTS, ResumePoint, rollouts_file
 from ludic.run.model import ServedPolicy, load_policy, load_tokenizer, local_engine, make_template, serve_locally
 from ludic.run.parts import (
@@ -53,8 +54,12 @@ from ludic.training.learner.stop import run_sync
 from ludic.training.losses import CorrectedLoss, SequenceMask, TokenMask
 from ludic.types import BatchSource, ConfigError, Evaluator, FollowsDrift, PolicyPublisher, Rollout, TeacherScorer
 
+logger = logging.getLogger(__name__)
+
 _SERVER_AWAY_S = 600.0
 """Seconds that publishing waits for a server that is down: as long as a large model takes to load."""
+_FAREWELL_S = 10.0
+"""Seconds that a learner which is done waits for Redis."""
 
 
 class Generation(ABC):
@@ -452,6 +457,18 @@ async def clear_queue(run: ResolvedRun) -> None:
     """Remove what an earlier run of the same name left."""
     async with ExperienceQueue(redis_url(run.config.pipeline), run.queue_key) as queue:
         await queue.clear()
+
+
+async def mark_finished(run: ResolvedRun, num_updates: int) -> None:
+    """Tell the actors of a pipeline that there is nothing left to do; they end. Without an answer of Redis they are not told."""
+    if given_redis(run.config.pipeline) is None:
+        return
+    url, key = redis_url(run.config.pipeline), run.queue_key
+    async with ExperienceQueue(url, key, patience_s=_FAREWELL_S) as queue:
+        try:
+            await queue.finish(num_updates)
+        except RedisGone as error:
+            logger.warning("the actors are not told that the run is finished: %s", error)
 
 
 class FolderAndEngine:

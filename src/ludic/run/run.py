@@ -34,7 +34,7 @@ from ludic.run.folder import (
     saved_step,
     write_config,
 )
-from ludic.run.generation import Generation, generation_of
+from ludic.run.generation import Generation, generation_of, mark_finished
 from ludic.run.model import load_policy, load_reference, use_threads, with_pinned_checkpoints
 from ludic.run.parts import make_loggers
 from ludic.run.policies.entry import PolicyEntry
@@ -179,6 +179,8 @@ class Run:
                 stack.push_async_callback(cancel_all, [asyncio.create_task(self._show_activity())])
                 await stack.enter_async_context(generation.sampling())
                 stats = await trainer.train(self.resolved.steps - trainer.step)
+            if self.config.is_pipeline and trainer.step >= self.resolved.steps:
+                await mark_finished(self.resolved, trainer.step)
         return TrainResult(
             step=trainer.step,
             stopped_by=trainer.stop.reason if trainer.stop.is_set else None,

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ludic.models.head import plain_model
 from ludic.training.algorithms import RLAlgorithm
 from ludic.training.config import TrainerConfig
 from ludic.training.learner.batches import prepare
 from ludic.training.learner.gradients import batch_facts
 from ludic.training.learner.metrics import PREFIXES, batch_stats, prefixed
 from ludic.training.learner.packing import action_fields
+from ludic.training.vocabulary import require_known_ids, vocabulary_of
 from ludic.types import LudicError, Reducer, SAWBatch, SAWItem
 
 MAX_WEIGHT = 1e9
@@ -44,22 +44,16 @@ class TrainableSamples:
         self._vocab_size, self._max_positions = vocabulary_of(model), positions_of(model)
 
     def __call__(self, items: Sequence[SAWItem]) -> None:
+        require_known_ids(
+            items, self._vocab_size, UntrainableSamples, "Check that actor and learner have the same model."
+        )
         for item in items:
-            self._check_ids(item)
+            self._check_length(item)
             _check_numbers(item)
             _check_facts(item)
         self._rehearse(items)
 
-    def _check_ids(self, item: SAWItem) -> None:
-        candidates = item.attachments.candidates
-        arrays = [item.input_ids] if candidates is None else [item.input_ids, candidates.ids]
-        largest = max((int(ids.max()) for ids in arrays if len(ids)), default=0)
-        if self._vocab_size is not None and largest >= self._vocab_size:
-            where = "a token" if candidates is None else "a token, or a candidate of one,"
-            raise UntrainableSamples(
-                f"A sample has {where} with the id {largest}; the model has {self._vocab_size} tokens. Check that actor and "
-                "learner have the same model."
-            )
+    def _check_length(self, item: SAWItem) -> None:
         if self._max_positions is not None and len(item.input_ids) > self._max_positions:
             raise UntrainableSamples(
                 f"A sample has {len(item.input_ids)} tokens; the model has {self._max_positions} positions."
@@ -109,16 +103,6 @@ def _check_facts(item: SAWItem) -> None:
         raise UntrainableSamples(
             f"A sample's rollout ended with the result {result!r:.100}, which would be taken for a metric."
         )
-
-
-def vocabulary_of(model: Any) -> int | None:
-    """The number of tokens that have an embedding and a logit; None if the model does not say."""
-    inner = plain_model(model)
-    if not hasattr(inner, "get_input_embeddings"):
-        return None
-    tables = (inner.get_input_embeddings(), inner.get_output_embeddings())
-    sizes = [getattr(table, name, None) for table, name in zip(tables, ("num_embeddings", "out_features"), strict=True)]
-    return min((size for size in sizes if size is not None), default=None)
 
 
 def positions_of(model: Any) -> int | None:

@@ -303,7 +303,7 @@ def test_a_password_reaches_no_file_and_no_output(ludic, monkeypatch, tmp_path, 
         assert said[-1].code == 2 and "LUDIC_REDIS_URL" in said[-1].err and not (tmp_path / "runs").exists()
         monkeypatch.setenv("LUDIC_REDIS_URL", url)
         run = ["letter.py:Letter", *SMALL, "--engine", "pipeline", "--name", "secret", "--steps", "1"]
-        config, _ = pipeline_config(server, "secret", ["letter.py:Letter", *SMALL, "--steps", "1"])
+        config, _ = pipeline_config(server, "secret", ["letter.py:Letter", *SMALL, "--steps", "2"])  # its actor's
         own = resolve(with_values(config.config, {"redis": None}), config.env)
         with actors_beside(own, 0):
             said.append(ludic("train", *run))

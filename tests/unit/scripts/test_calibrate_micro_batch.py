@@ -1,29 +1,19 @@
 """The budget finder: the search by itself, real steps on a tiny model, and what it says when it cannot."""
 
-import importlib.util
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from scripts import calibrate_micro_batch as script
 from tests import forked
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "calibrate_micro_batch.py"
 
 
-def load_script():
-    spec = importlib.util.spec_from_file_location("calibrate_micro_batch", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-script = load_script()
 TINY = ["tiny", "--hidden-size", "16", "--layers", "1", "--heads", "2", "--vocab-size", "32", "--max-seq-len", "32"]
 TINY += ["--device", "cpu"]
 

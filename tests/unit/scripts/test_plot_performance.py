@@ -1,23 +1,17 @@
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from ludic.types import ConfigError
+from tests import programs
 
 pytest.importorskip("matplotlib", reason="the plot extra is not installed")
 
 
 @pytest.fixture
-def script(monkeypatch):
-    path = Path(__file__).parents[3] / "scripts" / "plot_performance.py"
-    spec = importlib.util.spec_from_file_location("plot_performance", path)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "plot_performance", module)
-    spec.loader.exec_module(module)
-    return module
+def script():
+    return programs.load(Path(__file__).parents[3] / "scripts" / "plot_performance.py")
 
 
 def record(engine: str, batch: int, speed: float, **changed) -> dict:

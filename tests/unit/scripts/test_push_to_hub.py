@@ -7,7 +7,6 @@ preupload, LFS, commits. It does not speak Xet, so HF_HUB_DISABLE_XET=1 makes th
 import asyncio
 import base64
 import hashlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -19,7 +18,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from tests import warm_python
+from tests import programs, warm_python
 
 web = pytest.importorskip("aiohttp.web", reason="the serve extra is not installed")
 
@@ -181,7 +180,7 @@ def python(tmp_path_factory):
     }  # fmt: skip
     path, program = warm_python.socket_and_program(sys.executable)
     imported = "import runpy, sys; runpy.run_path(sys.argv[1]); sys.path.insert(0, sys.argv[2])"
-    served = f"{imported}; from tests import warm_python; warm_python.serve(sys.argv[3])"
+    served = f"{imported}; from tests import programs, warm_python; warm_python.serve(sys.argv[3])"
     server = subprocess.Popen([sys.executable, "-c", served, SCRIPT, ROOT, path], env=environment)
     yield program, environment
     server.terminate()
@@ -310,10 +309,7 @@ def test_a_public_repository_is_not_taken_for_a_private_one(hub, push, tmp_path)
 @pytest.fixture
 def refused(capsys):
     """The line that the script says, run in this process."""
-    spec = importlib.util.spec_from_file_location("push_to_hub", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = script  # dataclasses look their module up
-    spec.loader.exec_module(script)
+    script = programs.load(SCRIPT)
 
     def run(*arguments, endpoint="http://127.0.0.1:9"):  # no server listens there
         assert script.main([*map(str, arguments), "--endpoint", endpoint]) == 2

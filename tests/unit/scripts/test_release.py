@@ -1,24 +1,15 @@
 """The release script: what it writes, and what it refuses. Building is tried by hand (`--dry-run`)."""
 
 import datetime
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 
+from scripts import release as script
+
 ROOT = Path(__file__).parents[3]
 
 
-def load_script():
-    spec = importlib.util.spec_from_file_location("release", ROOT / "scripts" / "release.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-script = load_script()
 DAY = datetime.date(2026, 11, 18)
 
 

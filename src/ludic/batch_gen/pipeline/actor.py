@@ -60,6 +60,8 @@ class ActorReport:
     """Groups without an item after filtering, or without an action token."""
     num_abandoned: int = 0
     """Groups cancelled because they became too old or the actor was stopped."""
+    is_run_finished: bool = False
+    """The actor ended because the learner had made all updates of the run."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,6 +95,7 @@ async def run_pipeline_actor(
     per_turn: bool = False,
     timeout_s: float | None = None,
     max_groups: int | None = None,
+    num_updates: int | None = None,
     max_failed_share: float = 0.5,
     max_waiting: int = 1024,
     patience_s: float = 120.0,
@@ -104,8 +107,9 @@ async def run_pipeline_actor(
     on_group: Callable[[ActorReport], None] | None = None,
     poll_s: float = 0.1,
 ) -> ActorReport:
-    """Run groups until the requests are exhausted, `max_groups` are pushed, or `stop` is set.
+    """Run groups until the learner has finished its run, the requests are exhausted, `max_groups` are pushed, or `stop` is set.
 
+    `num_updates`: of the run; that a run with fewer is finished does not count, since its learner is about to go on.
     `concurrency`: episodes at a time, over all groups. `client`: the policy, asked for its version before a group starts.
     `follow` runs in the background, for example `FolderFollower(…).run`; its errors end the actor. `max_failed_share`: of the
     last 32 groups. `max_waiting`: actors wait at this number of groups in the queue. `patience_s`: how long Redis may be
@@ -130,6 +134,7 @@ async def run_pipeline_actor(
         served_by=client if isinstance(client, VersionedClient) else None,
         report=ActorReport(actor=new_actor_id(name)),
         max_groups=max_groups,
+        num_updates=num_updates or 0,
         stop=stop or asyncio.Event(),
         on_group=on_group,
         poll_s=poll_s,
@@ -155,6 +160,7 @@ class _Actor:
     served_by: VersionedClient | None
     report: ActorReport
     max_groups: int | None
+    num_updates: int
     stop: asyncio.Event
     on_group: Callable[[ActorReport], None] | None
     poll_s: float
@@ -207,7 +213,12 @@ class _Actor:
     @property
     def _is_over(self) -> bool:
         is_enough = self.max_groups is not None and self.report.num_groups >= self.max_groups
-        return self.stop.is_set() or self.is_exhausted or is_enough
+        return self._is_ended or self.is_exhausted or is_enough
+
+    @property
+    def _is_ended(self) -> bool:
+        """No group is of use any more."""
+        return self.stop.is_set() or self.report.is_run_finished
 
     @property
     def _has_room(self) -> bool:
@@ -233,9 +244,9 @@ class _Actor:
                 group.task.result()
 
     async def _finish(self) -> None:
-        """Finish the running groups, or cancel them after `stop`; a push is never interrupted."""
+        """Finish the running groups, or cancel them if they are of no use; a push is never interrupted."""
         while self.running:
-            if self.stop.is_set():
+            if self._is_ended:
                 self._abandon(self.running)
             self._collect()
             await self._pause()
@@ -344,6 +355,8 @@ class _Actor:
         num_items = self.num_reserved + sum(group.num_expected for group in self.running)
         before, learner = self.learner, await self.queue.beat_actor(self.report.actor, num_items, self.report_scorers())
         self.learner = learner
+        if learner.finished_after is not None and learner.finished_after >= self.num_updates:
+            self.report = replace(self.report, is_run_finished=True)
         if before is not None and (learner.version or 0) < (before.version or 0):
             logger.warning("the learner went back from version %s to %s", before.version, learner.version)
             self._abandon(self.running)

@@ -32,6 +32,8 @@ class LearnerState:
     """Live learners."""
     versions_per_batch: int = 1
     """By how much the version grows with each batch of `items_per_update`."""
+    finished_after: int | None = None
+    """Updates of the run, once all of them are made and saved; None before that."""
 
 
 def may_begin(learner: LearnerState, *, ahead_items: int, served_version: int | None = None) -> bool:

@@ -198,10 +198,10 @@ class ExperienceQueue:
         """Send an actor's heartbeat and return the learner's state. `scorers`: a `scorer_report`, which replaces the last."""
         lease_ms = round(self.lease_times.holds_s * 1000)
         args = [actor, in_progress_items, self._living_ms, _FORGET_ACTOR_S * 1000, lease_ms, scorers]
-        version, batch, max_lag, is_waiting, *counts = await self._call(scripts.BEAT_ACTOR, args)
+        version, batch, max_lag, is_waiting, *counts, finished = await self._call(scripts.BEAT_ACTOR, args)
         items, _, versions = batch.partition(b"/")
         learner = LearnerState(_number(version), _number(items), _number(max_lag), bool(is_waiting), *counts)
-        return replace(learner, versions_per_batch=_number(versions) or 1)
+        return replace(learner, versions_per_batch=_number(versions) or 1, finished_after=_number(finished))
 
     async def leave(self, actor: ActorId) -> None:
         """Remove an actor that has ended and will not push again under this id."""
@@ -221,6 +221,10 @@ class ExperienceQueue:
     async def release(self, lease: Lease) -> None:
         """Free the name at once; its unacknowledged groups stay for the next learner of this name."""
         await self._call(scripts.RELEASE, [lease.name, lease.token])
+
+    async def finish(self, num_updates: int) -> None:
+        """Tell actors, also those that start later, that the run has made all its updates. The next learner takes it back."""
+        await self._call(scripts.FINISH, [num_updates])
 
     async def announce(self, lease: Lease, status: LearnerStatus) -> None:
         """Publish the learner's state to the actors."""

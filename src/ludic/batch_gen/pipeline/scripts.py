@@ -358,6 +358,7 @@ pass_when_full()
 ensure_group()
 write_lease(name, token)
 redis.call('HSET', LEARNER, 'waiting:' .. name, '0', 'in_hand:' .. name, '0')
+redis.call('HDEL', LEARNER, 'finished')
 return {token, '0', ''}
 """)
 
@@ -367,6 +368,12 @@ if read_lease(name) ~= token then return 0 end
 pass_when_full()
 redis.call('HSET', LEARNER, 'waiting:' .. name, '0')
 return redis.call('HDEL', LEASES, name)
+""")
+
+FINISH = _script("""
+-- number of updates. Until a learner acquires a lease again.
+pass_when_full()
+return redis.call('HSET', LEARNER, 'finished', ARGV[1])
 """)
 
 RECLAIM = _learner_script("""
@@ -452,7 +459,7 @@ for field, value in pairs(learner) do
 end
 local in_queue = accounted() - (tonumber(learner['missing']) or 0)
 return {learner['version'] or '', learner['items_per_update'] or '', learner['max_lag'] or '', is_waiting,
-  math.max(0, in_queue - in_hand), in_progress, num_actors, num_waiting(), num_learners}
+  math.max(0, in_queue - in_hand), in_progress, num_actors, num_waiting(), num_learners, learner['finished'] or ''}
 """
 )
 

@@ -67,6 +67,8 @@ def run_actor(config: RunConfig, env: EnvFactory, *, index: int) -> int:
         print(f"ludic: {error}", file=sys.stderr)
         return TRY_AGAIN
     _say("Stopped before it had weights." if report is None else f"{report_line(report)}.")
+    if report is not None and report.is_run_finished:
+        _say(f"The learner has finished the run, {run.steps} updates. For more, start the learner before actors.")
     return code
 
 
@@ -152,6 +154,7 @@ async def _run_episodes(run: ResolvedRun, policy: ActorPolicy, index: int, stop:
         redis_url=redis_url(run.config.pipeline),
         queue_key=run.queue_key,
         max_steps=run.max_steps,
+        num_updates=run.steps,
         concurrency=rollouts.concurrency or policy.setup.concurrency,
         client=policy.client,
         algorithm=pipeline_algorithm(run),

@@ -48,9 +48,14 @@ from ludic.training.learner.packing import (
     pack,
     prefix_pair,
 )
+from ludic.training.vocabulary import require_known_ids, vocabulary_of
 from ludic.types import ConfigError, SAWItem
 
 logger = logging.getLogger(__name__)
+ANOTHER_TOKENIZER = (
+    "The sample is of another tokenizer: train the model that made it, or render its texts again "
+    "(make_chat_template_step_to_item, examples/sft.py)."
+)
 
 
 class Outputs(NamedTuple):
@@ -152,14 +157,7 @@ class TrainedPolicy:
 
     def check_ids(self, items: Sequence[SAWItem]) -> None:
         """ConfigError for a token that the model does not have."""
-        table = self.model.get_input_embeddings() if hasattr(self.model, "get_input_embeddings") else None
-        known: int | None = getattr(table, "num_embeddings", None)
-        largest = max((int(item.input_ids.max(initial=0)) for item in items), default=0)
-        if known is not None and largest >= known:
-            raise ConfigError(
-                f"A sample has a token with the id {largest}; the model has {known} tokens. The sample is of another tokenizer: "
-                "train the model that made it, or render its texts again (make_chat_template_step_to_item, examples/sft.py)."
-            )
+        require_known_ids(items, vocabulary_of(self.model), ConfigError, ANOTHER_TOKENIZER)
 
     @contextlib.contextmanager
     def routed(self, batch: PackedBatch) -> Iterator[RouterPass | None]:

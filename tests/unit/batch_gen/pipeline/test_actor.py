@@ -493,3 +493,42 @@ async def test_an_actor_can_be_stopped_while_redis_is_away(redis_server, key, mo
     report = await asyncio.wait_for(running, 30)
     assert (report.num_groups, report.num_abandoned, client.num_running) == (0, 2, 0)
     assert other_tasks() == set()
+
+
+# --- the end of the run ---
+
+
+async def test_a_finished_run_ends_its_actors_and_what_they_play(learner):
+    await learner.say()
+    client = HeldClient()
+    playing = asyncio.create_task(actor(learner, engine=make_engine(client), num_updates=5))
+    async with asyncio.timeout(60):
+        while not client.num_running:
+            await asyncio.sleep(POLL_S)
+        await learner.queue.finish(5)
+        report = await playing
+    assert report.is_run_finished and report.num_abandoned and not client.num_running
+    late = await actor(learner, num_updates=5)
+    assert late.is_run_finished and not late.num_groups
+
+
+async def test_a_learner_that_leaves_or_is_lost_ends_no_actor(learner):
+    await learner.say(max_lag=None)
+    playing = asyncio.create_task(actor(learner, max_groups=6))
+    await learner.take_groups(2)
+    await learner.queue.release(learner.lease)
+    await learner.queue.acquire(learner.lease)
+    await learner.say(version=0)
+    await learner.take_groups(2)
+    report = await asyncio.wait_for(playing, 60)
+    assert not report.is_run_finished and report.num_groups == 6
+
+
+async def test_actors_of_a_run_that_goes_on_do_not_end(learner):
+    await learner.queue.finish(5)
+    await learner.say(max_lag=None)
+    longer = await asyncio.wait_for(actor(learner, num_updates=10, max_groups=2), 60)
+    assert not longer.is_run_finished and longer.num_groups == 2
+    await learner.queue.acquire(learner.lease)  # as every learner that starts
+    again = await asyncio.wait_for(actor(learner, num_updates=5, max_groups=2), 60)
+    assert not again.is_run_finished and again.num_groups == 2

@@ -78,7 +78,8 @@ class Checkpoints:
             prefix = _prefix(checkpoint.path)
             adapter = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
             others = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
-            with self._written(self._folder(checkpoint.path)) as folder:
+            # Weights that only sampling sessions know need not outlive a power failure; a killed server leaves them anyway.
+            with self._written(self._folder(checkpoint.path), is_synced=not checkpoint.is_unnamed) as folder:
                 save_file(own_tensors(adapter), folder / ADAPTER)
                 (folder / CONFIG).write_text(json.dumps(_peft_config(checkpoint, adapter), indent=1))
                 if others:
@@ -87,19 +88,20 @@ class Checkpoints:
             self._all[checkpoint.path] = checkpoint
 
     @contextmanager
-    def _written(self, target: Path) -> Iterator[Path]:
+    def _written(self, target: Path, *, is_synced: bool) -> Iterator[Path]:
         """A folder to write to, which then takes the place of `target`. After an error nothing has changed."""
         unfinished, replaced = target.with_name(UNFINISHED + target.name), target.with_name(_REPLACED + target.name)
         try:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
             yield unfinished
-            for file in unfinished.iterdir():
+            for file in unfinished.iterdir() if is_synced else ():
                 sync(file)
             if target.exists():  # a folder cannot replace another in one step; after a kill `_clean` brings it back
                 target.rename(replaced)
             unfinished.rename(target)
-            sync(target.parent)
+            if is_synced:
+                sync(target.parent)
             shutil.rmtree(replaced, ignore_errors=True)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(unfinished, ignore_errors=True)

@@ -127,12 +127,24 @@ def find_runs(place: Path) -> Runs:
 
 
 def find_run(place: Path) -> RunIndex:
-    """One run, all of it read."""
+    """One run, or one file of rollouts, all of it read."""
+    if place.is_file():
+        return _file_of_rollouts(place)
     runs = find_runs(place)
     if len(runs.ids()) != 1:
         raise ConfigError(f"{place} is not a run. Runs in it: {', '.join(runs.ids()[:20]) or 'none'}.")
     index = runs.get(runs.ids()[0])
     index.refresh(FOREVER)
+    return index
+
+
+def _file_of_rollouts(path: Path) -> RunIndex:
+    index = RunIndex(path.name, path)
+    index.refresh(FOREVER)
+    if not index.cards:
+        raise ConfigError(
+            f"{path} holds no rollouts. `ludic show` takes a run folder, or a file with one rollout per line (JSON, plain or .gz)."
+        )
     return index
 
 
@@ -155,7 +167,7 @@ class ShowArgs:
     """Show a run in the terminal: its updates, the rollouts of one, or one rollout turn by turn."""
 
     run: tyro.conf.Positional[Path]
-    """A run folder, or its name in runs/."""
+    """A run folder, or its name in runs/; or a file of rollouts (*.jsonl, *.jsonl.gz)."""
     step: int | None = None
     """The rollouts of this update."""
     worst: Switch = False
@@ -219,9 +231,9 @@ _SHOWN_UPDATES = 20
 
 
 def _show_run(console: Console, index: RunIndex) -> None:
-    run = api.show_run(index)
-    console.print(f"{index.folder}: {run['state']}, {run['step']} of {run['steps_planned'] or '?'} updates, "
-                  f"{run['num_rollouts']} rollouts", markup=False)  # fmt: skip
+    run, is_file = api.show_run(index), index.folder.is_file()
+    updates = "" if is_file else f"{run['state']}, {run['step']} of {run['steps_planned'] or '?'} updates, "
+    console.print(f"{index.folder}: {updates}{run['num_rollouts']} rollouts", markup=False)
     table = Table("update", "rollouts", "reward", "from", "to", "tokens", "same reward", "cut off", "unreadable", "failed",
                   box=None, pad_edge=False)  # fmt: skip
     rows = api.steps(index)["steps"]
@@ -237,7 +249,8 @@ def _show_run(console: Console, index: RunIndex) -> None:
     for advisory in api.advisories(index):
         console.print()
         console.print(plain(f"{advisory['level']}: {advisory['title']}. {advisory['detail']} {advisory['advice']}"))
-    console.print(f"\nNext: ludic show {index.folder} --worst\n      ludic view {index.folder}", markup=False)
+    view = "" if is_file else f"\n      ludic view {index.folder}"
+    console.print(f"\nNext: ludic show {index.folder} --worst{view}", markup=False)
 
 
 def _show_step(console: Console, index: RunIndex, step: int) -> None:

@@ -32,7 +32,7 @@ class RunIndex:
     """
 
     def __init__(self, id: str, folder: Path, root: Path | None = None) -> None:
-        """`root`: files that links lead out of it are left out. Default: the folder."""
+        """`folder` may also be one file of rollouts. `root`: files that links lead out of it are left out. Default: the folder."""
         self.id, self.folder, self._root = id, folder, (root or folder).resolve()
         self.cards: list[Card] = []
         """In the order of the files and their lines; abandoned ones included."""
@@ -238,6 +238,8 @@ def _metrics_row(text: bytes) -> dict[str, Any] | None:
 
 def _rollout_files(folder: Path) -> list[Path]:
     """In the order of starts, and the actors' after them."""
+    if folder.is_file():
+        return [folder]
     found = [path for path in (folder / ROLLOUTS).glob("*.jsonl*") if path.suffix == ".jsonl" or is_compressed(path)]
     return sorted(path for path in found if path.is_file() and not path.name.startswith("."))
 

@@ -59,6 +59,16 @@ def test_show_prints_a_rollout_turn_by_turn(said, recorded, flag):  # noqa: F811
     assert said("show", recorded / "letters", "--rollout", id[-6:]) == text
 
 
+def test_show_reads_one_file_of_rollouts(said, recorded, tmp_path):  # noqa: F811
+    (file, *_) = sorted((recorded / "letters" / "rollouts").glob("*.jsonl*"))
+    text = said("show", file)
+    assert f"{file}: " in text and " rollouts" in text and "ludic view" not in text
+    assert "rollout " in said("show", file, "--worst") and "[reply]" in said("show", file, "--best")
+    (tmp_path / "other.jsonl").write_text('{"no": "rollout"}\n')
+    with pytest.raises(ConfigError, match="holds no rollouts"):
+        find_command(["show"])([str(tmp_path / "other.jsonl")])
+
+
 def test_show_follows_a_task(said, recorded):  # noqa: F811
     task = json.loads(said("view", recorded, "--json", "/api/runs/letters/tasks"))["tasks"][0]["task"]
     text = said("show", recorded / "letters", "--task", task)

@@ -21,6 +21,7 @@ import inspect
 import os
 import re
 import sys
+import threading
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -225,11 +226,15 @@ def _check_arguments(spec: EntrySpec, factory: Callable[..., Any], kwargs: Mappi
 
 # --- user's parts: file.py:name and module:name ---
 
+_LOADING = threading.RLock()
+"""Another thread must not find a file that is half executed. A file may load others."""
+
 
 def load_own(id: str, kind: str) -> Callable[..., Any]:
     """The class or function of `file.py:name` or `module:name`; messages call it a `kind`."""
     place, _, name = id.rpartition(":")
-    module = _load_file(place) if place.endswith(".py") else _load_module(place)
+    with _LOADING:
+        module = _load_file(place) if place.endswith(".py") else _load_module(place)
     found: Any = getattr(module, name, None)
     if found is None:
         inside = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]

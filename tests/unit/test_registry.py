@@ -3,14 +3,17 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ludic import registry
 from ludic.catalog import PACKAGES
 from ludic.parsers import ParseResult
+from ludic.registry import load_own
 from ludic.types import ConfigError, UnknownName
 from ludic.types.errors import how_to_install_package
 from tests.fakes import CountingEnv
@@ -301,3 +304,16 @@ def test_own_parsers_and_tools_may_be_functions_or_classes(here):
         ConfigError, match=r"Cannot make the algorithm 'own.py:fails': .*own.py, line 7, .*KeyError: 'key'"
     ):
         registry.algorithms.make("own.py:fails")
+
+
+def test_a_file_that_another_thread_is_loading_is_waited_for(tmp_path, monkeypatch):
+    begun, go = threading.Event(), threading.Event()
+    monkeypatch.setitem(sys.modules, "gate_of_this_test", SimpleNamespace(begun=begun, go=go))
+    file = tmp_path / "slow.py"
+    file.write_text("import gate_of_this_test as gate\ngate.begun.set()\ngate.go.wait(60)\ndef solve(): pass\n")
+    first = threading.Thread(target=load_own, args=(f"{file}:solve", "agent"))
+    first.start()
+    assert begun.wait(60)
+    threading.Timer(0.05, go.set).start()
+    assert load_own(f"{file}:solve", "agent").__name__ == "solve"
+    first.join()

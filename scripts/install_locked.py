@@ -44,18 +44,8 @@ def main(arguments: list[str]) -> int:
     python = [sys.executable, "-m"]
     listed = subprocess.run([*python, "pip", "config", "list"], text=True, stdout=subprocess.PIPE, check=True).stdout
     of_pip = settings(listed)
-    with_uv = [
-        *python,
-        "uv",
-        "pip",
-        "install",
-        "-q",
-        "--python",
-        sys.executable,
-        *ANY_INDEX,
-        *flags(of_pip),
-        *arguments,
-    ]
+    here = ["--python", sys.executable, *ANY_INDEX, *flags(of_pip)]
+    with_uv = [*python, "uv", "pip", "install", "-q", *here, *arguments]
     if subprocess.run(with_uv, env={**variables(of_pip), **os.environ}, check=False).returncode == 0:
         return 0
     sys.stderr.write("uv did not install this; pip does.\n")

@@ -6,7 +6,7 @@ Every world can be solved within the given number of moves.
 
 import random
 from collections import deque
-from typing import Final, TypeAlias
+from typing import Final, Literal, TypeAlias, get_args
 
 from ludic.envs.env import world_of
 from ludic.envs.single_agent_env import SingleAgentEnv
@@ -14,6 +14,7 @@ from ludic.types import JSON, ConfigError, Info, Observation, Snapshot, StepOutc
 
 Cell: TypeAlias = tuple[int, int]
 """(row, column)"""
+View: TypeAlias = Literal["text", "compact"]
 
 MOVES: Final[dict[str, Cell]] = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 _WALL_SHARE = 0.2
@@ -60,8 +61,15 @@ class KeyDoorEnv(SingleAgentEnv):
     blocking = False
     full_reward = 1.0
 
-    def __init__(self, *, size: int = 5, view_radius: int = 1, max_moves: int | None = None) -> None:
-        """A world of `size` × `size` cells, of which the agent sees those at most `view_radius` away per axis."""
+    def __init__(
+        self, *, size: int = 5, view_radius: int = 1, max_moves: int | None = None, view: View = "text"
+    ) -> None:
+        """A world of `size` × `size` cells, of which the agent sees those at most `view_radius` away per axis.
+
+        `view="compact"` shows seven characters, for small models, and suggests no system prompt: what is up, down, left and right of
+        the agent; where key and door are, as on a number pad (7 is up left), or ? if not in sight; k with the key or - without.
+        Without a clock and events, an agent that comes back to a cell sees the same text.
+        """
         super().__init__()
         max_moves = 4 * size * size if max_moves is None else max_moves
         if size < 3:
@@ -71,8 +79,11 @@ class KeyDoorEnv(SingleAgentEnv):
         if max_moves < 4 * size:
             # Without walls the longest solution takes 4 · size − 2 moves, so solvable worlds always exist.
             raise ConfigError(f"max_moves={max_moves} is too few for a world of size {size}; give at least {4 * size}.")
+        if view not in get_args(View):
+            raise ConfigError(f"There is no view {view!r}; there is {' and '.join(get_args(View))}.")
         self.size = size
         self.view_radius = view_radius
+        self.view: View = view
         self.max_moves = max_moves
         self._free: frozenset[Cell] = frozenset()
         self._agent: Cell = (0, 0)
@@ -84,6 +95,8 @@ class KeyDoorEnv(SingleAgentEnv):
 
     @property
     def suggested_sysprompt(self) -> str | None:
+        if self.view == "compact":
+            return None
         return (
             "You walk through a small world of cells: find the key (K), then carry it to the door (D). "
             f"You see only the cells up to {self.view_radius} away from you: @ is you, # a wall, . free floor. "
@@ -116,7 +129,7 @@ class KeyDoorEnv(SingleAgentEnv):
         self._moves_left -= 1
         opened = event == "opened"
         out_of_moves = not opened and self._moves_left == 0
-        self._obs = f"{_EVENTS[event]}\n{self._view()}"
+        self._obs = self._view() if self.view == "compact" else f"{_EVENTS[event]}\n{self._view()}"
         info: Info = {
             "event": event,
             "illegal_move": event == "unreadable",
@@ -143,11 +156,21 @@ class KeyDoorEnv(SingleAgentEnv):
         return "moved"
 
     def _view(self) -> Observation:
+        if self.view == "compact":
+            around = "".join(self._symbol(_neighbour(self._agent, move)) for move in MOVES)
+            return f"{around}{self._bearing(self._key)}{self._bearing(self._door)}{'k' if self._has_key else '-'}"
         row, column = self._agent
         offsets = range(-self.view_radius, self.view_radius + 1)
         window = ["".join(self._symbol((row + down, column + right)) for right in offsets) for down in offsets]
         carrying = "You carry the key." if self._has_key else "You do not have the key."
         return "\n".join([*window, f"{carrying} Moves left: {self._moves_left}."])
+
+    def _bearing(self, cell: Cell) -> str:
+        """The key of a number pad that lies in the direction of the cell; 5 is the agent's own cell, ? beyond its view."""
+        down, right = cell[0] - self._agent[0], cell[1] - self._agent[1]
+        if max(abs(down), abs(right)) > self.view_radius or (cell == self._key and self._has_key):
+            return "?"
+        return "789456123"[3 * ((down > 0) - (down < 0) + 1) + (right > 0) - (right < 0) + 1]
 
     def _symbol(self, cell: Cell) -> str:
         if cell == self._agent:

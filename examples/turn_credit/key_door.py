@@ -43,7 +43,14 @@ def make_turns(*, group_size: int = 8, gamma: float = 0.9) -> RLAlgorithm:
 
 
 def main(
-    *, output: Path, episodes: int = 1500, size: int = 5, view_radius: int = 4, max_moves: int = 20, noise: float = 0.5, seed: int = 2_000_000
+    *,
+    output: Path,
+    episodes: int = 1500,
+    size: int = 5,
+    view_radius: int = 4,
+    max_moves: int = 20,
+    noise: float = 0.5,
+    seed: int = 2_000_000,
 ) -> None:
     """Args:
     output: The file to write; it must not exist yet.
@@ -60,7 +67,10 @@ def main(
     template = HFChatTemplate(tokenizer)
 
     async def play(game_seed: int) -> Rollout:
-        env, dice = KeyDoorEnv(size=size, view_radius=view_radius, max_moves=max_moves, view="compact"), random.Random(derive_seed(game_seed, 1))
+        env, dice = (
+            KeyDoorEnv(size=size, view_radius=view_radius, max_moves=max_moves, view="compact"),
+            random.Random(derive_seed(game_seed, 1)),
+        )
 
         def move(_: object) -> str:
             best = env.reference_action(env.agent_id)

@@ -7,6 +7,7 @@ import pytest
 
 from ludic.training.credit_assignment import (
     EpisodicReturn,
+    GroupNormalizedReturn,
     LeaveOneOutReturn,
     MonteCarloReturn,
     PotentialShaping,
@@ -51,6 +52,15 @@ def test_turn_leave_one_out_compares_each_turn_with_the_others_that_reach_it():
 
 def test_turn_leave_one_out_has_no_baseline_where_the_others_never_acted():
     assert per_turn(TurnLeaveOneOutReturn(), rollout([1.0, 2.0]), rollout([])) == [near([3.0, 2.0]), []]
+
+
+@pytest.mark.parametrize("rule", [StateGroupReturn(4), TurnLeaveOneOutReturn(4, gamma=0.9)])
+def test_credit_for_turns_is_grpos_up_to_a_factor_where_episodes_have_one_turn(rule):
+    # Rewards 1, 0, 0, 1; all in one state.  GRPO: (R - 0.5) / 0.5.  GiGPO: twice that.  Against the others: 4/3 (R - 0.5)
+    members = [walk("s", [reward]) for reward in (1.0, 0.0, 0.0, 1.0)]
+    factor = {StateGroupReturn: 2.0, TurnLeaveOneOutReturn: 2 / 3}[type(rule)]
+    grpo = per_turn(GroupNormalizedReturn(4, normalize_adv=True), *members)
+    assert per_turn(rule, *members) == [near([factor * weight]) for (weight,) in grpo]
 
 
 def two_walks():

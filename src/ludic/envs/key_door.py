@@ -66,8 +66,8 @@ class KeyDoorEnv(SingleAgentEnv):
     ) -> None:
         """A world of `size` × `size` cells, of which the agent sees those at most `view_radius` away per axis.
 
-        `view="compact"` shows seven characters, for small models, and suggests no system prompt: what is up, down, left and right of
-        the agent; where key and door are, as on a number pad (7 is up left), or ? if not in sight; k with the key or - without.
+        `view="compact"` is for small models: seven characters and no system prompt. What is up, down, left and right of the agent;
+        where key and door are, as on a number pad (7 is up left), or ? if not in sight; k with the key or - without.
         Without a clock and events, an agent that comes back to a cell sees the same text.
         """
         super().__init__()

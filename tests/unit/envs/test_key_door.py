@@ -33,7 +33,14 @@ def world(*rows, **settings):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"size": 3}, {"size": 6, "view_radius": 2, "max_moves": 60}, {"size": 4, "max_moves": 16}]
+    "settings",
+    [
+        {},
+        {"size": 3},
+        {"size": 6, "view_radius": 2, "max_moves": 60},
+        {"size": 4, "max_moves": 16},
+        {"view": "compact"},
+    ],
 )
 async def test_the_env_keeps_the_contract(settings):
     await check_env(lambda: KeyDoorEnv(**settings), seeds=tuple(range(6)))
@@ -119,6 +126,21 @@ def test_key_and_door_are_shown_exactly_when_they_are_in_reach(view_radius):
             assert (symbol in window) == near
 
 
+def test_the_compact_view_shows_neighbours_bearings_and_the_key():
+    env = world(".@.", "#K.", "..D", view_radius=2, view="compact")
+    assert env.suggested_sysprompt is None
+    assert act(env, "left").obs == "###.33-"
+    assert act(env, "right").obs == "#K..23-"
+    assert act(env, "down").obs == "..#.?3k"
+    assert act(env, "up").obs == "#...?3k"
+    assert act(env, "up").obs == "#...?3k", "the same cell shows the same text, whatever happened before"
+
+
+def test_the_compact_view_hides_what_is_far_away():
+    env = world("@...K", ".....", ".....", ".....", "D....", view="compact")
+    assert act(env, "up").obs == "#.#.??-"
+
+
 def test_the_shortest_path_goes_around_walls():
     free = frozenset({(0, 0), (1, 0), (1, 1), (1, 2), (0, 2)})
     assert shortest_path((0, 0), (0, 2), free) == ["down", "right", "right", "up"]
@@ -138,7 +160,12 @@ def test_the_reference_does_not_plan_through_the_locked_door():
 
 @pytest.mark.parametrize(
     ("settings", "says"),
-    [({"size": 2}, "smallest is 3"), ({"view_radius": 0}, "smallest is 1"), ({"max_moves": 19}, "at least 20")],
+    [
+        ({"size": 2}, "smallest is 3"),
+        ({"view_radius": 0}, "smallest is 1"),
+        ({"max_moves": 19}, "at least 20"),
+        ({"view": "tiny"}, "text and compact"),
+    ],
 )
 def test_wrong_settings_are_refused_with_a_hint(settings, says):
     with pytest.raises(ConfigError, match=says):

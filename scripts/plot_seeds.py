@@ -48,6 +48,8 @@ class Settings:
 
 def main(settings: Settings) -> None:
     rows = [row for source in settings.sources for row in read(source)]
+    if not rows:
+        raise ConfigError("There is nothing to compare; give run folders that are named GAME-SETTING-SEED.")
     if settings.records is not None:
         settings.records.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     for game in dict.fromkeys(row["game"] for row in rows):

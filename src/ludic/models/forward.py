@@ -302,7 +302,7 @@ class _Layer:
         if self._head_norms is not None:
             q_norm, k_norm = self._head_norms
             qk = torch.cat((q_norm(qk[:, : self._num_q]), k_norm(qk[:, self._num_q :])), dim=1)
-        qk = torch.addcmul(qk * cos_T1D, qk.roll(self._head_dim // 2, -1), sin_T1D)
+        qk = (qk * cos_T1D).addcmul_(qk.roll(self._head_dim // 2, -1), sin_T1D)
         attended = state.attend(self._number, qk[:, : self._num_q], qk[:, self._num_q :], value_TKD, self._rules)
         hidden = self._out.forward(attended.reshape(hidden.shape[0], -1)).add_(hidden)
         first = 0

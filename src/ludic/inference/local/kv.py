@@ -147,8 +147,10 @@ class _SpanGroup:
         # Padding repeats tokens of the span: as queries their results are dropped, as keys they are masked.
         flat = [span.flat + torch.arange(num_queries).clamp_(max=n - 1) for span, n in zip(spans, lengths, strict=True)]
         self._queries_BT = torch.stack(flat)
-        self._kept_N = (torch.arange(num_queries) < torch.tensor(lengths)[:, None]).flatten().nonzero()[:, 0]
-        self._flat_N = self._queries_BT.flatten()[self._kept_N]
+        self._flat_N, self._kept_N = self._queries_BT.flatten(), None
+        if min(lengths) < num_queries:
+            self._kept_N = (torch.arange(num_queries) < torch.tensor(lengths)[:, None]).flatten().nonzero()[:, 0]
+            self._flat_N = self._flat_N[self._kept_N]
         new = [torch.arange(span.flat, span.flat + n) for span, n in zip(spans, lengths, strict=True)]
         if new_slots_T is not None:
             new = [torch.cat([span.slots_L.long(), new_slots_T[own]]) for span, own in zip(spans, new, strict=True)]
@@ -167,7 +169,8 @@ class _SpanGroup:
                 _attend(query_BHTD[:, :, here], key_BKLD[:, :, seen], value_BKLD[:, :, seen], mask[here, seen], rules)
             )
         out_BTHD = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).transpose(1, 2)
-        out_THD.index_copy_(0, self._flat_N, out_BTHD.flatten(0, 1)[self._kept_N])
+        out_NHD = out_BTHD.flatten(0, 1)
+        out_THD.index_copy_(0, self._flat_N, out_NHD if self._kept_N is None else out_NHD[self._kept_N])
 
     def _mask(self, window: int | None) -> Tensor:
         """Query i of a span sees itself and what precedes it, within the window; what pads a span comes last."""

@@ -77,7 +77,7 @@ def load_model(
         raise ConfigError(
             f"Cannot load the model {str(source)!r}: {str(error).strip().splitlines()[0]} Give a folder with config.json and "
             f"weights, a .gguf file, a hub id that this machine can reach, {SMOLLM2!r} or {TINY!r}."
-        ) from error
+        ) from (error if is_here else None)  # that there is nothing of this name needs no page of tracebacks
     return LoadedModel(model.to(device).eval(), load_image_processor(tokenizer, folder, config), str(source))
 
 

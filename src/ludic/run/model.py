@@ -270,8 +270,8 @@ def find_device(name: str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device = {name!r} is no device; try cpu, cuda or cuda:1.") from error
+    except RuntimeError:
+        raise ConfigError(f"device = {name!r} is no device; try cpu, cuda or cuda:1.") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device = {name!r}: PyTorch sees no GPU here. Leave it out to use the CPU.")
     return device

@@ -275,8 +275,8 @@ def converted(value: Any, kind: Any, where: str) -> Any:
         return tuple(_entry_of(setting.entry, table, where) for table in value)
     try:
         return msgspec.convert(value, kind, dec_hook=lambda wanted, given: wanted(given))
-    except (msgspec.ValidationError, TypeError) as error:
-        raise ConfigError(f"{where} = {value!r}: expected {kind_name(kind)}.") from error
+    except (msgspec.ValidationError, TypeError):
+        raise ConfigError(f"{where} = {value!r}: expected {kind_name(kind)}.") from None
 
 
 def kind_name(kind: Any) -> str:

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import stat
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,7 +81,7 @@ def filled_in(line: str, folder: Path) -> tuple[str, list[str]]:
 
 
 def test_slurm_kubernetes_and_ray_files_exist():
-    assert {path.parent.name for path in DEPLOY.rglob("*") if path.is_file()} == {"slurm", "kubernetes", "ray"}
+    assert {path.parent.name for path in DEPLOY.glob("*/*") if path.is_file()} == {"slurm", "kubernetes", "ray"}
     assert {line.split("ludic ")[1].split()[0] for line in command_lines()} == {"train", "actor", "launch"}
 
 
@@ -94,6 +95,22 @@ def test_every_command_line_in_deploy_parses(line, tmp_path):
     assert config.env.id == "letter.py:Letter"
     is_resumed = str(tmp_path / "runs" / "run") in arguments
     assert name == "launch" or config.is_pipeline or is_resumed, "its run is no pipeline"
+
+
+def test_the_dockerfile_copies_files_and_names_extras_that_exist():
+    """Building it needs a registry. A build sees only what is copied, so that has to be enough for pyproject.toml."""
+    root = DEPLOY.parent
+    lines = [line.split() for line in (DEPLOY / "Dockerfile").read_text().splitlines()]
+    copied = [name for word, *names in filter(None, lines) if word == "COPY" for name in names[:-1]]
+    assert copied and all((root / name).exists() for name in copied)
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    needed = {project["project"]["readme"], *project["project"]["license-files"], "pyproject.toml", "constraints.txt"}
+    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert needed | {package.split("/")[0] for package in packages} <= set(copied)
+    arguments = dict(words[1].split("=", 1) for words in filter(None, lines) if words[0] == "ARG")
+    assert set(arguments["EXTRAS"].split(",")) <= project["project"]["optional-dependencies"].keys()
+    images = {container["image"] for container in containers()} - {"redis:7"}
+    assert images == {"ludic:latest"} and "-t ludic:latest" in (DEPLOY / "Dockerfile").read_text()
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

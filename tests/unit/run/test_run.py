@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 
 import pytest
 import torch
@@ -224,6 +225,14 @@ def test_a_signal_stops_after_the_update_and_saves():
 def test_a_mistake_is_named_before_anything_is_loaded(settings, message):
     with pytest.raises(LookupError if "Did you mean 'grpo'" in message else ConfigError, match=message):
         build(**{"env": Letter, **SMALL, **settings})
+
+
+@pytest.mark.parametrize("settings", [{"lr": "fast"}, {"device": "abacus"}, {"model": "/nowhere"}])
+def test_a_mistake_in_a_script_shows_one_traceback(settings):
+    """What transformers, torch or msgspec said about it is in the sentence already."""
+    with pytest.raises(ConfigError) as mistake:
+        build(**{"env": Letter, **SMALL, **settings}).train(1)
+    assert "".join(traceback.format_exception(mistake.value)).count("Traceback") == 1
 
 
 def test_a_resolved_run_leaves_nothing_open():

@@ -102,9 +102,9 @@ system:
 train: $(VENV)/.ready
 	$(BIN)/python examples/tic_tac_toe/first_run.py
 
-# The server, and what recipes of tinker-cookbook need.
+# The server, and what recipes of tinker-cookbook need. pip would name all that the packages of no_deps.in do without.
 $(VENV)/.ready-tinker: $(VENV)/.ready
-	test -n "$(LOCKED)" || $(BIN)/$(INSTALL) -c constraints.txt -e '.[cookbook]'
+	test -n "$(LOCKED)" || $(BIN)/$(INSTALL) --no-warn-conflicts -c constraints.txt -e '.[cookbook]'
 	touch $@
 
 tinker: $(VENV)/.ready-tinker

@@ -21,6 +21,9 @@ from typing import Any
 
 from stand_ins import MODEL, write_stand_ins
 
+HUB = Path.home() / ".cache/ludic/tinker_cookbook"
+RENDERER = "qwen3_instruct"
+"""ChatML, without the system message that SmolLM2's own template begins with."""
 ENVIRONMENT = {
     "TINKER_BASE_URL": "http://127.0.0.1:8000",
     "TINKER_API_KEY": "tml-local",  # the SDK wants one; a server without keys takes any
@@ -61,9 +64,8 @@ def run_recipe(recipe: str, settings: list[str], *, hub: Path, renderer: str) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    hub = Path.home() / ".cache/ludic/tinker_cookbook"
-    parser.add_argument("--hub", type=Path, default=hub, help=f"the folder; filled on first use (default: {hub})")
-    parser.add_argument("--renderer", default="qwen3_instruct", help="chat format of the model (default: ChatML)")
+    parser.add_argument("--hub", type=Path, default=HUB, help=f"the folder; filled on first use (default: {HUB})")
+    parser.add_argument("--renderer", default=RENDERER, help=f"chat format of the model (default: {RENDERER}, ChatML)")
     parser.add_argument("recipe", help="for example sl_loop, math_rl.train, preference.dpo.train")
     parser.add_argument("settings", nargs="*", help="name=value, as the recipe takes them")
     given = parser.parse_args()

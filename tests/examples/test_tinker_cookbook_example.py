@@ -32,13 +32,18 @@ RECIPES = {
         *("batch_size=1", "group_size=2", "max_tokens=2", "eval_every=0", "renderer_name=qwen3_instruct", *TINY[1:]),
     ),
 }
+SUMS = {"lora_rank": "8", "learning_rate": "3e-3", "batch_size": "16", "max_steps": "24"}
 DRIVER = f"""
 import json, sys
 sys.path.insert(0, {str(EXAMPLES)!r})
 from pathlib import Path
+from learn_sums import RL, SUPERVISED, learn
 from run import run_recipe
-for recipe, settings in json.loads(sys.argv[1]).items():
-    run_recipe(recipe, settings, hub=Path(sys.argv[2]), renderer="qwen3_instruct")
+recipes, supervised, rl = json.loads(sys.argv[1])
+hub, logs = map(Path, sys.argv[2:])
+for recipe, settings in recipes.items():
+    run_recipe(recipe, settings, hub=hub, renderer="qwen3_instruct")
+learn(SUPERVISED | supervised, RL | rl, hub=hub, logs=logs, renderer="qwen3_instruct")
 """
 """One process for all recipes: importing the cookbook takes longer than any of them."""
 
@@ -74,24 +79,42 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_five_recipes_train_and_save(url: str, model: Path, tmp_path: Path):
-    logs = {recipe: tmp_path / recipe for recipe in RECIPES}
+@pytest.fixture
+def logs(url: str, model: Path, tmp_path: Path) -> Path:
+    """The folders of all recipes, by name."""
+    logs = tmp_path / "logs"
     asked = {
         recipe: [
             f"model_name={model}",
-            f"log_path={logs[recipe]}",
+            f"log_path={logs / recipe}",
             *(word.replace("MODEL", str(model)) for word in settings),
         ]
         for recipe, settings in RECIPES.items()
     }
+    here = {"model_name": str(model)}
+    rl = here | {"lora_rank": "8", "group_size": "4", "max_tokens": "8", "max_steps": "1"}
     (tmp_path / "driver.py").write_text(DRIVER)
     process = forked.python(
-        tmp_path / "driver.py", json.dumps(asked), tmp_path / "hub", environment={"TINKER_BASE_URL": url}
+        *(tmp_path / "driver.py", json.dumps([asked, here | SUMS, rl]), tmp_path / "hub", logs),
+        environment={"TINKER_BASE_URL": url},
     )
     out, err = process.communicate(PATIENCE_S)
     assert process.returncode == 0, out[-2000:] + err[-4000:]
-    for recipe, folder in logs.items():
-        assert len(metrics(folder)) >= 2, recipe
-        saved = [json.loads(line) for line in (folder / "checkpoints.jsonl").read_text().splitlines()]
+    return logs
+
+
+def test_recipes_train_and_save_and_rl_continues_from_a_supervised_checkpoint(logs: Path):
+    for recipe in RECIPES:
+        assert len(metrics(logs / recipe)) >= 2, recipe
+        saved = [json.loads(line) for line in (logs / recipe / "checkpoints.jsonl").read_text().splitlines()]
         assert re.fullmatch(r"tinker://.+/weights/final", saved[-1]["state_path"]), recipe
         assert re.fullmatch(r"tinker://.+/sampler_weights/final", saved[-1]["sampler_path"]), recipe
+
+    [warm], cold = metrics(logs / "rl"), metrics(logs / "math_rl.train")
+    for step in (warm, *cold):
+        reward, correct, ended = (step[f"env/all/{name}"] for name in ("reward/total", "correct", "format"))
+        assert reward == pytest.approx(correct - 0.1 * (1 - ended))
+        assert step["optim/kl_sample_train_v2"] < 1e-6, "what is trained is what was sampled, with the same log-probs"
+    assert warm["env/all/format"] > 0.5 > cold[0]["env/all/format"], (
+        "the first samples of RL end as those of the examples"
+    )

@@ -142,7 +142,7 @@ def shared_lengths(rows: Sequence[np.ndarray], min_shared: int = MIN_SHARED) -> 
 
     Rows branch where `_is_worth` says so; what they have in common beyond the last branch is not shared.
     """
-    ends = np.cumsum([0, *map(len, rows)])
+    lengths = np.array([*map(len, rows)], dtype=np.int64)
     common = np.array([_num_common(before, row) for before, row in pairwise(rows)], dtype=np.int64)
     found = np.zeros(len(rows), dtype=np.int64)
     waiting = [(0, len(rows), 0)]  # rows from, to, and where they last branched
@@ -151,21 +151,23 @@ def shared_lengths(rows: Sequence[np.ndarray], min_shared: int = MIN_SHARED) -> 
         if end - first > 1:
             least = common[first : end - 1].min()
             cuts = np.flatnonzero(common[first : end - 1] == least) + first + 1
-            num_left = int(ends[end] - ends[first]) - branch * (end - first)
-            branch = int(least) if _is_worth(int(least) - branch, end - first, num_left, min_shared) else branch
+            longest = int(lengths[first:end].max()) - branch
+            branch = int(least) if _is_worth(int(least) - branch, longest, min_shared, is_first=not branch) else branch
             found[cuts] = branch
             waiting += [(a, b, branch) for a, b in pairwise([first, *cuts.tolist(), end])]
     return found.tolist()
 
 
-def _is_worth(num_more: int, num_rows: int, num_left: int, min_shared: int) -> bool:
-    """Whether rows branch again, `num_more` tokens beyond their last branch, where `num_left` tokens of theirs begin.
+def _is_worth(num_more: int, longest: int, min_shared: int, *, is_first: bool) -> bool:
+    """Whether rows branch `num_more` tokens beyond their last branch, from which the longest of them goes on for `longest`.
 
-    Few tokens count where many rows share them and their replies are short: all prompts of a task begin with the same examples,
-    and the question that the samples of one group share is shorter than `min_shared`.
+    Few tokens count below another branch where replies are short: all prompts of a task begin with the same examples, and the
+    question that the samples of one group share is shorter than `min_shared`. A branch that is worth it for rows is so for any
+    part of them: micro-batches are planned with all samples, and have some.
     """
-    num_saved = num_more * (num_rows - 1)
-    return num_more >= min_shared or (num_saved >= min_shared and 4 * num_saved >= num_left)
+    if num_more >= min_shared:
+        return True
+    return not is_first and 4 * num_more >= max(longest, min_shared)
 
 
 def prefix_groups(samples: Sequence[np.ndarray], max_size: int) -> list[tuple[list[int], int]]:

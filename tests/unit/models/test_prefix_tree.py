@@ -1,5 +1,7 @@
 """Samples as a tree of tokens: every sample is found in it, and attention and gradients equal those of separate samples."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from ludic.models import tree_attention
 from ludic.models.attention import AttentionRules
 from ludic.models.packed_attention import PackedSequences
-from ludic.models.prefix_tree import Branch, TokenTree, prefix_order, shared_lengths
+from ludic.models.prefix_tree import Branch, TokenTree, prefix_groups, prefix_order, shared_lengths
 from ludic.models.tree_attention import TreeSequences
 
 CPU = torch.device("cpu")
@@ -119,6 +121,26 @@ def test_a_short_question_behind_common_examples_is_shared_by_its_group_unless_t
 
     assert TokenTree.of(rows(4)).num_tokens == 27 + 2 * (12 + 16 * 4)
     assert TokenTree.of(rows(60)).num_tokens == 27 + 2 * 16 * (12 + 60)
+
+
+def test_a_part_of_the_rows_shares_what_all_of_them_share():
+    question = np.arange(100, 108)
+    long, short = ([np.concatenate([np.arange(27), question, np.full(size, n)]) for n in range(a, a + 16)]
+                   for size, a in ((38, 200), (8, 300)))  # fmt: skip
+    for rows in (long, short, [*long, *short]):
+        counted = sum(size for _, size in prefix_groups(rows, max_size=10_000))
+        parts = [TokenTree.of([rows[i] for i in members]) for members, _ in prefix_groups(rows, max_size=400)]
+        assert TokenTree.of(rows).num_tokens == counted
+        assert all(tree.num_tokens <= 400 for tree in parts)
+
+
+@given(samples_strategy, st.integers(1, 5))
+def test_two_samples_that_share_in_a_batch_share_as_much_by_themselves(samples, min_shared):
+    """So the comparison of two samples, which decides whether sharing is right for a model, does share."""
+    rows = [samples[i] for i in prefix_order(samples)]
+    for (one, other), shared in zip(pairwise(rows), shared_lengths(rows, min_shared)[1:], strict=True):
+        assert shared == 0 or shared >= min_shared
+        assert TokenTree.of([one, other], min_shared).num_tokens <= len(one) + len(other) - shared
 
 
 def test_a_group_is_one_sample_and_a_branch_of_the_other_replies():

@@ -219,6 +219,18 @@ def test_a_checkpoint_is_loaded_as_it_was_saved(stores: Any):
     assert store.checkpoints.size(checkpoint.path) > sum(t.nbytes for t in tensors.values())
 
 
+@pytest.mark.parametrize(
+    ("sync", "is_unnamed", "is_synced"), [(False, False, True), (False, True, False), (True, True, True)]
+)
+def test_only_unnamed_weights_without_sync_do_not_wait_for_the_disk(
+    stores: Any, monkeypatch: pytest.MonkeyPatch, sync: bool, is_unnamed: bool, is_synced: bool
+):
+    store, synced = stores(sync=sync), []
+    monkeypatch.setattr("ludic.tinker.server.storage.checkpoints.sync", lambda path: synced.append(path.name))
+    store.save_checkpoint(*saved("sampler_weights", "one", is_unnamed=is_unnamed), overwrite=False)
+    assert ("adapter_model.safetensors" in synced) == is_synced
+
+
 def test_peft_loads_the_files_of_a_checkpoint(stores: Any, tmp_path: Path):
     store = stores()
     checkpoint, tensors = saved("sampler_weights", "final")

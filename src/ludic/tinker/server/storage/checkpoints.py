@@ -43,8 +43,9 @@ _WEIGHTS = "weights/"
 class Checkpoints:
     """All checkpoints under the folder of runs. Thread-safe."""
 
-    def __init__(self, runs: Path) -> None:
-        self._runs = runs
+    def __init__(self, runs: Path, *, sync: bool = False) -> None:
+        """`sync`: wait for the disk also for weights that only sampling sessions know; a killed server leaves them anyway."""
+        self._runs, self._syncs_all = runs, sync
         self._lock = threading.RLock()
         self._all: dict[CheckpointPath, Checkpoint] = {}
         for folder in runs.glob("*/*/"):
@@ -78,8 +79,8 @@ class Checkpoints:
             prefix = _prefix(checkpoint.path)
             adapter = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
             others = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
-            # Weights that only sampling sessions know need not outlive a power failure; a killed server leaves them anyway.
-            with self._written(self._folder(checkpoint.path), is_synced=not checkpoint.is_unnamed) as folder:
+            is_synced = self._syncs_all or not checkpoint.is_unnamed
+            with self._written(self._folder(checkpoint.path), is_synced=is_synced) as folder:
                 save_file(own_tensors(adapter), folder / ADAPTER)
                 (folder / CONFIG).write_text(json.dumps(_peft_config(checkpoint, adapter), indent=1))
                 if others:

@@ -149,7 +149,7 @@ class DiskStore:
         self.sessions = self._table(Session, "sessions")
         self.samplers = self._table(Sampler, "samplers")
         self.runs = Table(Run, lambda key: self._run_folder(key) / "run.json", self._runs.glob("*/run.json"))
-        self.checkpoints = Checkpoints(self._runs)
+        self.checkpoints = Checkpoints(self._runs, sync=sync)
 
     def _locked(self) -> IO[bytes]:
         file = (self.folder / "lock").open("ab")

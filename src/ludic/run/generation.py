@@ -22,7 +22,7 @@ from ludic.batch_gen import (
     RolloutBatchSource,
     TeacherAnnotatedBatchSource,
 )
-from ludic.batch_gen.pipeline.connection import RedisGone, require_redis
+from ludic.batch_gen.pipeline.connection import require_redis
 from ludic.batch_gen.pipeline.queue import ExperienceQueue
 from ludic.batch_gen.pipeline.source import PipelineBatchSource
 from ludic.distributed.publish.folder import FolderPublisher
@@ -52,7 +52,16 @@ from ludic.training import RLAlgorithm
 from ludic.training.credit_assignment import EpisodeCredit, HybridNormalizedReturn
 from ludic.training.learner.stop import run_sync
 from ludic.training.losses import CorrectedLoss, SequenceMask, TokenMask
-from ludic.types import BatchSource, ConfigError, Evaluator, FollowsDrift, PolicyPublisher, Rollout, TeacherScorer
+from ludic.types import (
+    BatchSource,
+    ConfigError,
+    Evaluator,
+    FollowsDrift,
+    LudicError,
+    PolicyPublisher,
+    Rollout,
+    TeacherScorer,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +93,11 @@ class Generation(ABC):
             outside_agent(own.config.agent, run.parts)
         check_teacher(run, make_algorithm(run))
         check_source(run)
+
+    @staticmethod
+    def open(run: ResolvedRun) -> None:
+        """Called once, after `check`, before the model of a run that is to be trained is loaded."""
+        return
 
     def begin(self, *, resume: bool, first_step: int) -> None:
         """Called once, before the first batch; the run folder is there."""
@@ -390,6 +404,11 @@ class PipelineGeneration(Generation):
             required_servers(run.config.rollouts.server)
         pipeline_algorithm(run)
 
+    @staticmethod
+    def open(run: ResolvedRun) -> None:
+        """Takes the end of an earlier run of this name back, so that actors which start while the model is loaded do not end."""
+        run_sync(reopen_queue(run))
+
     def begin(self, *, resume: bool, first_step: int) -> None:
         """An empty queue for a new run, and weights that actors can begin with."""
         if not resume:
@@ -459,16 +478,28 @@ async def clear_queue(run: ResolvedRun) -> None:
         await queue.clear()
 
 
+async def reopen_queue(run: ResolvedRun) -> None:
+    """Remove the mark of `mark_finished`, and nothing else."""
+    async with ExperienceQueue(redis_url(run.config.pipeline), run.queue_key) as queue:
+        await queue.reopen()
+
+
 async def mark_finished(run: ResolvedRun, num_updates: int) -> None:
-    """Tell the actors of a pipeline that there is nothing left to do; they end. Without an answer of Redis they are not told."""
+    """Tell the actors of a pipeline that there is nothing left to do; they end. Where Redis fails they are not told: the run is
+    saved, and must not fail after its end. Nor are they while another learner works on the run."""
     if given_redis(run.config.pipeline) is None:
         return
+    from redis.exceptions import RedisError
+
     url, key = redis_url(run.config.pipeline), run.queue_key
-    async with ExperienceQueue(url, key, patience_s=_FAREWELL_S) as queue:
-        try:
-            await queue.finish(num_updates)
-        except RedisGone as error:
-            logger.warning("the actors are not told that the run is finished: %s", error)
+    try:
+        async with ExperienceQueue(url, key, patience_s=_FAREWELL_S) as queue:
+            is_told = await queue.finish(num_updates)
+    except (LudicError, RedisError) as error:
+        logger.warning("the actors are not told that the run is finished: %s", error)
+        return
+    if not is_told:
+        logger.warning("another learner works on %s, so its actors go on", run.folder)
 
 
 class FolderAndEngine:

@@ -123,7 +123,7 @@ class Run:
             return
         run, start = self.resolved, self.starting_point(resume=resume)
         self._start = None  # training changes the answer
-        generation = self._generation(start)
+        generation = self._generation(start, to_train=True)
         prepare_folder(run, start)
         generation.begin(resume=resume, first_step=start.first_step)
         self._logger = self._closing.enter_context(contextlib.closing(make_loggers(run, generation.status)))
@@ -243,7 +243,7 @@ class Run:
         assert isinstance(generation, Generation), "there is one policy"
         return generation
 
-    def _generation(self, start: ResumePoint) -> Generation | Team:
+    def _generation(self, start: ResumePoint, *, to_train: bool = False) -> Generation | Team:
         if self.generation is None and self.resolved.policies:
             check_team(self.resolved)
             use_threads(self.config.model)
@@ -252,6 +252,8 @@ class Run:
         elif self.generation is None:
             kind = generation_of(self.config)
             kind.check(self.resolved)  # what is wrong is named before a large model is loaded
+            if to_train:
+                kind.open(self.resolved)
             use_threads(self.config.model)
             self._loaded = self._load(start)
             self.generation = kind(self.resolved, self._loaded, start)

@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 
 from ludic.batch_gen.pipeline.actor import ActorReport
-from ludic.batch_gen.pipeline.connection import RedisGone
+from ludic.batch_gen.pipeline.connection import RedisAddress, RedisGone
 from ludic.batch_gen.pipeline.lease import LeaseLost
 from ludic.batch_gen.pipeline.queue import ActorId, ExperienceQueue
 from ludic.batch_gen.pipeline.source import PipelineBatchSource
 from ludic.batch_gen.pipeline.wire import encode_group
 from ludic.cli.pipeline import actor as run_actor
+from ludic.run import Run
 from ludic.run import generation as run_pipeline
 from ludic.run.config import ModelSettings, PipelineSettings, RunConfig
 from ludic.run.generation import pipeline_algorithm
@@ -31,7 +32,7 @@ from ludic.run.settings import with_values
 from ludic.training.learner import stop as stopping
 from ludic.training.loggers import read_metrics
 from ludic.training.losses import CorrectedLoss
-from ludic.types import ActorTokenLogps, SampleAttachments, SampleOrigin, SAWItem
+from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SampleOrigin, SAWItem
 from tests.redis_fixtures import RedisServer, end_redis, shared_redis, start_redis  # noqa: F401 - a fixture
 from tests.unit.cli.train_parts import AGENT, SMALL, command_in
 
@@ -233,6 +234,31 @@ def test_a_new_run_of_the_same_name_begins_with_an_empty_queue(ludic, shared_red
     with actors_beside(config, 0):
         ended = ludic(*command())
     assert ended.code == 0 and "= 8 acknowledged + " in ended.out.rpartition("Samples: ")[2], ended.out
+
+
+def test_a_learner_takes_an_old_end_back_before_it_loads_the_model(ludic, shared_redis, monkeypatch):  # noqa: F811
+    config, command = pipeline_config(shared_redis, "old", ["letter.py:Letter", *SMALL, "--steps", "1"])
+
+    async def marked(*, mark: bool = False) -> int | None:
+        async with ExperienceQueue(shared_redis.url, config.queue_key) as queue:
+            if mark:
+                assert await queue.finish(1)
+            return (await queue.beat_actor(ActorId("actor"), 0)).finished_after
+
+    def load(self: Run, start: object) -> None:
+        raise ConfigError(f"finished when it loads: {asyncio.run(marked())}")
+
+    monkeypatch.setattr(Run, "_load", load)
+    assert asyncio.run(marked(mark=True)) == 1
+    assert "finished when it loads: None" in ludic(*command()).err
+
+
+def test_a_redis_that_refuses_the_mark_does_not_fail_a_finished_run(ludic, shared_redis, caplog):  # noqa: F811
+    config, _ = pipeline_config(shared_redis, "refused", ["letter.py:Letter", *SMALL])
+    with RedisAddress(shared_redis.url).sync_client() as client:
+        client.set(ExperienceQueue(shared_redis.url, config.queue_key).keys.all[6], "not a hash")  # leases
+    asyncio.run(run_pipeline.mark_finished(config, 3))
+    assert "the actors are not told" in caplog.text and "holds a string" in caplog.text
 
 
 @pytest.mark.parametrize("error", [LeaseLost("Another learner has the lease."), RedisGone("Redis is away.")])

@@ -70,6 +70,7 @@ def filled_in(line: str, folder: Path) -> tuple[str, list[str]]:
         '"$config"': "run.toml",
         '"$index"': "1",
         "/config/run.toml": "run.toml",
+        "$resume": "--resume",
     }
     line = re.sub(r'"\$\{1:\?[^"]*\}"', "run.toml", line)
     for variable, value in values.items():
@@ -93,8 +94,21 @@ def test_every_command_line_in_deploy_parses(line, tmp_path):
     name, arguments = filled_in(line, tmp_path)
     _, config = parse_run(ARGUMENTS[name], arguments, prog=name, description="")
     assert config.env.id == "letter.py:Letter"
-    is_resumed = str(tmp_path / "runs" / "run") in arguments
-    assert name == "launch" or config.is_pipeline or is_resumed, "its run is no pipeline"
+    assert name == "launch" or config.is_pipeline, "its run is no pipeline"
+
+
+def test_learner_and_actors_take_their_settings_from_the_same_file_at_every_start():
+    """Not from the run folder: it keeps the old number of steps, and actors with a larger one would not end."""
+    lines = [line for line in command_lines() if COMMAND.search(line)[1] in ("train", "actor")]
+    targets = {COMMAND.search(line)[2].split()[0] for line in lines}
+    assert len(lines) == 4 and targets == {"/config/run.toml", '"$config"'}
+
+
+def test_pods_can_write_to_the_claim_and_actors_may_restart_without_a_limit():
+    (uid,) = re.findall(r"useradd .*--uid (\d+) ", (DEPLOY / "Dockerfile").read_text())
+    jobs = {each["metadata"]["name"]: each["spec"] for each in documents() if each["kind"] == "Job"}
+    assert {job["template"]["spec"]["securityContext"]["fsGroup"] for job in jobs.values()} == {int(uid)}
+    assert jobs["ludic-actor"]["backoffLimit"] == 2**31 - 1  # the largest that Kubernetes accepts
 
 
 def test_the_dockerfile_copies_files_and_names_extras_that_exist():

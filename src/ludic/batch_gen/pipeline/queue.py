@@ -8,6 +8,7 @@ format is that of ludic.batch_gen.pipeline.wire.
 import asyncio
 import os
 import platform
+import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
@@ -38,6 +39,8 @@ _MAX_LOOKED_AT = 1000
 """Maximum number of entries that one take reads; Redis serves no other client meanwhile."""
 _FORGET_ACTOR_S = 24 * 3600
 """An actor without heartbeats for this long will not repeat a push."""
+_LEASE_MARGIN_S = 0.5
+"""How often, and for how much longer than it lasts, `finish` looks at the lease of another learner."""
 MAX_TRIES = 3
 """A group becomes a dead letter when this many learners have died while they trained on it."""
 
@@ -222,9 +225,24 @@ class ExperienceQueue:
         """Free the name at once; its unacknowledged groups stay for the next learner of this name."""
         await self._call(scripts.RELEASE, [lease.name, lease.token])
 
-    async def finish(self, num_updates: int) -> None:
-        """Tell actors, also those that start later, that the run has made all its updates. The next learner takes it back."""
-        await self._call(scripts.FINISH, [num_updates])
+    async def finish(self, num_updates: int) -> bool:
+        """Tell actors, also those that start later, that the run has made all its updates; the next learner takes it back.
+
+        False, and they are not told, if another learner is at work. A lease that is not renewed is waited for: its learner died.
+        """
+        args = [num_updates, round(self.lease_times.holds_s * 1000)]
+        left_ms = await self._call(scripts.FINISH, args)
+        ends = time.monotonic() + left_ms / 1000 + _LEASE_MARGIN_S
+        while left_ms and time.monotonic() < ends:
+            await asyncio.sleep(
+                min(left_ms / 1000, _LEASE_MARGIN_S)
+            )  # other ranks of this learner release theirs by now
+            left_ms = await self._call(scripts.FINISH, args)
+        return not left_ms
+
+    async def reopen(self) -> None:
+        """Take `finish` back: a learner is starting."""
+        await self._call(scripts.REOPEN, [])
 
     async def announce(self, lease: Lease, status: LearnerStatus) -> None:
         """Publish the learner's state to the actors."""

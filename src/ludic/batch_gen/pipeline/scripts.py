@@ -371,9 +371,22 @@ return redis.call('HDEL', LEASES, name)
 """)
 
 FINISH = _script("""
--- number of updates. Until a learner acquires a lease again.
+-- number of updates, lease duration. Until a learner starts again. Does nothing while a learner holds a lease, and returns the time
+-- until the last one expires unless it is renewed. A lease in the future was written before the clock was set back.
+local lease_ms, left = tonumber(ARGV[2]), 0
+for _, name in ipairs(redis.call('HKEYS', LEASES)) do
+  local _, time = read_lease(name)
+  local age = now_ms() - (time or 0)
+  if math.abs(age) < lease_ms then left = math.max(left, lease_ms - age) end
+end
+if left > 0 then return left end
 pass_when_full()
-return redis.call('HSET', LEARNER, 'finished', ARGV[1])
+redis.call('HSET', LEARNER, 'finished', ARGV[1])
+return 0
+""")
+
+REOPEN = _script("""
+return redis.call('HDEL', LEARNER, 'finished')
 """)
 
 RECLAIM = _learner_script("""

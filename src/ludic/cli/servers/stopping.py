@@ -9,7 +9,8 @@ from typing import Any
 from ludic.training.learner.stop import StopRequests
 
 DRAIN_S = 25.0
-"""For requests in progress, unless the command is told otherwise. Kubernetes kills 30 s after SIGTERM."""
+"""For requests in progress, unless the command is told otherwise. Kubernetes kills after 30 s,
+`preStop` included."""
 
 
 async def serve_until_stopped(

@@ -505,6 +505,7 @@ async def test_a_finished_run_ends_its_actors_and_what_they_play(learner):
     async with asyncio.timeout(60):
         while not client.num_running:
             await asyncio.sleep(POLL_S)
+        await learner.queue.release(learner.lease)
         await learner.queue.finish(5)
         report = await playing
     assert report.is_run_finished and report.num_abandoned and not client.num_running
@@ -525,6 +526,7 @@ async def test_a_learner_that_leaves_or_is_lost_ends_no_actor(learner):
 
 
 async def test_actors_of_a_run_that_goes_on_do_not_end(learner):
+    await learner.queue.release(learner.lease)
     await learner.queue.finish(5)
     await learner.say(max_lag=None)
     longer = await asyncio.wait_for(actor(learner, num_updates=10, max_groups=2), 60)

@@ -6,10 +6,12 @@ import shutil
 import socket
 import subprocess
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import redis
 
+from ludic.batch_gen.pipeline import queue as queues
 from ludic.batch_gen.pipeline.connection import RedisGone
 from ludic.batch_gen.pipeline.lease import LearnerStatus, Lease, LeaseLost, LeaseTimes
 from ludic.batch_gen.pipeline.queue import ActorId, ExperienceQueue, PackedGroup, Settlement, new_actor_id
@@ -489,6 +491,33 @@ async def test_a_released_lease_is_free_at_once(queue):
     assert (await queue.acquire(new))[0] == new.token
     await queue.release(old)
     assert (await queue.acquire(Lease("learner-0")))[0] == new.token, "only its holder releases it"
+
+
+async def finished_after(queue: ExperienceQueue) -> int | None:
+    return (await queue.beat_actor(ACTOR, 0)).finished_after
+
+
+async def test_a_run_is_not_marked_as_finished_while_another_learner_works(queue, monkeypatch):
+    learner = Learner(queue)
+    await queue.acquire(learner.lease)
+    monkeypatch.setattr(queues, "_LEASE_MARGIN_S", 0.001)
+    monkeypatch.setattr(
+        queues, "time", SimpleNamespace(monotonic=count(step=10.0).__next__)
+    )  # the lease is renewed meanwhile
+    assert not await queue.finish(5) and await finished_after(queue) is None
+    await queue.release(learner.lease)
+    assert await queue.finish(5) and await finished_after(queue) == 5
+    await queue.reopen()
+    assert await finished_after(queue) is None
+
+
+async def test_the_lease_of_a_learner_that_died_does_not_keep_its_run_from_being_finished(shared_redis, queue, key):
+    await queue.acquire(Lease("learner-0"))
+    finishing = asyncio.create_task(queue.finish(5))
+    await asyncio.sleep(0.05)
+    assert not finishing.done() and await finished_after(queue) is None
+    let_lease_run_out(shared_redis, key)
+    assert await finishing and await finished_after(queue) == 5
 
 
 async def test_groups_of_a_rank_that_this_world_does_not_have_are_reclaimed(shared_redis, key):

@@ -10,6 +10,7 @@ the same seeds, with 95 % intervals (Student's t over seeds). Needs matplotlib (
 # ruff: noqa: T201 - a script prints
 
 import json
+import math
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,14 +20,13 @@ from typing import Any
 import numpy as np
 import tyro
 
+from ludic.eval.statistics import mean_estimate
 from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError, LudicError, MissingExtra
 
 KEPT = {
     "reward": "train/avg_total_reward", "turns": "train/avg_turns", "eval": "eval/mean_reward", "eval_turns": "eval/mean_turns",
 }  # fmt: skip
-STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
-"""Number of seeds → how many standard errors a 95 % interval reaches."""
 SMOOTH = 5
 
 Row = dict[str, Any]
@@ -95,10 +95,9 @@ def table(rows: list[Row], baseline: str) -> list[str]:
 
 def shown(values: list[float]) -> str:
     """The mean over seeds with its interval."""
-    if len(values) not in STUDENT:
-        return f"{np.mean(values):.3f}"
-    reach = STUDENT[len(values)] * float(np.std(values, ddof=1)) / len(values) ** 0.5
-    return f"{np.mean(values):.3f} ± {reach:.3f}"
+    found = mean_estimate(values)
+    reach = found.high - found.mean
+    return f"{found.mean:.3f} ± {reach:.3f}" if math.isfinite(reach) else f"{found.mean:.3f}"
 
 
 def draw(rows: list[Row], out: Path) -> None:

@@ -55,6 +55,13 @@ def plot(args: list[str]) -> int:
             f"No run has {', '.join(missing) or ' or '.join(USUAL)}. There are: {', '.join(known) or 'no metrics yet'}."
         )
     curves = _by_seeds(runs) if given.seeds else {run: [rows] for run, rows in runs.items()}
+    for run, several in curves.items():
+        for name in names:
+            if not _mean(several, name) and any(points_of(rows, name) for rows in several):
+                raise ConfigError(
+                    f"The runs of {run} have no step of {name} in common, so there is no mean to draw. Leave --seeds out, or name "
+                    "runs that were logged at the same steps."
+                )
     if given.out is not None:
         _draw(given.out, curves, names, given.title)
         print(f"Written: {given.out}")

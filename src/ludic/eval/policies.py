@@ -1,7 +1,7 @@
 """Evaluates policies that play together: a report for each of them, and for each of its roles where it has several."""
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -63,8 +63,11 @@ def report_policies(
     """Reports by policy, and by policy/role of a policy with several roles."""
     grading = grading or Grading()
     seats: dict[str, dict[str, list[Rollout]]] = defaultdict(lambda: defaultdict(list))
+    meeting_itself: set[str] = set()
     for episode in episodes:
-        for role, policy in episode.plan.request.protocol.kwargs["policies"].items():
+        assigned = episode.plan.request.protocol.kwargs["policies"]
+        meeting_itself |= {policy for policy, num_roles in Counter(assigned.values()).items() if num_roles > 1}
+        for role, policy in assigned.items():
             seats[policy][role] += _rollouts_of(episode, role)
     reports: dict[str, EvalReport] = {}
     for policy, by_role in sorted(seats.items()):
@@ -73,7 +76,8 @@ def report_policies(
         if not together:
             continue  # its turn came in no episode
         # Two roles of one episode are no two attempts at a task.
-        whole = grading if len(found) == 1 else replace(grading, pass_k=(), majority_k=())
+        is_mixed = len(found) > 1 and policy in meeting_itself
+        whole = replace(grading, pass_k=(), majority_k=()) if is_mixed else grading
         reports[policy] = make_report(together, whole, reducers)
         if len(found) > 1:
             reports |= {f"{policy}/{role}": make_report(own, grading, reducers) for role, own in found.items()}

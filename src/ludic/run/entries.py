@@ -132,7 +132,8 @@ class LeagueSettings:
     def __post_init__(self) -> None:
         at_least(0, league_every=self.league_every)
         at_least(1, league_size=self.league_size)
-        if not 0 < self.league_share <= 1:
+        if not 0.01 <= self.league_share <= 1:  # shares are kept in hundredths
             raise ConfigError(
-                f"league_share = {self.league_share}; it is a share of the groups, above 0 and at most 1."
+                f"league_share = {self.league_share}; it is a share of the groups, at least 0.01 and at most 1. Without a league "
+                "leave league_every out."
             )

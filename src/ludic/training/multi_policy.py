@@ -84,9 +84,8 @@ class PolicyTrainers:
                         logger.info("training ends at step %d: %s", first.step, reason or type(reason).__name__)
                         _warn_if_steps_differ(self.trainers)
                         break
+                await self._save_all()
                 await self._evaluation.finish()
-                for trainer in self.trainers.values():
-                    await trainer.train(0)  # saves what has not been saved
         finally:
             await self._evaluation.cancel()
         return stats
@@ -110,6 +109,19 @@ class PolicyTrainers:
                 await self._evaluation.wait_for_metric(self.step, saves.config.best_metric)
                 await trainer.save_if_due(found[name])
         return stats
+
+    async def _save_all(self) -> None:
+        """Save what has not been saved. The error of an evaluation that a checkpoint waits for is raised after all are saved."""
+        failed: Exception | None = None
+        for trainer in self.trainers.values():
+            if trainer.checkpointer is not None:
+                try:
+                    await self._evaluation.wait_for_metric(trainer.step, trainer.checkpointer.config.best_metric)
+                except Exception as error:  # noqa: BLE001 - raised below
+                    failed = error
+            await trainer.train(0)
+        if failed is not None:
+            raise failed
 
     def _note_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log an evaluation, and give each trainer its part of it, which may make its checkpoint the best."""

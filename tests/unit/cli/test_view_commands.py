@@ -159,6 +159,15 @@ def test_runs_that_differ_in_their_seed_are_one_curve(said, tmp_path):
     assert "Written" in said("plot", *files, "--metric", "train/loss", "--seeds", "--out", tmp_path / "curve.png")
 
 
+def test_seeds_without_a_common_step_are_refused(tmp_path):
+    for run, step in {"a_0": 1, "a_1": 2, "b": 1}.items():
+        (tmp_path / f"{run}.jsonl").write_text(json.dumps({"step": step, "train/loss": 1.0}) + "\n")
+    files = [str(tmp_path / f"{run}.jsonl") for run in ("a_0", "a_1", "b")]
+    for more in ([], ["--out", str(tmp_path / "curve.png")]):
+        with pytest.raises(ConfigError, match="The runs of a have no step of train/loss in common"):
+            find_command(["plot"])([*files, "--metric", "train/loss", "--seeds", *more])
+
+
 def test_plot_of_an_unknown_metric_says_what_there_is(recorded):  # noqa: F811
     with pytest.raises(ConfigError, match=r"No run has train/los\. There are: .*train/loss"):
         find_command(["plot"])([str(recorded / "letters"), "--metric", "train/los"])

@@ -67,6 +67,11 @@ def test_two_roles_of_one_episode_are_not_two_attempts():
     assert (metrics["ann/left/pass@2"], metrics["ann/right/pass@2"]) == (1.0, 0.0)
 
 
+def test_attempts_count_for_a_policy_that_plays_its_roles_in_turn():
+    _, _, metrics = evaluated(made["Cases"], APART, SWAPPED, episodes=2)
+    assert (metrics["ann/pass@2"], metrics["ann/left/pass@2"], metrics["ann/right/pass@2"]) == (0.5, 1.0, 0.0)
+
+
 def test_failed_episode_counts_for_everyone_at_the_table(caplog):
     _, _, metrics = evaluated(Breaks, APART, APART, APART, APART)
     for policy in ("ann", "bob"):

@@ -253,6 +253,11 @@ def test_league_without_an_opponent_that_learns_is_refused(ludic):
     assert ended.code == 2 and "no policy that learns plays against one" in ended.err.replace("\n", " ")
 
 
+def test_share_of_the_league_that_would_be_rounded_to_nothing_is_refused():
+    with pytest.raises(ConfigError, match=r"league_share = 0.004; .* at least 0.01"):
+        LeagueSettings(league_every=1, league_share=0.004)
+
+
 def test_share_of_the_league_is_a_share_of_the_groups():
     policies = {"ann": {"roles": ["left"]}, "bob": {"roles": ["right"]}, "eve": {"roles": ["right"], "frozen": True}}
     run = build(env="prisoners_dilemma", policies={name: {**own, "roles": []} for name, own in policies.items()})

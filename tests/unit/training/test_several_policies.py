@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -255,6 +256,28 @@ def test_stop_during_games_ends_all_trainers_at_one_step(tmp_path):
         asyncio.run(train_policies(table.trainers, 10, stop=stop))
         assert [trainer.step for trainer in table.trainers.values()] == [2, 2]
     assert common_step([tmp_path / "ann", tmp_path / "bob"]) == 2
+
+
+class BrokenEvaluator:
+    """An evaluator in the background that fails."""
+
+    def take_snapshot(self, version: int) -> None:
+        pass
+
+    async def eval(self, **settings):
+        raise OSError("the evaluation is broken")
+
+
+@pytest.mark.parametrize("best_metric", [None, "eval/mean_reward"])
+def test_failed_last_evaluation_is_raised_after_all_policies_are_saved(tmp_path, best_metric):
+    cfg = TrainerConfig(eval_every_n_steps=1, eval_in_background=True)
+    with players(folder=tmp_path) as table:
+        for trainer in table.trainers.values():
+            saves = trainer.checkpointer
+            saves.config = replace(saves.config, best_metric=best_metric)
+        with pytest.raises(OSError, match="evaluation is broken"):
+            asyncio.run(train_policies(table.trainers, 1, evaluator=BrokenEvaluator(), cfg=cfg))
+    assert common_step([tmp_path / "ann", tmp_path / "bob"]) == 1
 
 
 def test_run_killed_between_two_saves_resumes_at_the_common_step(tmp_path):

@@ -7,7 +7,7 @@ weights; each policy that trains all weights has a separate model.
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import lru_cache
 from itertools import cycle
 from typing import Any
 
@@ -177,11 +177,12 @@ class Team:
         """The policies and their leagues by name, each with its agent; those in `clients` are answered by that client."""
         playing = {policy.name: policy for policy in self._run.policies}
         playing |= {past(name): playing[name] for name in self._leagues}
+        templates = {policy.name: self._template(policy) for policy in self._run.policies}
 
-        @cache
+        @lru_cache  # of a limited size: a league has ever new members
         def factory(name: str) -> Callable[[ChatClient], Agent]:
             policy = playing[name.partition("@")[0]]
-            return agent_factory(policy.run.config.agent, self._template(policy), name, self._run.parts)
+            return agent_factory(policy.run.config.agent, templates[policy.name], name, self._run.parts)
 
         def make_agent(client: ChatClient, name: str) -> Agent:
             return factory(name)(client)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from itertools import count
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -458,6 +459,8 @@ def test_the_check_knows_a_models_vocabulary_and_its_learned_positions():
     assert (vocabulary_of(learned), positions_of(learned)) == (40, 17)
     rotary = tiny_llama(VOCAB, width=16, layers=1, max_length=64, seed=0)
     assert (vocabulary_of(rotary), positions_of(rotary)) == (VOCAB, None)
+    without_head = SimpleNamespace(get_input_embeddings=learned.get_input_embeddings)
+    assert vocabulary_of(without_head) == 40
     check = TrainableSamples(make_grpo(group_size=2), TrainerConfig(max_seq_len=64), learned)
     check([good_item("a", Random(0), length=17)])
     with pytest.raises(ValueError, match="has 17 positions"):

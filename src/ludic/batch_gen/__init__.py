@@ -16,16 +16,15 @@ from ludic.batch_gen.requests.curriculum import (
     UniformCurriculum,
 )
 from ludic.batch_gen.requests.dataset import (
-    AssignedRequests,
     DatasetRequests,
     MixedRequests,
     RequestsFn,
-    assign_roles,
     make_dataset_queue_requests_fn,
     make_dataset_sequence_requests_fn,
     make_requests_fn_from_queue,
 )
 from ludic.batch_gen.requests.groups import GRPORequestStrategy, IdentityStrategy, RequestStrategy
+from ludic.batch_gen.requests.roles import AssignedRequests, assign_roles
 from ludic.batch_gen.sources.asynchronous import AsyncRolloutBatchSource
 from ludic.batch_gen.sources.mixed import MixedBatchSource, MixedPart, ReplayBatchSource
 from ludic.batch_gen.sources.offline import OfflineBatchSource, make_chat_template_step_to_item

@@ -25,7 +25,8 @@ from ludic.batch_gen import (
     make_chat_template_step_to_item,
 )
 from ludic.batch_gen.requests.curriculum import Curriculum, TaskCurriculum
-from ludic.batch_gen.requests.dataset import AssignedRequests, WeightedPart, WeightedRequests
+from ludic.batch_gen.requests.dataset import WeightedPart, WeightedRequests
+from ludic.batch_gen.requests.roles import AssignedRequests
 from ludic.batch_gen.requests.streams import StreamFunction, first_samples
 from ludic.batch_gen.sources.mixed import MixedBatchSource, MixedPart, ReplayBatchSource
 from ludic.batch_gen.sources.stragglers import Stragglers
@@ -381,12 +382,12 @@ def _league_seatings(run: ResolvedRun) -> list[dict[str, str]]:
 
 
 def seated_requests(run: ResolvedRun, setup: EpisodeSetup, seatings: Sequence[Mapping[str, str]]) -> AssignedRequests:
-    """The tasks of one update, each with one of the seatings."""
+    """The tasks of one update, each with one of the seatings; of several policies each that learns has at least one."""
     assert setup.policies is not None, "the setup has the policies that the seatings name"
     requests = train_requests(run, setup)
     if train_samples(run) is None and train_stream(run) is None:  # roles are drawn by a request's seed, so it needs one
         requests = SeededRequests(run, setup)
-    return AssignedRequests(requests, seatings, setup.policies, seed=run.seed)
+    return AssignedRequests(requests, seatings, setup.policies, seed=run.seed, always=run.trained_names)
 
 
 class SeededRequests:

@@ -128,6 +128,28 @@ def test_seats_are_drawn_before_a_group_is_made_as_well():
     assert len({str(seats) for seats in drawn(GRPORequestStrategy(4).expand(asked()))}) == 1
 
 
+def test_every_call_seats_each_policy_that_always_plays():
+    seatings = [{"X": "a", "O": "past"}, {"X": "past", "O": "b"}, {"X": "c", "O": "past"}, {"X": "past", "O": "past"}]
+    all_policies = policies(a=says("A1"), b=says("A1"), c=says("A1"), past=Past([0, 5, 9]))
+
+    def played(always) -> list[list[dict[str, str]]]:
+        requests = AssignedRequests(requests_fn(batch_size=3), seatings, all_policies, always=always)
+        return [drawn(requests()) for _ in range(40)]
+
+    free, stratified = played([]), played(["a", "b", "c"])
+    names = [{name for seats in call for name in seats.values()} for call in stratified]
+    assert all({"a", "b", "c"} <= own for own in names)
+    assert all(call[n] == call[n + 1] == call[n + 2] for call in stratified for n in (0, 3, 6)), "a group sits alike"
+    for before, after in zip(free, stratified, strict=True):
+        assert (before == after) == ({"a", "b", "c"} <= {name for seats in before for name in seats.values()})
+    assert len({str(call[0]["X"])[:1] + str(call[0]["O"])[:1] for call in stratified}) >= 3, "not always the same group"
+
+
+def test_policy_without_a_seating_cannot_always_play():
+    with pytest.raises(ConfigError, match="No seating has eve"):
+        AssignedRequests(requests_fn(), SEATINGS, policies(), always=["one", "eve"])
+
+
 def test_a_request_without_env_seed_is_refused():
     nameless = RolloutRequest(env=GAME.env, protocol=GAME.protocol)
     with pytest.raises(ConfigError, match="env_seed"):

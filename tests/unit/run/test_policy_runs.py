@@ -253,6 +253,33 @@ def test_league_without_an_opponent_that_learns_is_refused(ludic):
     assert ended.code == 2 and "no policy that learns plays against one" in ended.err.replace("\n", " ")
 
 
+ALL_ROLES = [flag for name in ("ann", "bob", "eve") for flag in ("--policy", f"{name}=left,right")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ALL_ROLES,
+            "An update has groups of 2 tasks, but 3 policies learn, ann, bob, eve,",
+        ),
+        (
+            [*ALL_ROLES, "--group-size", "2", "--eval-every", "1", "--eval-episodes", "5"],
+            "An evaluation has 5 tasks, but there are 6 seatings",
+        ),
+    ],
+)
+def test_too_few_episodes_for_a_turn_of_each_policy_are_refused(ludic, flags, said):
+    ended = ludic("train", *SMALL, *flags, "--dry-run")
+    assert ended.code == 2 and said in ended.err.replace("\n", " ")
+
+
+def test_league_with_one_group_is_refused(ludic):
+    Path("run.toml").write_text(f'[env]\nid = "cases.py:Cases"\n{LEAGUE}')
+    ended = ludic("train", "run.toml", *SMALL[1:], *PAIR, "--rollouts-per-update", "4", "--dry-run")
+    assert ended.code == 2 and "An update has groups of 1 tasks, but 2 policies learn" in ended.err.replace("\n", " ")
+
+
 def test_share_of_the_league_that_would_be_rounded_to_nothing_is_refused():
     with pytest.raises(ConfigError, match=r"league_share = 0.004; .* at least 0.01"):
         LeagueSettings(league_every=1, league_share=0.004)

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 from ludic.run.config import RunConfig
-from ludic.run.parts import first_env, uses_gateway
+from ludic.run.parts import eval_samples, first_env, train_samples, uses_gateway
 from ludic.run.policies.entry import POLICIES, PolicyEntry
 from ludic.run.resolve import EnvFactory, NamedPolicy, Parts, ResolvedRun, default_name, resolve
 from ludic.run.settings import values_of, with_values
@@ -36,9 +36,30 @@ def resolve_run(config: RunConfig, env: EnvFactory, parts: Parts | None = None) 
         policies=policies,
     )
     whole = replace(whole, seatings=seatings(first_env(whole).agent_ids, config.policies, config.env.id))
-    if config.league.league_every:
-        league_seatings(whole)
+    _check_seats(whole)
     return whole
+
+
+def _check_seats(run: ResolvedRun) -> None:
+    """ConfigError if an update or an evaluation has too few episodes for every policy to have its turn."""
+    learning, config = run.trained_names, run.config
+    ways = league_seatings(run) if config.league.league_every else run.seatings
+    seats_all = all(set(learning) <= set(seats.values()) for seats in ways)
+    samples = train_samples(run)
+    num_groups = run.num_groups if samples is None else min(run.num_groups, len(samples))  # a task has one seating
+    if not seats_all and num_groups < len(learning):
+        raise ConfigError(
+            f"An update has groups of {num_groups} tasks, but {len(learning)} policies learn, {', '.join(learning)}, and not every "
+            f"group has a seat for each of them. Give at least {len(learning)} tasks, and --rollouts-per-update "
+            f"{len(learning) * run.group_size} or more."
+        )
+    samples = eval_samples(run) if config.is_evaluated else None
+    num_tasks = config.eval.eval_episodes if samples is None else min(config.eval.eval_episodes, len(samples))
+    if config.is_evaluated and num_tasks < len(run.seatings):
+        raise ConfigError(
+            f"An evaluation has {num_tasks} tasks, but there are {len(run.seatings)} seatings of the policies, which take turns; "
+            f"some would not be evaluated. Raise --eval-episodes to a multiple of {len(run.seatings)}."
+        )
 
 
 def _named_policy(alone: RunConfig, name: str, entry: PolicyEntry, env: EnvFactory, parts: Parts) -> NamedPolicy:

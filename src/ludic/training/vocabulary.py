@@ -12,7 +12,7 @@ def vocabulary_of(model: Any) -> int | None:
     inner = plain_model(model)
     if not hasattr(inner, "get_input_embeddings"):
         return None
-    # A model of one's own may have the first method only.
+    # A model that is not from transformers may have the first method only.
     tables = (inner.get_input_embeddings(), getattr(inner, "get_output_embeddings", lambda: None)())
     sizes = [getattr(table, name, None) for table, name in zip(tables, ("num_embeddings", "out_features"), strict=True)]
     return min((size for size in sizes if size is not None), default=None)

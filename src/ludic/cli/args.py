@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 import sys
 import types
 import typing
@@ -257,6 +258,33 @@ def _merged_pairs(config: Any, default: Any, given: Mapping[str, dict[str, Any]]
             is_for_another = values[part] != before[part]
             merged[setting.name] = ({} if is_for_another else before[setting.name]) | given.get(setting.name, {})
     return merged
+
+
+def flags_for(config: T, default: T) -> list[str]:
+    """The flags that make `config` of `default`: `parse_with_settings` the other way round."""
+    now, before = values_of(config), values_of(default)
+    found: list[str] = []
+    for setting in filter(_is_flag, settings_of(type(config))):
+        value, part = now[setting.name], setting.name.removesuffix("_set")
+        if setting.holds_arguments:
+            usual = {} if part != setting.name and now[part] != before[part] else before[setting.name]
+            for name, one in value.items():
+                if name not in usual or usual[name] != one:
+                    found += [setting.flag, _as_pair(name, one)]
+        elif value == before[setting.name] or value is None:
+            continue
+        elif isinstance(value, bool):
+            found.append(setting.flag if value else f"--no-{setting.flag[2:]}")
+        elif isinstance(value, tuple) and setting.name in _REPEATED:
+            found += [text for one in value for text in (setting.flag, str(one))]
+        else:
+            found += [setting.flag, *map(str, value if isinstance(value, tuple) else [value])]
+    return found
+
+
+def _as_pair(name: str, value: Any) -> str:
+    plain = f"{name}={value}"
+    return plain if read_pair(plain) == (name, value) else f"{name}={json.dumps(value)}"
 
 
 def parse_run(

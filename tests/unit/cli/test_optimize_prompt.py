@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from ludic.cli.eval.run import read_command as read_eval_command
+from ludic.cli.prompts.command import eval_command, read_command
 from ludic.cli.prompts.config import PromptConfig
+from ludic.run.resolve import env_factory, resolve_play
 from ludic.run.settings import read_toml
 from ludic.types import load_rollouts
 from tests import forked
@@ -134,7 +138,8 @@ def test_search_finds_both_rules_and_writes_prompt_scores_and_episodes(folder, m
     best = Path("runs/prompts/x/best.txt").read_text()
     assert best.startswith("Answer briefly.") and all(rule in best for rule in RULES.values())
     assert "0.000 with the first prompt, 1.000 with the best of 3" in said and best.strip() in said
-    assert f"ludic eval wants.py:Wants --base-url {model.url} --model follows --data OTHER.jsonl" in said
+    asked = f"--base-url {model.url} --model follows --max-tokens 8 --data OTHER.jsonl --system-prompt"
+    assert f"ludic eval wants.py:Wants {asked}" in said
     found = state("x")
     assert [sum(one["scores"]) for one in found["candidates"]] == [0.0, 2.0, 4.0]
     assert found["counts"]["num_episodes"] <= 24 < found["counts"]["num_episodes"] + 4
@@ -201,6 +206,30 @@ def test_mistakes_are_named_before_anything_is_played(folder, model, flags, says
     result = invoke(searching(model, *flags))
     assert says in str(result.exception), result
     assert not Path("runs").exists() and model.num_reflections == 0
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--set", "rounds=2", "--max-tokens", "9", "--max-steps", "3", "--temperature", "0.3", "--device", "cpu"],
+        ["--parser", "xml_tag", "--parser-set", "tag=my move", "--agent", "react", "--agent-set", "max_calls=3"],
+        ["--parser-set", 'tag="5"', "--tools", "calculator", "python", "--cut-off", "read", "--env-workers", "2"],
+        ["--reward", "length", "--reward", "b=length", "--reward-set", "b.per_tokens=5", "--reward-weight", "b=0.1"],
+        ["--base-url", "http://127.0.0.1:1/v1", "--api-key-env", "KEY", "--top-p", "0.9"],
+    ],
+)
+def test_printed_evaluation_has_the_settings_of_the_search(flags):
+    _, given = read_command(["tic_tac_toe", "--model", "tiny", *flags])
+    found = env_factory(given.env.id)
+    searched = resolve_play(given, found.suggested)
+    ludic, command, *printed = shlex.split(eval_command(searched, found))
+    assert (ludic, command) == ("ludic", "eval")
+    evaluated = resolve_play(read_eval_command(printed)[1], found.suggested)
+    assert (evaluated.env, evaluated.agent, evaluated.reward) == (searched.env, searched.agent, searched.reward)
+    assert evaluated.policy == searched.player.policy
+    sampled = evaluated.measure.temperature, evaluated.measure.top_p
+    assert sampled == (searched.search.temperature, searched.search.top_p)
 
 
 def test_wrong_flag_is_answered_with_the_right_one(folder):

@@ -6,6 +6,7 @@ The search is on disk after every round; `--resume` goes on from there.
 """
 
 import asyncio
+import shlex
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -16,18 +17,18 @@ from rich.markup import escape
 
 from ludic import __version__
 from ludic.batch_gen.requests.streams import is_stream, read_or_generate
-from ludic.cli.args import Switch, Target, config_file, parse_with_settings
-from ludic.cli.eval.config import PolicySettings
+from ludic.cli.args import Switch, Target, config_file, flags_for, parse_with_settings
+from ludic.cli.eval.config import EvalConfig, MeasureSettings, PolicySettings
 from ludic.cli.eval.models import EvaluatedModel, OpenPolicy, endpoint_models, evaluated_models, opened
 from ludic.cli.prompts.config import MAY_CHANGE_ON_RESUME, PromptConfig, resolve
 from ludic.cli.terminal.colour import make_console
 from ludic.inference import ByteTemplate, HFChatTemplate, ScriptedClient
 from ludic.judges import JudgeModel
 from ludic.prompt_search import ModelReflector, PromptSearch
-from ludic.run.config import ModelSettings
+from ludic.run.config import EnvSettings, ModelSettings
 from ludic.run.folder import CONFIG, ROLLOUTS
 from ludic.run.parts import EpisodeSetup, Parts, env_arguments, make_episode_setup, protocol_factory, uses_gateway
-from ludic.run.resolve import EnvFactory, env_factory
+from ludic.run.resolve import EnvFactory, env_factory, resolve_play
 from ludic.run.settings import differences, read_toml, to_toml, with_values
 from ludic.types import ConfigError, InferenceSpec, ReturnSpec, RolloutRequest, SamplingParams, derive_seed
 from ludic.types.files import replacing
@@ -242,7 +243,7 @@ async def _search(
             f"{failed} reflections wrote nothing that can be read. Take a larger --reflector, or raise --reflector-tokens "
             f"(now {config.reflector.reflector_tokens}).",
         )
-    _report(config, running, folder)
+    _report(config, found, running, folder)
     return 0
 
 
@@ -314,10 +315,25 @@ def _note_round(running: PromptSearch, folder: Path, max_episodes: int) -> None:
     )
 
 
-def _report(config: PromptConfig, running: PromptSearch, folder: Path) -> None:
-    best, first, player = running.best, running.candidates[0], config.player
-    flags = f"--base-url {player.base_url} " if player.base_url is not None else ""
-    flags += f"--model {player.model}{'' if config.env.data is None else ' --data OTHER.jsonl'}"
+def eval_command(config: PromptConfig, found: EnvFactory) -> str:
+    """The `ludic eval` with the settings of the search, on other tasks; without the prompt."""
+    data, search = config.env.data, config.search
+    same = EvalConfig(
+        env=replace(config.env, data=None),
+        policy=config.player.policy,
+        agent=replace(config.agent, system_prompt=None),
+        reward=config.reward,
+        measure=MeasureSettings(temperature=search.temperature, top_p=search.top_p),
+    )
+    default = resolve_play(EvalConfig(env=EnvSettings(id=config.env.id)), found.suggested)
+    flags = flags_for(same, default)
+    if data is not None:
+        flags += ["--data", str(data) if is_stream(data) else "OTHER.jsonl"]
+    return shlex.join(["ludic", "eval", config.env.id, *flags])
+
+
+def _report(config: PromptConfig, found: EnvFactory, running: PromptSearch, folder: Path) -> None:
+    best, first = running.best, running.candidates[0]
     _say(
         "",
         f"Reward on the {len(first.scores)} tasks of the search: {first.mean:.3f} with the first prompt, {best.mean:.3f} with the "
@@ -326,7 +342,7 @@ def _report(config: PromptConfig, running: PromptSearch, folder: Path) -> None:
         best.prompt,
         "",
         f"Written: {folder / BEST}",
-        f'Next, on other tasks: ludic eval {config.env.id} {flags} --system-prompt "$(cat {folder / BEST})"',
+        f'Next, on other tasks: {eval_command(config, found)} --system-prompt "$(cat {shlex.quote(str(folder / BEST))})"',
         f"To go on: ludic optimize-prompt {folder} --resume --max-episodes {2 * config.search.max_episodes}",
     )
 

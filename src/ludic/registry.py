@@ -226,15 +226,15 @@ def _check_arguments(spec: EntrySpec, factory: Callable[..., Any], kwargs: Mappi
 
 # --- user's parts: file.py:name and module:name ---
 
-_LOADING = threading.RLock()
-"""Another thread must not find a file that is half executed. A file may load others."""
+_LOADING: dict[str, threading.RLock] = {}
+"""Module name of a file -> held while the file is executed: another thread must not find it half executed. One lock for all would
+be held while a file imports, and another thread may hold Python's lock of that import and load a file."""
 
 
 def load_own(id: str, kind: str) -> Callable[..., Any]:
     """The class or function of `file.py:name` or `module:name`; messages call it a `kind`."""
     place, _, name = id.rpartition(":")
-    with _LOADING:
-        module = _load_file(place) if place.endswith(".py") else _load_module(place)
+    module = _load_file(place) if place.endswith(".py") else _load_module(place)
     found: Any = getattr(module, name, None)
     if found is None:
         inside = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
@@ -259,8 +259,11 @@ def _load_file(place: str) -> ModuleType:
         raise ConfigError(f"There is no file {place} in {Path.cwd()}. Write path/to/file.py:name.")
     # A unique name: a file called math.py must not shadow the standard library or a file of another folder.
     name = f"{_OWN_PREFIX}{path.stem}_{zlib.crc32(str(path).encode()):08x}"
-    if name in sys.modules:
-        return sys.modules[name]
+    with _LOADING.setdefault(name, threading.RLock()):
+        return sys.modules.get(name) or _execute(path, name, place)
+
+
+def _execute(path: Path, name: str, place: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "it ends in .py"
     module = importlib.util.module_from_spec(spec)

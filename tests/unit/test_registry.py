@@ -1,3 +1,4 @@
+import json
 import os
 import pickle
 import re
@@ -316,4 +317,22 @@ def test_a_file_that_another_thread_is_loading_is_waited_for(tmp_path, monkeypat
     assert begun.wait(60)
     threading.Timer(0.05, go.set).start()
     assert load_own(f"{file}:solve", "agent").__name__ == "solve"
+    first.join()
+
+
+def test_a_file_that_another_thread_is_loading_holds_up_no_other(tmp_path, monkeypatch):
+    """What it waits for may be a module that this thread imports: with one lock for all, neither would go on."""
+    begun, go = threading.Event(), threading.Event()
+    monkeypatch.setitem(sys.modules, "gate_of_this_test", SimpleNamespace(begun=begun, go=go))
+    (tmp_path / "slow.py").write_text(
+        "import gate_of_this_test as gate\ngate.begun.set()\ngate.go.wait(60)\ndef f(): pass\n"
+    )
+    (tmp_path / "other.py").write_text("def solve(): pass\n")
+    first = threading.Thread(target=load_own, args=(f"{tmp_path / 'slow.py'}:f", "agent"))
+    first.start()
+    assert begun.wait(60)
+    assert load_own(f"{tmp_path / 'other.py'}:solve", "agent").__name__ == "solve"
+    assert load_own("json:dumps", "agent") is json.dumps
+    assert first.is_alive(), "it was waited for"
+    go.set()
     first.join()

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from ludic.cli.servers.stopping import serve_until_stopped
+from ludic.cli.servers.tinker_server import serve_tinker
 from ludic.training.learner import stop
+from ludic.types import ConfigError
 from tests import forked
 
 NUM_TOKENS = 1500
@@ -96,6 +98,20 @@ def test_a_request_in_progress_gets_its_answer_and_the_command_exits_with_0(kind
     out, err = server.process.communicate(timeout=300)
     assert server.process.returncode == 0, err
     assert "Stopped." in out
+
+
+def test_the_tinker_server_loads_its_model_where_signals_are_heard(monkeypatch, tmp_path):
+    """Outside the event loop: its handlers run between callbacks only, and loading is one long callback."""
+    pytest.importorskip("torch")
+
+    def load_model(*_: Any, **__: Any) -> None:
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        raise ConfigError("The test ends here.")
+
+    monkeypatch.setattr("ludic.models.loading.load_model", load_model)
+    with pytest.raises(ConfigError, match="ends here"):
+        serve_tinker(["--model", "tiny", "--port", "0", "--data", str(tmp_path)])
 
 
 async def test_the_first_signal_drains_and_the_second_ends_it(monkeypatch):

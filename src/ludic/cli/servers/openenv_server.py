@@ -71,9 +71,12 @@ def openenv_server(args: list[str]) -> int:
 
 async def _serve(app: Any, given: OpenEnvServerArgs) -> None:
     from ludic.inference.serving.app import AppServer
-    from ludic.inference.serving.limits import ServerLimits
+    from ludic.inference.serving.limits import ServerLimits, allow_many_files
 
-    server = AppServer(app, ServerLimits())
+    allow_many_files()
+    # A session is a connection; the others are for /health, /schema and clients that are refused with a reason.
+    others = ServerLimits().max_connections
+    server = AppServer(app, ServerLimits(max_connections=given.max_sessions + others))
     url = await server.start(given.host, given.port)
     try:
         print(f"Serving {given.env} at {url} (Ctrl-C stops)", flush=True)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -88,12 +89,15 @@ def serve_tinker(args: list[str]) -> int:
     check_host(given.host, "keys" if has_keys else None, given.insecure)
     check_port(given.host, given.port)  # before a large model is loaded
     with contextlib.ExitStack() as stack:
-        asyncio.run(serve_until_stopped(_serve(given, stack)))
+        # Not in the coroutine: its signal handlers are not called while a model is loaded.
+        run = _load(given, stack)
+        asyncio.run(serve_until_stopped(run()))
     print("Stopped.")
     return 0
 
 
-async def _serve(given: TinkerServeArgs, stack: contextlib.ExitStack) -> None:
+def _load(given: TinkerServeArgs, stack: contextlib.ExitStack) -> Callable[[], Coroutine[Any, Any, None]]:
+    """Load the model, and return what serves it."""
     import torch  # here and not above: it takes seconds, and --help should not
 
     from ludic.inference.local import LocalEngine
@@ -135,23 +139,26 @@ async def _serve(given: TinkerServeArgs, stack: contextlib.ExitStack) -> None:
         architecture=loaded.model.config.model_type,
         tokenizer_id=_tokenizer_id(given.model, loaded.tokenizer, data.absolute() / "tokenizer"),
     )
-    service = Service(
-        base,
-        Samplers(engine, store, max_adapters=given.max_adapters),
-        store,
-        offer,
-        token_budget=token_budget,
-        limits=TenantLimits(max_runs=given.max_runs, max_rank=given.max_rank, max_requests=given.max_requests),
-        max_idle_s=given.session_timeout_s,
-    )
-    recover(store, service)
 
     def announce(url: str) -> None:
         print(_how_to_use(url, names[0], data, has_keys=bool(keys)), flush=True)
 
-    await serve(
-        service, keys, given.host, given.port, insecure=given.insecure, drain_s=given.drain_s, on_ready=announce
-    )
+    async def run() -> None:
+        service = Service(
+            base,
+            Samplers(engine, store, max_adapters=given.max_adapters),
+            store,
+            offer,
+            token_budget=token_budget,
+            limits=TenantLimits(max_runs=given.max_runs, max_rank=given.max_rank, max_requests=given.max_requests),
+            max_idle_s=given.session_timeout_s,
+        )
+        recover(store, service)
+        await serve(
+            service, keys, given.host, given.port, insecure=given.insecure, drain_s=given.drain_s, on_ready=announce
+        )
+
+    return run
 
 
 def _tokenizer_id(model: str, tokenizer: Any, folder: Path) -> str | None:

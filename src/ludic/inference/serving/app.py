@@ -29,7 +29,7 @@ class AppServer:
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CANCELLED_S)
         self._limits = limits
         self._listener: asyncio.Server | None = None
-        self._num_requests = 0
+        self._busy: set[web.RequestHandler] = set()
         self._is_draining = False
         self._idle = asyncio.Event()
 
@@ -46,20 +46,26 @@ class AppServer:
         return url_of(host, self._listener)
 
     async def drain(self, seconds: float) -> None:
-        """Accept no more connections and requests, and wait until the requests in progress have ended, so long at most."""
+        """Accept no more connections and requests, close idle connections, and wait until the requests in progress have ended, so
+        long at most. Their connections are closed after the answer."""
         self._is_draining = True
         if self._listener is not None:
             self._listener.close()
         for site in list(self._runner.sites):
             await site.stop()
-        if not self._num_requests or not seconds:
+        # Not all, with aiohttp's pre_shutdown: a connection that is to be closed drops the rest of a body.
+        server = self._runner.server
+        for connection in () if server is None else server.connections:
+            if isinstance(connection, Connection) and connection not in self._busy:
+                connection.close()
+        if not self._busy or not seconds:
             return
-        logger.warning("stopping; requests in progress, for %g s at most: %d", seconds, self._num_requests)
+        logger.warning("stopping; requests in progress, for %g s at most: %d", seconds, len(self._busy))
         try:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
         except TimeoutError:
-            logger.warning("requests cut off after %g s: %d", seconds, self._num_requests)
+            logger.warning("requests cut off after %g s: %d", seconds, len(self._busy))
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Drain, then end all connections and the application. Cancelled while it drains, it ends them at once."""
@@ -72,12 +78,19 @@ class AppServer:
     async def _count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if isinstance(request.protocol, Connection):
             request.protocol.is_heard = True
-        self._num_requests += 1
+        self._busy.add(request.protocol)  # a connection has one request at a time
         try:
-            return await handler(request)
+            response = await handler(request)
+            if self._is_draining:
+                response.force_close()
+            return response
+        except web.HTTPException as refusal:
+            if self._is_draining:
+                refusal.force_close()
+            raise
         finally:
-            self._num_requests -= 1
-            if not self._num_requests and self._is_draining:
+            self._busy.remove(request.protocol)
+            if not self._busy and self._is_draining:
                 self._idle.set()
 
     @web.middleware

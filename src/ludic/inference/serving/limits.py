@@ -176,6 +176,14 @@ class Connection(web.RequestHandler):
         super().connection_made(transport)
         self._head_timer = asyncio.get_running_loop().call_later(self._head_s, self._close_if_silent)
 
+    async def start(self) -> None:
+        """Also closes the transport when `close` ends an idle connection; aiohttp leaves it open until the server ends."""
+        try:
+            await super().start()
+        finally:
+            if self.transport is not None:
+                self.transport.close()
+
     def connection_lost(self, exc: BaseException | None) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()

@@ -18,6 +18,7 @@ from ludic.envs import check_env
 from ludic.envs.adapters.openenv import OpenEnvEnv, OpenEnvError
 from ludic.envs.adapters.openenv.actions import ActionFormat, UnreadableAction, tool_function
 from ludic.envs.adapters.openenv.server import LocalServer, openenv_app
+from ludic.inference.serving.limits import ServerLimits
 from ludic.inference.vllm.command import free_port
 from ludic.tools import Tool
 from ludic.types import ConfigError, MissingExtra, StepOutcome
@@ -416,3 +417,15 @@ def test_command_refuses_what_it_cannot_serve(monkeypatch):
     monkeypatch.delenv("LUDIC_OPENENV_TOKEN", raising=False)
     assert "LUDIC_OPENENV_TOKEN" in str(invoke(["openenv-server", "tic_tac_toe", "--host", "0.0.0.0"]).exception)
     assert "one agent" in str(invoke(["openenv-server", "tic_tac_toe_duel", "--port", str(free_port())]).exception)
+
+
+def test_command_allows_a_connection_for_every_session(monkeypatch):
+    given: list[ServerLimits] = []
+
+    def make(app: object, limits: ServerLimits) -> None:
+        given.append(limits)
+        raise ConfigError("The test ends here.")
+
+    monkeypatch.setattr("ludic.inference.serving.app.AppServer", make)
+    invoke(["openenv-server", "tic_tac_toe", "--max-sessions", "5000", "--port", str(free_port())])
+    assert given[0].max_connections > 5000

@@ -185,7 +185,7 @@ def test_diverged_weights_of_one_tenant_leave_another_alone(server):
             broken.optim_step(types.AdamParams()).result()
         healthy.optim_step(types.AdamParams(learning_rate=1e-2)).result()
         samplers = [run.save_weights_and_get_sampling_client() for run in (broken, healthy)]
-        samples = [own.sample(prompt(1, 2), 1, types.SamplingParams(max_tokens=3)) for own in samplers]
+        samples = [own.sample(prompt(1, 2), 1, types.SamplingParams(max_tokens=3, stop=[])) for own in samplers]
         assert len(samples[1].result().sequences[0].tokens) == 3
         with pytest.raises(tinker.RequestFailedError, match="not finite"):
             samples[0].result()

@@ -129,8 +129,10 @@ class EngineEvaluator:
     ) -> EvalResult:
         given = {"reducers": reducers, "max_steps": max_steps, "timeout_s": timeout_s, "concurrency": concurrency}
         settings = self._settings | {name: value for name, value in given.items() if value is not None}
-        chosen = self._requests_fn() if requests is None else requests
-        report = self.last_report = await evaluate(self._engine, chosen, **settings)
+        return await self._play(self._requests_fn() if requests is None else requests, **settings)
+
+    async def _play(self, requests: Sequence[RolloutRequest], **settings: Any) -> EvalResult:
+        report = self.last_report = await evaluate(self._engine, requests, **settings)
         return report.records, report.metrics
 
 

@@ -4,55 +4,34 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
-from ludic.batch_gen import RequestsFn, RolloutEngine
 from ludic.batch_gen.episodes import Episode
-from ludic.eval.evaluator import EvalResult, play_requests
+from ludic.eval.evaluator import EngineEvaluator, EvalResult, play_requests
 from ludic.eval.report import EvalReport, Grading, make_report
 from ludic.types import Reducer, Rollout, RolloutRequest
 
 
-class PolicyEvaluator:
+class PolicyEvaluator(EngineEvaluator):
     """Plays requests that say which policy has which role (`assign_roles`), and reports by policy and by role.
 
     Metrics are `ann/mean_reward`, and `ann/X/mean_reward` where ann plays several roles.
     """
 
-    def __init__(
+    last_reports: Mapping[str, EvalReport] = MappingProxyType({})
+    """Of the last evaluation: policy, or policy/role, to its report. `last_report` stays None."""
+
+    async def _play(
         self,
-        engine: RolloutEngine,
-        requests_fn: RequestsFn,
-        reducers: Mapping[str, Reducer] | None = None,
-        max_steps: int = 1,
-        timeout_s: float | None = None,
-        concurrency: int = 32,
+        requests: Sequence[RolloutRequest],
         *,
         grading: Grading | None = None,
-    ) -> None:
-        """As of `EngineEvaluator`."""
-        self._engine, self._requests_fn = engine, requests_fn
-        self._reducers, self._grading = reducers, grading or Grading()
-        self._settings: dict[str, Any] = {"max_steps": max_steps, "timeout_s": timeout_s, "concurrency": concurrency}
-        self.last_reports: dict[str, EvalReport] = {}
-        """Of the last evaluation: policy, or policy/role, to its report."""
-
-    async def eval(
-        self,
-        *,
-        requests: Sequence[RolloutRequest] | None = None,
         reducers: Mapping[str, Reducer] | None = None,
-        max_steps: int | None = None,
-        timeout_s: float | None = None,
-        concurrency: int | None = None,
+        **settings: Any,
     ) -> EvalResult:
-        """Arguments override those of the constructor."""
-        given = {"max_steps": max_steps, "timeout_s": timeout_s, "concurrency": concurrency}
-        settings = self._settings | {name: value for name, value in given.items() if value is not None}
-        chosen = self._requests_fn() if requests is None else requests
-        episodes = await play_requests(self._engine, chosen, **settings)
-        reports = await asyncio.to_thread(report_policies, episodes, self._grading, reducers or self._reducers)
-        self.last_reports = reports
+        episodes = await play_requests(self._engine, requests, **settings)
+        reports = self.last_reports = await asyncio.to_thread(report_policies, episodes, grading, reducers)
         records = [record for name, report in reports.items() if "/" not in name for record in report.records]
         return records, {f"{name}/{key}": value for name, own in reports.items() for key, value in own.metrics.items()}
 

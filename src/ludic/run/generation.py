@@ -406,7 +406,7 @@ class PipelineGeneration(Generation):
 
     @staticmethod
     def open(run: ResolvedRun) -> None:
-        """Takes the end of an earlier run of this name back, so that actors which start while the model is loaded do not end."""
+        """Removes the mark of an earlier, finished run of this name: actors that start while the model loads would end by it."""
         run_sync(reopen_queue(run))
 
     def begin(self, *, resume: bool, first_step: int) -> None:

@@ -236,7 +236,7 @@ def test_a_new_run_of_the_same_name_begins_with_an_empty_queue(ludic, shared_red
     assert ended.code == 0 and "= 8 acknowledged + " in ended.out.rpartition("Samples: ")[2], ended.out
 
 
-def test_a_learner_takes_an_old_end_back_before_it_loads_the_model(ludic, shared_redis, monkeypatch):  # noqa: F811
+def test_a_learner_removes_the_mark_of_a_finished_run_before_it_loads_the_model(ludic, shared_redis, monkeypatch):  # noqa: F811
     config, command = pipeline_config(shared_redis, "old", ["letter.py:Letter", *SMALL, "--steps", "1"])
 
     async def marked(*, mark: bool = False) -> int | None:

@@ -226,7 +226,7 @@ class ExperienceQueue:
         await self._call(scripts.RELEASE, [lease.name, lease.token])
 
     async def finish(self, num_updates: int) -> bool:
-        """Tell actors, also those that start later, that the run has made all its updates; the next learner takes it back.
+        """Tell actors, also those that start later, that the run has made all its updates; the next learner removes the mark.
 
         False, and they are not told, if another learner is at work. A lease that is not renewed is waited for: its learner died.
         """
@@ -241,7 +241,7 @@ class ExperienceQueue:
         return not left_ms
 
     async def reopen(self) -> None:
-        """Take `finish` back: a learner is starting."""
+        """Remove the mark of `finish`: a learner is starting."""
         await self._call(scripts.REOPEN, [])
 
     async def announce(self, lease: Lease, status: LearnerStatus) -> None:

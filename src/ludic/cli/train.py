@@ -145,7 +145,9 @@ def _opening(run: "Run", *, resume: bool) -> list[str]:
         f"{run.folder}: {who}, {config.train.steps} updates{several} of "
         f"{config.rollouts.rollouts_per_update} {'rollouts' if preferences is None else 'preferences'}{teacher}."
     ]
-    if start.first_step:
+    if start.first_step >= config.train.steps:
+        lines.append("All updates are done; the last evaluation was interrupted and is made again.")
+    elif start.first_step:
         lines.append(f"Going on after update {start.first_step}.")
     if start.restarts:
         lines.append("There is no checkpoint yet: it starts over.")

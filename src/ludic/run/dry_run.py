@@ -70,6 +70,8 @@ def _policy_lines(run: ResolvedRun) -> list[str]:
 
 
 def _start_line(run: ResolvedRun, start: ResumePoint) -> str:
+    if start.first_step >= run.steps:
+        return f"All {run.steps} updates are done; the last evaluation, which was interrupted, is made again."
     return f"Updates {start.first_step + 1} to {run.steps}; everything is written to {run.folder}."
 
 

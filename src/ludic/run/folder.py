@@ -23,7 +23,7 @@ from ludic.run.policies.entry import POLICIES
 from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import Difference, differences, read_toml, to_toml
 from ludic.training.checkpoint.manifest import CheckpointError, read_manifest
-from ludic.training.loggers import read_metrics
+from ludic.training.loggers import newest_step_of, read_metrics
 from ludic.types import ConfigError
 from ludic.types.errors import RunComplete
 
@@ -77,13 +77,20 @@ def resume_point(run: ResolvedRun, *, resume: bool) -> ResumePoint:
         )
     checkpoint = newest_undamaged(folder)
     step = _step_of(checkpoint)
-    if step >= config.train.steps:
+    if step >= config.train.steps and not _lacks_evaluation(run, step):
         raise RunComplete(
             f"{folder} is complete: {step} of {config.train.steps} updates. To go on: {how_to_resume(run)} --steps {2 * step}"
         )
     return ResumePoint(
         first_step=step, checkpoint=checkpoint, restarts=checkpoint is None and has_begun(folder), changed=changed
     )
+
+
+def _lacks_evaluation(run: ResolvedRun, step: int) -> bool:
+    """Whether the last evaluation of a run that has made all updates was ended before it had a result."""
+    cfg = run.trainer
+    last_batch_end = step - step % cfg.steps_per_batch  # evaluations come between two batches
+    return cfg.lacks_evaluation(last_batch_end, newest_step_of(run.folder / METRICS, "eval/step"))
 
 
 def _require_unused(folder: Path, resume: bool) -> None:

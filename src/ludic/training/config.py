@@ -232,6 +232,13 @@ class TrainerConfig:
         """Optimizer steps on a batch that has enough groups."""
         return self.updates_per_batch * self.mini_batches
 
+    def lacks_evaluation(self, step: int, newest: int | None) -> bool:
+        """Whether an update up to `step`, or the start, was to be evaluated after `newest`, the newest step with a result in the
+        record of the run (-1: no step has one). Without a record, None, that cannot be said."""
+        every = self.eval_every_n_steps or 0
+        due = step // every * every if every and step >= every else 0 if self.eval_at_start else -1
+        return newest is not None and newest < due
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:

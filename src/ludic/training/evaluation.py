@@ -2,13 +2,17 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ludic.tasks import cancel_all
 from ludic.training.config import TrainerConfig
 from ludic.training.learner.stop import StopRequested, StopSignal
-from ludic.types import ConfigError, Evaluator, TakesSnapshots
+from ludic.training.loggers import KeepsRecord
+from ludic.types import ConfigError, Evaluator, TakesSnapshots, TrainingLogger
+
+logger = logging.getLogger(__name__)
 
 
 def check_evaluation(cfg: TrainerConfig, evaluator: Evaluator | None, *, is_first: bool, shares_weights: bool) -> None:
@@ -36,14 +40,24 @@ class Evaluation:
         self._task: asyncio.Task[Any] | None = None
         """The evaluation that runs while training continues, or whose result was not yet looked at."""
         self._task_step = 0
+        self.is_missing = False
+        """Whether an evaluation was due before this process began, and has no result: the next one makes up for it."""
+
+    def find_missing(self, step: int, record: TrainingLogger | None) -> None:
+        """Called when a run goes on after `step`. A stop or a kill may have ended an evaluation: the record has no result of it."""
+        newest = record.newest_step_of("eval/step") if isinstance(record, KeepsRecord) else None
+        self.is_missing = self._cfg.lacks_evaluation(step, newest)
+        if self.is_missing:
+            logger.info("the last evaluation up to step %d has no result: the resumed weights are evaluated", step)
 
     def is_due(self, step: int, since: int) -> bool:
         """Whether one of the updates after `since` is to be evaluated."""
         every = self._cfg.eval_every_n_steps
-        return every is not None and every > 0 and step // every > since // every
+        return self.is_missing or every is not None and every > 0 and step // every > since // every
 
     async def run(self, step: int, stop: StopSignal) -> None:
         """Evaluate the weights of this step; in the background, if the settings say so."""
+        self.is_missing = False
         if not self._cfg.eval_in_background:
             with contextlib.suppress(StopRequested):  # it can take long, and nothing is lost with it
                 await stop.unless(self.run_now(step))

@@ -71,12 +71,13 @@ class PolicyTrainers:
         end = None if num_steps is None else first.step + num_steps
         if first.step and isinstance(self._logger, Resumable):
             self._logger.resume(first.step)
+            self._evaluation.find_missing(first.step, self._logger)
         stats: dict[str, float] = {}
         try:
             with stop.catch_signals():
                 first.stop = stop  # only the first waits for episodes; the others finish the round
-                if self._evaluates_first and not first.step:
-                    await self._evaluation.run(0, stop)
+                if (self._evaluates_first and not first.step) or self._evaluation.is_missing:
+                    await self._evaluation.run(first.step, stop)
                 while (end is None or first.step < end) and not stop.is_set:
                     try:
                         stats = await self._round()

@@ -112,7 +112,8 @@ class TrainingLoop:
         end = None if num_steps is None else self.step + num_steps
         try:
             with self.stop.catch_signals(), self.learner.watch():
-                if self.cfg.eval_at_start and self.step == 0:
+                is_first = self.cfg.eval_at_start and self.step == 0
+                if is_first or (self._evaluation.is_missing and self._unfinished is None):
                     await self._evaluate()
                 # Several processes stop together, at the next batch: sharing it tells all of them.
                 while (end is None or self.step < end) and not (self.stop.is_set and self.learner.is_alone):
@@ -247,7 +248,7 @@ class TrainingLoop:
         if not self.learner.is_alone:
             result = await asyncio.to_thread(self.learner.broadcast, self._evaluation.last)
             if not self.learner.is_first:
-                self._evaluation.last = result
+                self._evaluation.last, self._evaluation.is_missing = result, False
 
     def save_checkpoint(self, metrics: Mapping[str, float] | None = None) -> None:
         """Save everything that a resumed run needs to continue as if it had not stopped."""
@@ -306,6 +307,9 @@ class TrainingLoop:
         self._notify_source()
         if isinstance(self.logger, Resumable) and self.learner.is_first:
             self.logger.resume(self.step)
+        evaluated = self.step if self._unfinished is None else self._unfinished.first_step
+        self._evaluation.find_missing(evaluated, self.logger if self.learner.is_first else None)
+        self._evaluation.is_missing = self.learner.broadcast(self._evaluation.is_missing)
         restore_rng(state.get("rng", {}))
         logger.info("resumed at step %d", self.step)
 

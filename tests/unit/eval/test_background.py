@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from ludic.inference.local.snapshot import EngineSnapshot
 from ludic.training import CheckpointConfig, JSONLLogger, TrainerConfig, make_grpo
 from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError, ReturnSpec, SamplingParams, TokenCompletionRequest
+from tests import forked
 from tests.unit.training.bandit import BanditRequests, ByteTokenizer, bandit_trainer, rollout_engine, tiny_llama
 
 
@@ -165,6 +168,104 @@ async def test_a_best_checkpoint_waits_for_its_evaluation(tmp_path):
     engine.close()
     best = json.loads((tmp_path / "best.json").read_text())
     assert (best["step"], best["value"]) == (2, 0.9)
+
+
+# --- an evaluation that was ended before it had a result ---
+
+
+def resumed_trainer(folder, evaluator, *, save_every: int = 2, **settings):
+    return trainer_with(
+        evaluator,
+        cfg=config(**settings),
+        train_logger=JSONLLogger(folder / "metrics.jsonl"),
+        checkpoint_config=CheckpointConfig(output_dir=folder, every_n_steps=save_every, max_to_keep=None),
+        resume_from="latest" if any(folder.glob("step_*")) else None,
+    )
+
+
+def evaluated_steps(folder) -> list[int]:
+    return [row["step"] for row in read_metrics(folder / "metrics.jsonl") if "eval/step" in row]
+
+
+class Killer(Gate):
+    """Its evaluation of step 4 ends the process, as kill -9 does, once this checkpoint is on disk."""
+
+    def __init__(self, checkpoint) -> None:
+        super().__init__()
+        self.opened.set()
+        self._checkpoint = checkpoint
+
+    async def eval(self, **settings):
+        while self.versions[-1] == 4:
+            if self._checkpoint.exists():
+                os.kill(os.getpid(), signal.SIGKILL)
+            await asyncio.sleep(0.01)
+        return await super().eval(**settings)
+
+
+def train_until_killed(folder, save_every: int, num_steps: int) -> None:
+    checkpoint = folder / f"step_{max(save_every, 4):06d}" / "manifest.json"
+    trainer, _ = resumed_trainer(folder, Killer(checkpoint), save_every=save_every)
+    trainer.train_sync(num_steps)
+
+
+@pytest.mark.parametrize(
+    ("save_every", "num_steps", "evaluated"), [(5, 7, [2, 5, 6]), (2, 4, [2, 4])]
+)  # the checkpoint is of a later step than the lost evaluation; of the same, which is the last
+async def test_an_evaluation_lost_by_a_kill_is_made_again_once(tmp_path, save_every, num_steps, evaluated):
+    killed = forked.call(train_until_killed, tmp_path, save_every, num_steps)
+    await asyncio.to_thread(killed.join)
+    assert killed.exitcode == -signal.SIGKILL and evaluated_steps(tmp_path) == [2]
+    gate = Gate()
+    gate.opened.set()
+    trainer, engine = resumed_trainer(tmp_path, gate, save_every=save_every)
+    await trainer.train(num_steps - trainer.step)
+    engine.close()
+    assert evaluated_steps(tmp_path) == evaluated and gate.versions == evaluated[1:]
+    again = Gate()
+    trainer, engine = resumed_trainer(tmp_path, again, save_every=save_every)
+    await trainer.train(0)
+    engine.close()
+    assert again.versions == [] and evaluated_steps(tmp_path) == evaluated, "it has a result now"
+
+
+async def test_an_evaluation_that_a_stop_ended_is_made_when_the_run_goes_on(tmp_path):
+    class Stopping(Gate):
+        async def eval(self, **_):
+            trainer.stop.set("enough")
+            await asyncio.Event().wait()
+
+    gate = Stopping()
+    trainer, engine = resumed_trainer(tmp_path, gate, eval_in_background=False)
+    await trainer.train(3)
+    engine.close()
+    assert gate.versions == [2] and not evaluated_steps(tmp_path)
+    gate = Gate()
+    gate.opened.set()
+    trainer, engine = resumed_trainer(tmp_path, gate, eval_in_background=False)
+    await trainer.train(1)
+    engine.close()
+    assert evaluated_steps(tmp_path) == gate.versions == [2]
+
+
+async def test_an_evaluation_that_is_missing_in_the_middle_of_a_batch_is_made_behind_it(tmp_path):
+    settings = {"updates_per_batch": 2, "eval_at_start": True, "eval_every_n_steps": None, "save_every": 3}
+    trainer, engine = resumed_trainer(tmp_path, Gate(), **{**settings, "eval_at_start": False})
+    await trainer.train(3)
+    engine.close()
+    gate = Gate()
+    gate.opened.set()
+    trainer, engine = resumed_trainer(tmp_path, gate, **settings)
+    await trainer.train(2)
+    engine.close()
+    assert evaluated_steps(tmp_path) == gate.versions == [4]
+
+
+def test_only_a_record_without_the_newest_evaluation_lacks_one():
+    every, both, none = config(), config(eval_at_start=True), config(eval_every_n_steps=None)
+    assert every.lacks_evaluation(5, -1) and every.lacks_evaluation(5, 2) and not every.lacks_evaluation(5, 4)
+    assert not every.lacks_evaluation(1, -1) and both.lacks_evaluation(1, -1) and not both.lacks_evaluation(1, 0)
+    assert not none.lacks_evaluation(5, -1) and not every.lacks_evaluation(5, None)
 
 
 async def test_shared_weights_need_a_snapshot():

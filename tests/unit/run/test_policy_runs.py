@@ -24,6 +24,7 @@ from tests.unit.run.test_features import are_equal, done, logged, played
 SMALL = ["cases.py:Cases", "--model", "tiny", "--max-tokens", "1", "--group-size", "4", "--rollouts-per-update", "8",
          "--logger", "none", "--lr", "1e-2", "--threads", "1"]  # fmt: skip
 PAIR = ["--policy", "ann=left", "--policy", "bob=right"]
+EVALUATED = ["--eval-every", "2", "--eval-at-start", "--eval-episodes", "6", "--eval-temperature", "1"]
 
 
 @pytest.fixture
@@ -191,8 +192,6 @@ def test_adapters_share_their_base_and_a_frozen_policy_stays(ludic):
 
 # --- evaluation ---
 
-EVALUATED = ["--eval-every", "2", "--eval-at-start", "--eval-episodes", "6", "--eval-temperature", "1"]
-
 
 def test_all_policies_are_evaluated_together_and_logged_by_policy_and_role(ludic):
     flags = ["--policy", "ann=left,right", "--policy", "bob=left,right", "--policy", "bob.frozen=true"]
@@ -332,6 +331,22 @@ def test_resume_from_the_newest_step_that_all_policies_have_equals_undisturbed(l
     assert "Updates 3 to 4" in done(ludic("train", "runs/killed", "--resume", "--steps", "4", "--dry-run")).out, (
         "a damaged checkpoint of one policy takes all to the step before"
     )
+
+
+@pytest.mark.parametrize("policies", [PAIR, []], ids=["several policies", "one policy"])
+def test_the_last_evaluation_is_made_again_if_a_kill_has_ended_it(ludic, policies):
+    once = [*SMALL, *policies, *EVALUATED, "--steps", "2"]
+    done(ludic("train", *once, "--eval-in-background", "--name", "first"))
+    metrics = Path("runs/first/metrics.jsonl")
+    name = "ann/eval/mean_reward" if policies else "eval/mean_reward"
+    rows, before = metrics.read_text().splitlines(keepends=True), logged(name)
+    metrics.write_text("".join(row for row in rows if json.loads(row).get(name.replace("mean_reward", "step")) != 2))
+    assert len(logged(name)) == 1, "as a process leaves it that is killed after its last save"
+    assert "All 2 updates are done" in done(ludic("train", "runs/first", "--resume", "--dry-run")).out
+    assert "the last evaluation was interrupted" in done(ludic("train", "runs/first", "--resume")).out
+    assert logged(name) == before and len(before) == 2
+    assert "is complete: 2 of 2" in done(ludic("train", "runs/first", "--resume")).out
+    assert logged(name) == before
 
 
 def test_resume_with_other_policies_is_refused(ludic):

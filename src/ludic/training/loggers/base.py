@@ -36,6 +36,15 @@ class Resumable(Protocol):
 
 
 @runtime_checkable
+class KeepsRecord(Protocol):
+    """Can say what was logged, also by an earlier process."""
+
+    def newest_step_of(self, name: str) -> int | None:
+        """The newest step with this number, alone or under a policy's name; -1 if none has it, None if there is no record."""
+        ...
+
+
+@runtime_checkable
 class ShowsActivity(Protocol):
     """Can show what happens between two calls of `log`, such as a batch that is being generated."""
 
@@ -66,6 +75,10 @@ class TeeLogger:
         for child in self._children:
             if isinstance(child, Resumable):
                 child.resume(step)
+
+    def newest_step_of(self, name: str) -> int | None:
+        found = [child.newest_step_of(name) for child in self._children if isinstance(child, KeepsRecord)]
+        return max((step for step in found if step is not None), default=None)
 
     def close(self) -> None:
         for index, child in enumerate(self._children):
@@ -121,6 +134,9 @@ class JSONLLogger:
         shorter.replace(self.path)
         self._file = self.path.open("ab", buffering=0)
 
+    def newest_step_of(self, name: str) -> int | None:
+        return newest_step_of(self.path, name)
+
     def close(self) -> None:
         self._file.close()
 
@@ -136,6 +152,14 @@ class JSONLLogger:
 def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
     """The complete lines of a metrics file, also while it is being written. Damaged lines are left out, with a warning."""
     return (row for _, row in _whole_lines(Path(path)))
+
+
+def newest_step_of(path: Path, name: str) -> int | None:
+    """The newest step of a metrics file with this number, as `KeepsRecord` says; None if there is no file."""
+    if not path.is_file():
+        return None
+    rows = (row for row in read_metrics(path) if any(key == name or key.endswith(f"/{name}") for key in row))
+    return max((row["step"] for row in rows), default=-1)
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

@@ -53,7 +53,7 @@ class Evaluation:
     def is_due(self, step: int, since: int) -> bool:
         """Whether one of the updates after `since` is to be evaluated."""
         every = self._cfg.eval_every_n_steps
-        return self.is_missing or every is not None and every > 0 and step // every > since // every
+        return self.is_missing or (every is not None and every > 0 and step // every > since // every)
 
     async def run(self, step: int, stop: StopSignal) -> None:
         """Evaluate the weights of this step; in the background, if the settings say so."""

@@ -224,7 +224,7 @@ def hybrids(repeat: int) -> None:
     for name, build in {"Falcon-H1": tiny_falcon_h1, "Qwen3-Next": tiny_qwen3_next}.items():
         model = make(build, "cpu", torch.float32)
         ours, fallback = (LocalEngine(model, max_sequences=32, max_model_len=512) for _ in range(2))
-        fallback._backend = CachedBackend(shared_view(model), 512)
+        fallback._worker.backend = CachedBackend(shared_view(model), 512)
         for what, prompts in work.items():
             seconds: dict[LocalEngine, list[float]] = {ours: [], fallback: []}
             for engine in seconds:

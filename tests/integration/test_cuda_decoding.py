@@ -120,7 +120,7 @@ def test_logprobs_of_groups_are_as_exact_as_those_of_a_plain_forward_pass():
             parameter.copy_(rounded)
     engine = LocalEngine(model, kv_tokens=40_000, max_sequences=40)
     answers = complete(engine, texts, temperature=1.0, max_tokens=40)
-    assert any(kernels.has_groups for kernels in engine._runner._graphs)
+    assert any(kernels.has_groups for kernels in engine._worker.runner._graphs)
     ours, plain = [], []
     for prompt, answer in zip(texts, answers, strict=True):
         tokens = answer.completion_token_ids.tolist()
@@ -156,7 +156,7 @@ def test_fused_families_with_prompts_in_chunks_have_the_logprobs_of_a_plain_forw
     for prompt, answer in zip(texts, complete(engine, texts, temperature=1.0), strict=True):
         expected = logprobs(model, prompt, answer.completion_token_ids.tolist())
         np.testing.assert_allclose(answer.completion_logprobs, expected, atol=1e-4)
-    assert engine._runner._fused is not None
+    assert engine._worker.runner._fused is not None
     engine.close()
 
 
@@ -175,5 +175,5 @@ def test_an_adapter_has_the_logprobs_of_a_plain_forward_pass_also_after_a_step()
             for name, parameter in model.named_parameters():
                 if "lora_" in name:
                     parameter.mul_(1.5)
-    assert engine._runner._fused is not None
+    assert engine._worker.runner._fused is not None
     engine.close()

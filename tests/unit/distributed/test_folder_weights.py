@@ -279,7 +279,7 @@ async def test_inference_engine_generates_through_an_update_and_reports_versions
         running = asyncio.create_task(ask(engine, prompt, max_tokens=24))
         await gate.reached()
         following = asyncio.create_task(follower.run(poll_s=0.01))
-        await eventually(lambda: engine._num_pauses == 1)  # so the change comes right after this step
+        await eventually(lambda: engine._worker.num_pauses == 1)  # so the change comes right after this step
         gate.open()
         answer = await in_time(running)
         await eventually(lambda: follower.version == 4)

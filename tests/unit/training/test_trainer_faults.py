@@ -380,11 +380,11 @@ async def test_engine_runs_again_after_it_refused_new_weights():
         def leave(self, sequence): ...
 
     engine = LocalEngine(tiny_llama(), ByteTokenizer(), max_model_len=64, kv_tokens=1024)
-    engine._runner = Broken()
+    engine._worker.runner = Broken()
     with contextlib.closing(engine):
         with pytest.raises(MemoryError):
             engine.new_version()
-        assert engine._num_pauses == 0
+        assert engine._worker.num_pauses == 0
 
 
 # --- precision, references, settings ---
@@ -394,7 +394,7 @@ async def test_gradient_checkpointing_keeps_the_engines_fused_forward():
     trainer, engine = small_bandit(cfg=TrainerConfig(lr=1e-2, max_seq_len=64, gradient_checkpointing=True))
     await trainer.train_step()
     engine.close()
-    assert not isinstance(engine._runner._model, ModuleForward)
+    assert not isinstance(engine._worker.runner._model, ModuleForward)
 
 
 async def test_adapter_learns_under_gradient_checkpointing():

@@ -1,9 +1,12 @@
 """The embedded engine: serves a policy from your own process, on the trainer's weights.
 
-`run`, `eval` and examples import it; it is the one part of `inference` that loads torch. Start with engine.py, then scheduler.py.
+`run`, `eval` and examples import it; it is the one part of `inference` that loads torch. Start with engine.py (what
+callers use), then worker.py (the thread that steps the model) and scheduler.py; runner.py chooses what computes, in cpu/ and cuda/.
 """
 
-from ludic.inference.local.engine import EngineClosed, LocalEngine, LogitsNotFinite, QueueFull, RequestAborted
+from ludic.inference.local.engine import LocalEngine
+from ludic.inference.local.requests import LogitsNotFinite, RequestAborted
 from ludic.inference.local.snapshot import League
+from ludic.types import EngineClosed, QueueFull
 
 __all__ = ["LocalEngine", "League", "EngineClosed", "LogitsNotFinite", "QueueFull", "RequestAborted"]

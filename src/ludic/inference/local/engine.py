@@ -7,78 +7,40 @@ which token.
 """
 
 import asyncio
-import atexit
 import contextlib
-import gc
 import itertools
-import logging
-import math
-import threading
-import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from ludic.inference.local.bitwise import check_sampling
 from ludic.inference.local.blocks import BlockPool
 from ludic.inference.local.kv import eos_ids, num_blocks
-from ludic.inference.local.runner import (
-    Read,
-    RecordsExperts,
-    Runner,
-    RunnerSettings,
-    choose_backend,
-)
-from ludic.inference.local.sampling import PromptScores, Scoring, ScoringQueue
+from ludic.inference.local.requests import RequestLimits, TokenStream
+from ludic.inference.local.runner import Backend, RunnerSettings, choose_backend
+from ludic.inference.local.sampling import PromptScores, Scoring
 from ludic.inference.local.scheduler import Limits, Scheduler
-from ludic.inference.local.sequence import Sampled, Sequence, StopRule
+from ludic.inference.local.sequence import Sequence, StopRule
+from ludic.inference.local.worker import Worker
 from ludic.inference.templates.conversation import decode_reply
 from ludic.models.adapters.adapter import LoraAdapter
 from ludic.models.adapters.forward import AdapterNames, PackedAdapter
 from ludic.models.bitwise.decoder import BitwiseDecoder
-from ludic.models.experts.adapters import MergedExperts, merge_experts
 from ludic.models.head import plain_model
 from ludic.models.loading import load_model
 from ludic.models.vision.inputs import image_processor_of, is_vision_model
-from ludic.models.weights import FiniteCheck, WeightsWatch, not_finite, shared_view
+from ludic.models.weights import FiniteCheck, not_finite
 from ludic.types import (
     ChatResponse,
     ConfigError,
-    EngineClosed,
     Info,
-    LudicError,
-    NotFinite,
-    PromptTooLong,
-    QueueFull,
-    SamplingParams,
     TokenChunk,
     TokenCompletionRequest,
     TokenIds,
     derive_seed,
     token_array,
 )
-
-logger = logging.getLogger(__name__)
-
-_SCORED_LOGITS = 1 << 26
-"""Logits in memory at a time while texts are scored: a quarter of a gigabyte in fp32."""
-
-
-class RequestAborted(LudicError, RuntimeError):
-    """`abort` removed the request from the batch."""
-
-
-class LogitsNotFinite(NotFinite):
-    """The model's logits for one request allow no sampling: they hold NaN or +inf, or are all -inf."""
-
-    def __init__(self, version: int, num_tokens: int) -> None:
-        super().__init__(
-            f"The model's logits after {num_tokens} tokens are not finite (policy version {version}). The weights have "
-            "diverged (lower the learning rate and start from an earlier checkpoint), the loaded weights are damaged, or the "
-            "numbers are too large for the model's dtype (load it in bfloat16 or float32)."
-        )
 
 
 class LocalEngine:
@@ -121,7 +83,8 @@ class LocalEngine:
             raise not_finite(f"{self.name} cannot be served", names, "Load other weights.")
         if bitwise:
             BitwiseDecoder(self.model)  # refuses here what could not hold, not at the first request
-        self._backend = choose_backend(
+        self.is_bitwise, self.records_experts = bitwise, record_experts
+        backend = choose_backend(
             self.model,
             max_model_len,
             is_bitwise=bitwise,
@@ -129,77 +92,51 @@ class LocalEngine:
             records_experts=record_experts,
             has_adapters=adapters,
         )
-        self._watch = WeightsWatch(self.model)
-        self.max_model_len = self._backend.max_length
         embedding = self.model.get_input_embeddings().weight
-        self.vocab_size: int = embedding.shape[0]
-        self._eos_ids = frozenset(i for i in eos_ids(self.model, self.tokenizer) if 0 <= i < self.vocab_size)
-        self._device: torch.device = embedding.device
-        on_gpu = self._device.type == "cuda"
-        # Every member of a group computes what follows the last full block itself. On a GPU a kernel reads whole blocks.
-        block_size = block_size if block_size is not None else (16 if on_gpu else 4)
-        self.max_sequences = max_sequences = max_sequences or (512 if on_gpu else 64)
+        self.max_model_len, self.vocab_size = backend.max_length, int(embedding.shape[0])
+        scheduler = _make_scheduler(
+            backend,
+            embedding.device,
+            max_sequences=max_sequences,
+            max_prefill_tokens=max_prefill_tokens,
+            block_size=block_size,
+            kv_memory_fraction=kv_memory_fraction,
+            kv_tokens=kv_tokens,
+            keep_room=keep_room,
+        )
+        scheduler.version = version
+        self.max_sequences = scheduler.limits.max_sequences
         """Requests that are computed at a time; others wait."""
-        max_prefill_tokens = max_prefill_tokens or (16_384 if on_gpu else 2048)
-        # On a CPU the dense rows of the decoding sequences take about as much again as the pool.
-        fraction = kv_memory_fraction or (0.6 if on_gpu else 0.15)
-        room = max_sequences * self.max_model_len
-        pool_blocks = num_blocks(
-            self._backend.bytes_per_token, self._device, block_size, fraction=fraction, kv_tokens=kv_tokens, most=room
-        )
-        # A pool that holds every sequence at full length needs no estimates.
-        keeps_room = keep_room and pool_blocks * block_size < room
-        limits = Limits(
-            max_sequences,
-            max_prefill_tokens,
-            max_rounds=self._backend.max_rounds,
-            keeps_room=keeps_room,
-            shares_prefixes=self._backend.shares_prefixes,
-        )
-        self._scheduler = Scheduler(BlockPool(pool_blocks, block_size), limits)
-        self._scheduler.version = version
-        self._runner: Runner | None = None
-        self._merged: list[MergedExperts] = []
-        """Of a LoRA adapter on experts."""
-        self._launched: list[Read] = []
-        """Computations whose tokens the worker has not read."""
-        self._unread: FiniteCheck | None = None
-        """Check of this version's initial weights; the worker reads it before it computes with them."""
-        self._not_finite: list[str] = []
-        """Weights of this version that are not finite."""
-        self._stop_rule = StopRule(self._decode, self.max_model_len)
-        self._max_queue = max_queue
-        self._compile_layers = compile_layers
-        self._pack_weights = pack_weights
-        self.is_bitwise = bitwise
-        self.records_experts = record_experts
         self.adapters = AdapterNames(self.model) if adapters else None
         """The adapters that requests may name; None for an engine without."""
+        self._limits = self._request_limits(scheduler.pool)
         self._seed = seed
         self._numbers = itertools.count()
-        # Everything below is shared with the worker; the condition guards it.
-        self._changed = threading.Condition()
-        self._incoming: list[Sequence] = []
-        self._scoring = ScoringQueue(self._changed)
-        self._open: set[Sequence] = set()
-        """All unanswered requests; they fail when the engine ends."""
-        self._answers = _Answers()
-        self._waking: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
-        """Event loops that will wake the worker in their next iteration."""
-        self._num_pauses = 0
-        self._is_stepping = False
-        self._is_closed = False
-        self._death: BaseException | None = None
-        self._worker = threading.Thread(target=self._work, name="ludic-engine", daemon=True)
-        self._worker.start()
-        # A thread that still computes while the interpreter shuts down crashes the process.
-        this = weakref.ref(self)
+        settings = RunnerSettings(
+            num_blocks=scheduler.pool.num_blocks,
+            block_size=scheduler.pool.block_size,
+            max_sequences=self.max_sequences,
+            max_length=self.max_model_len,
+            compile_layers=compile_layers,
+            pack_weights=pack_weights,
+            adapters=adapters,
+        )
+        stop_rule = StopRule(self._decode, self.max_model_len)
+        self._worker = Worker(
+            self.model, backend, scheduler, settings, stop_rule, max_queue=max_queue, records_experts=record_experts
+        )
 
-        def close_if_alive() -> None:
-            if (engine := this()) is not None:
-                engine.close()
-
-        self._at_exit = atexit.register(close_if_alive)
+    def _request_limits(self, pool: BlockPool) -> RequestLimits:
+        return RequestLimits(
+            name=self.name,
+            vocab_size=self.vocab_size,
+            eos_ids=frozenset(i for i in eos_ids(self.model, self.tokenizer) if 0 <= i < self.vocab_size),
+            max_model_len=self.max_model_len,
+            max_total_tokens=min(self.max_model_len, pool.num_blocks * pool.block_size),
+            takes_images=is_vision_model(plain_model(self.model)),
+            has_tokenizer=self.tokenizer is not None,
+            is_bitwise=self.is_bitwise,
+        )
 
     # --- requests (any thread, any event loop) ---
 
@@ -208,11 +145,11 @@ class LocalEngine:
         loop = asyncio.get_running_loop()
         # Cheaper for many short requests than a stream of one chunk.
         answer: asyncio.Future[None] = loop.create_future()
-        sequence = self._submit(request, lambda _, error: self._answers.add(loop, answer, error))
+        sequence = self._submit(request, lambda _, error: self._worker.answers.add(loop, answer, error))
         try:
             await answer
         except asyncio.CancelledError:
-            self._cancel(sequence)
+            self._worker.cancel(sequence)
             raise
         response = sequence.response(self._decode)
         if not request.return_.return_chosen_logprobs:
@@ -224,34 +161,17 @@ class LocalEngine:
 
         Closing the generator early removes the request from the batch: iterate within `contextlib.aclosing`.
         """
-        loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[tuple[list[int], list[float], bool, BaseException | None]] = asyncio.Queue()
-        num_sent = 0
-
-        def post(sequence: Sequence, is_last: bool, error: BaseException | None) -> None:  # in the worker thread
-            nonlocal num_sent
-            logprobs = sequence.logprobs[num_sent:]
-            ids = sequence.tokens[sequence.num_prompt + num_sent :]
-            num_sent += len(logprobs)
-            with contextlib.suppress(RuntimeError):  # the loop and its waiting task are gone
-                loop.call_soon_threadsafe(arrived.put_nowait, (ids, logprobs, is_last, error))
-
-        def on_token(sequence: Sequence) -> None:
-            if sequence.finish_reason is None:  # the last token comes with the response
-                post(sequence, False, None)
-
-        sequence = self._submit(request, lambda sequence, error: post(sequence, True, error), on_token)
+        stream = TokenStream()
+        sequence = self._submit(request, stream.deliver, stream.on_token)
         is_last = False
         try:
             while not is_last:
-                ids, logprobs, is_last, error = await arrived.get()
-                if error is not None:
-                    raise error
+                ids, logprobs, is_last = await stream.next()
                 response = sequence.response(self._decode) if is_last else None
                 yield TokenChunk(token_ids=ids, logprobs=logprobs, response=response)
         finally:
             if not is_last:
-                self._cancel(sequence)
+                self._worker.cancel(sequence)
 
     async def score_tokens(
         self,
@@ -278,31 +198,13 @@ class LocalEngine:
         """What the model says of each token after the first: its log-probability, the `top_k` most probable tokens in its place,
         and the log-probabilities of `targets` [len(tokens) - 1, K] in its place (-1 is none)."""
         ids = token_array(tokens)
-        num_scored = len(ids) - 1
         wanted = None if targets is None else np.asarray(targets, dtype=np.int64)
-        if not 0 <= top_k <= self.vocab_size:
-            raise ConfigError(f"score_prompt(top_k={top_k}): the vocabulary has {self.vocab_size} tokens.")
-        if wanted is not None and (wanted.ndim != 2 or len(wanted) != max(num_scored, 0)):
-            raise ConfigError(
-                f"score_prompt got {len(ids)} tokens and targets of shape {wanted.shape}; it takes ({num_scored}, K), one row for "
-                "each token after the first."
-            )
-        if wanted is not None and wanted.size and not -1 <= wanted.min() <= wanted.max() < self.vocab_size:
-            raise ConfigError(
-                f"score_prompt got targets from {wanted.min()} to {wanted.max()}; the model knows 0 to {self.vocab_size - 1}, "
-                "and -1 is none."
-            )
-        if num_scored < 1:
-            raise ConfigError("score_prompt needs two tokens at least: the first token has no log-probability.")
+        self._limits.check_targets(len(ids), top_k, wanted)
         return await self._scores(Scoring(ids, 1, 1.0, top_k, wanted, self._find(adapter)))
 
     async def _scores(self, scoring: Scoring) -> PromptScores:
-        self._check_ids(scoring.tokens)
-        if len(scoring.tokens) > self.max_model_len:
-            raise PromptTooLong(len(scoring.tokens), self.max_model_len)
-        with self._changed:
-            self._require_alive()
-            self._scoring.add(scoring)
+        self._limits.check_text(scoring.tokens)
+        self._worker.score(scoring)
         return await asyncio.wrap_future(scoring.answer)
 
     async def get_policy_version(self) -> int:
@@ -310,15 +212,15 @@ class LocalEngine:
 
     @property
     def version(self) -> int:
-        return self._scheduler.version
+        return self._worker.scheduler.version
 
     @property
     def stats(self) -> dict[str, int]:
         """Counters for logs and /metrics."""
-        scheduler = self._scheduler
+        scheduler = self._worker.scheduler
         return {
             "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting) + len(self._incoming),
+            "waiting": self._worker.num_waiting,
             "kv_blocks_used": scheduler.pool.num_used,
             "kv_blocks": scheduler.pool.num_blocks,
             "preemptions": scheduler.num_preemptions,
@@ -329,111 +231,31 @@ class LocalEngine:
     @property
     def failure(self) -> str | None:
         """Why the engine no longer answers; None while it does."""
-        refusal = self._refusal()
+        refusal = self._worker.refusal()
         return None if refusal is None else str(refusal)
 
     @property
     def max_total_tokens(self) -> int:
         """Maximum tokens of one request, prompt and completion: the model's limit or the cache's, whichever is less."""
-        pool = self._scheduler.pool
-        return min(self.max_model_len, pool.num_blocks * pool.block_size)
+        return self._limits.max_total_tokens
 
     def _submit(
         self, request: TokenCompletionRequest, deliver: Any, on_token: Callable[[Sequence], None] | None = None
     ) -> Sequence:
-        self._check(request)
+        self._limits.check(request)
         number = next(self._numbers)
         seed = request.seed if request.seed is not None else derive_seed(self._seed, number)
         # 63 bits: a GPU holds seeds as signed 64-bit integers, and a larger seed would crash the worker.
         seed &= (1 << 63) - 1
-        stop_ids = self._stop_ids(request.sampling)
+        stop_ids = self._limits.stop_ids(request.sampling)
         adapter = self._find(request.adapter)
         sequence = Sequence(number, request, deliver, seed, stop_ids, on_token=on_token, adapter=adapter)
-        with self._changed:
-            self._require_alive()
-            if len(self._open) >= self._max_queue:
-                raise QueueFull(
-                    f"{len(self._open)} requests are already open (max_queue={self._max_queue}). Send fewer at once."
-                )
-            self._open.add(sequence)
-            self._incoming.append(sequence)
-        # After all tasks that are ready: the requests of a group arrive in one step, and the worker does not take Python's lock
-        # between two of them.
-        loop = asyncio.get_running_loop()
-        if loop not in self._waking:
-            self._waking.add(loop)
-            loop.call_soon(self._wake, loop)
+        self._worker.submit(sequence)
         return sequence
-
-    def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._waking.discard(loop)
-        with self._changed:
-            self._changed.notify_all()
-
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        own = frozenset(params.stop_token_ids)
-        return own if params.ignore_eos else own | self._eos_ids
 
     def abort(self) -> int:
         """Remove every open request; each fails with `RequestAborted`. Returns their number."""
-        with self._changed:
-            open_ones = list(self._open)
-            for sequence in open_ones:
-                sequence.abort_reason = RequestAborted("The request was aborted.")
-                sequence.is_cancelled = True
-            self._changed.notify_all()
-        return len(open_ones)
-
-    def _check(self, request: TokenCompletionRequest) -> None:
-        ids, params = request.prompt_token_ids, request.sampling
-        if not len(ids):
-            raise ConfigError("The prompt is empty; a model needs at least one token to continue.")
-        self._check_ids(ids)
-        if request.images and not is_vision_model(plain_model(self.model)):
-            raise ConfigError(f"The prompt holds {len(request.images)} pictures, but {self.name} takes text only.")
-        if self.is_bitwise:
-            check_sampling(params)
-        if unknown := [i for i in params.stop_token_ids if not 0 <= i < self.vocab_size]:
-            more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
-            raise ConfigError(
-                f"stop_token_ids {unknown[:3]}{more} are not in the vocabulary of {self.vocab_size} tokens."
-            )
-        if params.min_tokens and len(self._stop_ids(params)) == self.vocab_size:
-            raise ConfigError(
-                f"min_tokens={params.min_tokens} forbids stop tokens at first, but all {self.vocab_size} tokens of the "
-                "vocabulary are stop tokens; drop min_tokens, or some of stop_token_ids."
-            )
-        if params.stop and self.tokenizer is None:
-            raise ConfigError(f"stop={params.stop!r} needs a tokenizer; give LocalEngine one, or use stop_token_ids.")
-        wanted, room = len(ids) + params.max_tokens, self.max_total_tokens
-        if wanted > self.max_model_len:
-            raise PromptTooLong(
-                wanted, self.max_model_len, f"That is {len(ids)} of the prompt and max_tokens={params.max_tokens}."
-            )
-        if wanted > room:
-            raise PromptTooLong(wanted, room, "The KV cache holds no more; raise kv_tokens or kv_memory_fraction.")
-
-    def _check_ids(self, ids: np.ndarray[Any, Any]) -> None:
-        if ids.min() < 0 or ids.max() >= self.vocab_size:
-            raise ConfigError(
-                f"The prompt has token ids from {ids.min()} to {ids.max()}, but the model knows 0 to {self.vocab_size - 1}. "
-                "Check that the tokenizer belongs to this model."
-            )
-
-    def _cancel(self, sequence: Sequence) -> None:
-        with self._changed:
-            sequence.is_cancelled = True
-            self._changed.notify_all()
-
-    def _refusal(self) -> EngineClosed | None:
-        """Why no request is answered; a new exception for each request, since tracebacks of different tasks must not mix."""
-        if self._death is not None:
-            return _died(self._death)
-        return EngineClosed("The engine has been shut down.") if self._is_closed else None
-
-    def _require_alive(self) -> None:
-        if (refusal := self._refusal()) is not None:
-            raise refusal
+        return self._worker.abort()
 
     # --- adapters ---
 
@@ -467,7 +289,7 @@ class LocalEngine:
         finally:
             try:
                 # Also after a failure half way: the cache was computed with other weights than these.
-                self._begin_version(version)
+                self._worker.begin_version(version)
             finally:
                 self.resume()
 
@@ -499,53 +321,22 @@ class LocalEngine:
                 own[name].copy_(tensor)
         return str(self.version)
 
-    def _begin_version(self, version: int | None) -> None:
-        if version != self.version or self._watch.has_changed():
-            self._unread = FiniteCheck(self._watch.changed(self.model))
-        restarted = self._scheduler.new_version(self.version + 1 if version is None else version)
-        if self._runner is not None:
-            for sequence in restarted:
-                self._runner.leave(sequence)
-        if self._watch.is_replaced(self.model):
-            self._runner = None
-        elif self._runner is not None:
-            for experts in self._merged:
-                experts.refresh()
-            self._runner.weights_changed()
-        self._watch = WeightsWatch(self.model)
-
     # --- pausing ---
 
     def pause(self) -> None:
         """Returns when the worker has stopped between two steps; requests wait."""
-        with self._changed:
-            self._require_alive()
-            self._num_pauses += 1
-            self._changed.wait_for(lambda: not self._is_stepping)
+        self._worker.pause()
 
     def resume(self) -> None:
-        with self._changed:
-            self._num_pauses -= 1
-            self._changed.notify_all()
+        self._worker.resume()
 
     def release_cache(self) -> None:
         """Free the KV memory until the next request; running sequences are recomputed."""
-        self.pause()
-        try:
-            self._begin_version(self.version)
-            self._runner = None
-        finally:
-            self.resume()
+        self._worker.release_cache()
 
     def close(self) -> None:
         """Stop the worker; open requests fail."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        self._worker.join(timeout=60)
-        if self._device.type == "cuda":
-            gc.unfreeze()
-        atexit.unregister(self._at_exit)
+        self._worker.close()
 
     async def __aenter__(self) -> "LocalEngine":
         return self
@@ -553,221 +344,38 @@ class LocalEngine:
     async def __aexit__(self, *exc: object) -> None:
         await asyncio.to_thread(self.close)
 
-    # --- the worker ---
-
-    def _work(self) -> None:
-        try:
-            while self._wait_for_work():
-                try:
-                    self._step()
-                finally:
-                    self._answers.send()
-                    with self._changed:
-                        self._is_stepping = bool(self._launched)
-                        self._changed.notify_all()
-        except BaseException as error:
-            logger.exception("the engine's worker died")
-            self._death = error
-        with self._changed:
-            self._launched, self._is_stepping = [], False
-            self._changed.notify_all()
-        self._fail_everything()
-        self._answers.send()
-
-    def _wait_for_work(self) -> bool:
-        """Sleep until there is work; False if the engine is closed."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._is_closed
-                    or self._launched
-                    or (self._num_pauses == 0 and (self._incoming or self._scoring or self._scheduler.has_work))
-                )
-            )
-            if self._is_closed:
-                return False
-            self._is_stepping = True
-            self._scheduler.waiting.extend(self._incoming)
-            self._incoming = []
-            return True
-
-    def _step(self) -> None:
-        if self._num_pauses:  # what was launched belongs to the old weights
-            self._read(self._launched)
-            return
-        if self._watch.has_changed():
-            self._read(self._launched)
-            logger.warning(
-                "the weights changed without notice; version %d begins. Use `with engine.updating():` "
-                "around the optimizer step, or call new_version() after it.",
-                self.version + 1,
-            )
-            self._begin_version(None)
-        for sequence in self._scheduler.sequences():
-            if sequence.is_cancelled:
-                self._finish(sequence, sequence.abort_reason)
-        # Read here, not where a version begins: on a GPU this waits for the update, as the next token does anyway.
-        if self._unread is not None:
-            self._not_finite, self._unread = self._unread.names(), None
-        if self._not_finite:
-            self._refuse_everything()
-            return
-        self._score()
-        plan = self._scheduler.plan()
-        if plan.needs_reading:
-            self._read(self._launched)
-            plan = self._scheduler.plan()
-        runner = self._ready_runner()
-        for sequence in plan.preempted:
-            runner.leave(sequence)
-        before, self._launched = self._launched, []
-        if plan.decode:
-            self._launched.append(runner.decode(plan.decode, plan.num_rounds))
-        if plan.prefill:
-            self._launched.append(runner.prefill(plan.prefill))
-        self._scheduler.launched(plan)
-        self._read(before)  # while the device computes the next tokens
-        if not (runner.runs_ahead and plan.is_plain):
-            self._read(self._launched)
-
-    def _read(self, launched: list[Read]) -> None:
-        while launched:
-            self._absorb(launched.pop(0)())
-
-    def _refuse_everything(self) -> None:
-        """Fail all requests instead of sampling from non-finite weights. The engine keeps running for the next version."""
-
-        def error() -> NotFinite:
-            what = f"The weights of version {self.version} are not finite"
-            return not_finite(
-                what, self._not_finite, "Publish other weights: those of an earlier checkpoint, at a lower lr."
-            )
-
-        self._scoring.fail(error)
-        for sequence in self._scheduler.sequences():
-            self._finish(sequence, error())
-
-    def _absorb(self, sampled: list[Sampled]) -> None:
-        """Append new tokens; deliver finished sequences."""
-        version, running, absorb = self._scheduler.version, self._scheduler.running, self._stop_rule.absorb
-        for sequence, tokens, logprobs in sampled:
-            if sequence.number not in running:  # it has ended since the launch
-                continue
-            num_good, num_sampled = _num_finite(logprobs), len(tokens)
-            if num_good < num_sampled:
-                tokens, logprobs = tokens[:num_good], logprobs[:num_good]
-            try:
-                absorb(sequence, tokens, logprobs, version)
-            except Exception as error:  # noqa: BLE001 - from the tokenizer, which may not know a sampled token
-                self._finish(sequence, error)
-                continue
-            if num_good < num_sampled and sequence.finish_reason is None:  # rounds after its end do not count
-                self._finish(sequence, LogitsNotFinite(version, len(sequence.tokens)))
-                continue
-            if sequence.on_token is not None:
-                sequence.on_token(sequence)
-            if sequence.finish_reason is not None:
-                self._finish(sequence, None)
-        self._answers.send()
-
-    def _score(self) -> None:
-        """Score as many texts as fit one pass; the rest wait for later steps, so that generation continues in between."""
-        batch = self._scoring.take(
-            max_tokens=self._scheduler.limits.max_prefill_tokens, max_logits=_SCORED_LOGITS // self.vocab_size
-        )
-        if not batch:
-            return
-        try:
-            scores = self._ready_runner().score(batch)
-        except BaseException as error:
-            for scoring in batch:
-                scoring.answer.set_exception(_died(error))
-            raise
-        for scoring, own in zip(batch, scores, strict=True):
-            if np.isnan(own.logprobs).any():
-                scoring.answer.set_exception(LogitsNotFinite(self.version, len(scoring.tokens)))
-            else:
-                scoring.answer.set_result(own)
-
-    def _finish(self, sequence: Sequence, error: BaseException | None) -> None:
-        if self._runner is not None:
-            if self.records_experts and error is None and isinstance(self._runner, RecordsExperts):
-                sequence.experts = self._runner.experts(sequence)
-            self._runner.keep(sequence)
-            self._runner.leave(sequence)
-        self._scheduler.remove(sequence)
-        with self._changed:
-            self._open.discard(sequence)
-        sequence.deliver(sequence, error)
-
-    def _fail_everything(self) -> None:
-        with self._changed:
-            open_ones, self._open = sorted(self._open, key=lambda sequence: sequence.number), set()
-            self._incoming = []
-        for sequence in open_ones:
-            sequence.deliver(sequence, self._refusal())
-        self._scoring.fail(self._refusal)
-        if self._death is None:  # after a crash the scheduler's state may be invalid
-            for sequence in open_ones:
-                self._scheduler.remove(sequence)
-
-    def _ready_runner(self) -> Runner:
-        self._runner = self._runner or self._make_runner()
-        return self._runner
-
-    def _make_runner(self) -> Runner:
-        pool, limits = self._scheduler.pool, self._scheduler.limits
-        settings = RunnerSettings(
-            num_blocks=pool.num_blocks,
-            block_size=pool.block_size,
-            max_sequences=limits.max_sequences,
-            max_length=self.max_model_len,
-            compile_layers=self._compile_layers,
-            pack_weights=self._pack_weights,
-            adapters=self.adapters is not None,
-        )
-        view = shared_view(self.model)  # separate modules over the same parameters
-        self._merged = merge_experts(view)
-        runner = self._backend.runner(view, settings)
-        if self._device.type == "cuda":
-            # A pass of the garbage collector over torch, transformers and a model stops this thread for 0.2 s. `close` undoes it.
-            gc.collect()
-            gc.freeze()
-        return runner
-
     def _decode(self, ids: list[int]) -> str:
         return "" if self.tokenizer is None else decode_reply(self.tokenizer, ids)
 
 
-class _Answers:
-    """Finished requests whose event loops the worker has not woken. To wake one takes a system call during which a busy loop
-    takes Python's lock for milliseconds, so each loop is woken once for all sequences that finish together."""
-
-    def __init__(self) -> None:
-        self._by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[None], BaseException | None]]] = {}
-
-    def add(self, loop: asyncio.AbstractEventLoop, answer: "asyncio.Future[None]", error: BaseException | None) -> None:
-        self._by_loop.setdefault(loop, []).append((answer, error))
-
-    def send(self) -> None:
-        ready, self._by_loop = self._by_loop, {}
-        for loop, answers in ready.items():
-            with contextlib.suppress(RuntimeError):  # the loop and its waiting tasks are gone
-                loop.call_soon_threadsafe(self._settle, answers)
-
-    @staticmethod
-    def _settle(answers: "list[tuple[asyncio.Future[None], BaseException | None]]") -> None:
-        for answer, error in answers:
-            if not answer.done():
-                answer.set_exception(error) if error is not None else answer.set_result(None)
-
-
-def _num_finite(logprobs: list[float]) -> int:
-    """Number of log-probs before the first NaN, by which samplers report non-finite logits."""
-    if math.isfinite(sum(logprobs)):
-        return len(logprobs)
-    return next(i for i, logprob in enumerate(logprobs) if not math.isfinite(logprob))
-
-
-def _died(error: BaseException) -> EngineClosed:
-    return EngineClosed(f"The engine has died: {type(error).__name__}: {error}. Make a new one.")
+def _make_scheduler(
+    backend: Backend,
+    device: torch.device,
+    *,
+    max_sequences: int | None,
+    max_prefill_tokens: int | None,
+    block_size: int | None,
+    kv_memory_fraction: float | None,
+    kv_tokens: int | None,
+    keep_room: bool,
+) -> Scheduler:
+    """Over a pool of blocks, with what suits the device where a setting is None."""
+    on_gpu = device.type == "cuda"
+    # Every member of a group computes what follows the last full block itself. On a GPU a kernel reads whole blocks.
+    block_size = block_size if block_size is not None else (16 if on_gpu else 4)
+    max_sequences = max_sequences or (512 if on_gpu else 64)
+    # On a CPU the dense rows of the decoding sequences take about as much again as the pool.
+    fraction = kv_memory_fraction or (0.6 if on_gpu else 0.15)
+    room = max_sequences * backend.max_length
+    pool_blocks = num_blocks(
+        backend.bytes_per_token, device, block_size, fraction=fraction, kv_tokens=kv_tokens, most=room
+    )
+    limits = Limits(
+        max_sequences,
+        max_prefill_tokens or (16_384 if on_gpu else 2048),
+        max_rounds=backend.max_rounds,
+        # A pool that holds every sequence at full length needs no estimates.
+        keeps_room=keep_room and pool_blocks * block_size < room,
+        shares_prefixes=backend.shares_prefixes,
+    )
+    return Scheduler(BlockPool(pool_blocks, block_size), limits)

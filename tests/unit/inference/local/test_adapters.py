@@ -243,7 +243,7 @@ async def test_runner_of_a_gpu_gives_the_same_answers_on_a_cpu():
     scores = await plain.score_prompt(some_prompt(8), top_k=2, adapter="a")
     plain.close()
     engine = engine_with(model, adapters, max_prefill_tokens=16)
-    backend = engine._backend
+    backend = engine._worker.backend
 
     def runner(view, settings):
         view.set_attn_implementation(NAME)

@@ -270,7 +270,7 @@ async def test_a_crash_fails_all_requests_even_if_the_scheduler_is_inconsistent(
     gate = Gate(engine.model, at_call=3)
     tasks = [asyncio.create_task(ask(engine, some_prompt(9 + n), max_tokens=50)) for n in range(4)]
     await gate.reached()
-    for sequence in engine._scheduler.running.values():
+    for sequence in engine._worker.scheduler.running.values():
         sequence.blocks.append(10**6)  # no such block
     gate.open()
     answers = await in_time(asyncio.gather(*tasks, return_exceptions=True))
@@ -440,7 +440,8 @@ async def test_closing_fails_open_requests_and_refuses_new_ones():
     tasks.append(asyncio.create_task(engine.score_tokens([1], [2])))
     await asyncio.sleep(0.01)
     closing = asyncio.create_task(asyncio.to_thread(engine.close))
-    await eventually(lambda: engine._is_closed)  # or what is open might be done before the engine hears of its end
+    # Otherwise what is open might be done before the engine hears of its end.
+    await eventually(lambda: engine._worker.is_closed)
     gate.open()
     await in_time(closing)
     for answer in await in_time(asyncio.gather(*tasks, return_exceptions=True)):

@@ -31,7 +31,7 @@ MIXED = "gptj"
 
 
 def backend_of(engine):
-    return engine._backend
+    return engine._worker.backend
 
 
 def prompts():

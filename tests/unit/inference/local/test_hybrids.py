@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from ludic.inference.local import recurrent
 from ludic.inference.local.cached import CachedRunner
-from ludic.inference.local.recurrent import RecurrentRunner, StateRows, probe_mixers
+from ludic.inference.local.cpu import recurrent
+from ludic.inference.local.cpu.recurrent import RecurrentRunner, StateRows, probe_mixers
 from tests.tiny_families import family_model
 from tests.unit.inference.local.tiny_models import (
     Gate,
@@ -46,7 +46,7 @@ async def test_prompts_in_parts_copies_and_preempted_sequences_equal_generate(fa
     model = family_model(family)
     async with make_engine(model, max_prefill_tokens=8, kv_tokens=40) as engine:
         assert_equal_to_generate(model, await ask_all(engine, requests()))
-        assert isinstance(engine._runner, RecurrentRunner)
+        assert isinstance(engine._worker.runner, RecurrentRunner)
         assert engine.stats["preemptions"] > 0
         assert engine.stats["running"] == engine.stats["kv_blocks_used"] == 0
 
@@ -114,7 +114,9 @@ async def test_a_cancelled_request_gives_its_row_back_and_the_others_are_unchang
             await asked[0]
         gate.open()
         assert [tokens(await task) for task in asked[1:]] == [greedy(model, p, 8) for p in PROMPTS[2:]]
-        await eventually(lambda: engine.stats["kv_blocks_used"] == 0 and not engine._runner._states._row_of, "rows")
+        await eventually(
+            lambda: engine.stats["kv_blocks_used"] == 0 and not engine._worker.runner._states._row_of, "rows"
+        )
 
 
 def test_only_jamba_does_not_continue_a_state_by_several_tokens():
@@ -133,7 +135,7 @@ async def test_a_model_whose_layers_fail_the_probe_runs_through_transformers_cac
     model = family_model("falcon_h1")
     async with make_engine(model) as engine:
         assert_equal_to_generate(model, await ask_all(engine, requests()))
-        assert isinstance(engine._runner, CachedRunner)
+        assert isinstance(engine._worker.runner, CachedRunner)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -69,9 +69,9 @@ def make_engine(kv_tokens: int = 4096, **settings):
     engine = LocalEngine(
         new_model("llama", vocab_size=VOCAB), max_model_len=256, kv_tokens=kv_tokens, block_size=4, **settings
     )
-    engine._scheduler.limits = replace(engine._scheduler.limits, max_rounds=ROUNDS)
+    engine._worker.scheduler.limits = replace(engine._worker.scheduler.limits, max_rounds=ROUNDS)
     device = Device()
-    engine._make_runner = lambda: device
+    engine._worker._make_runner = lambda: device
     return engine, device
 
 
@@ -137,13 +137,13 @@ async def test_every_token_has_the_version_that_sampled_it():
 
 async def test_a_pause_returns_only_when_every_token_is_read():
     engine, device = make_engine()
-    wait_for_work = engine._wait_for_work
+    wait_for_work = engine._worker._wait_for_work
 
     def wait_late() -> bool:
         time.sleep(0.002)  # time for a pause between two steps
         return wait_for_work()
 
-    engine._wait_for_work = wait_late
+    engine._worker._wait_for_work = wait_late
     async with engine:
         task = asyncio.ensure_future(engine.complete_tokens(request(1, 3, 200)))
         await asyncio.sleep(0.001)

@@ -39,30 +39,34 @@ def test_an_empty_queue_gives_an_empty_batch():
     assert ScoringQueue(threading.Condition()).take(max_tokens=1, max_logits=1) == []
 
 
-class Counting(LocalEngine):
-    """Notes how many texts went through the model together."""
+def count_batches(engine: LocalEngine) -> list[int]:
+    """How many texts go through the model together, from now on."""
+    batches, make = [], engine._worker._make_runner
 
-    def _ready_runner(self):
-        runner = super()._ready_runner()
-        if not hasattr(self, "batches"):
-            self.batches, score = [], runner.score
-            runner.score = lambda texts: self.batches.append(len(texts)) or score(texts)
+    def make_counting():
+        runner = make()
+        score = runner.score
+        runner.score = lambda texts: batches.append(len(texts)) or score(texts)
         return runner
+
+    engine._worker._make_runner = make_counting
+    return batches
 
 
 async def test_texts_that_come_together_are_scored_together_as_they_would_be_alone():
     rng = np.random.default_rng(0)
     texts = [rng.integers(VOCAB, size=length) for length in (3, 40, 17, 8, 25, 2)]
-    engine = Counting(new_model("qwen2"), None, max_model_len=64, kv_tokens=1024, max_prefill_tokens=80)
+    engine = LocalEngine(new_model("qwen2"), None, max_model_len=64, kv_tokens=1024, max_prefill_tokens=80)
+    batches = count_batches(engine)
     alone = [await engine.score_tokens(ids[:2], ids[2:], temperature=0.8) for ids in texts]
-    assert engine.batches == [1] * 5, "a text of nothing but prompt needs no model"
+    assert batches == [1] * 5, "a text of nothing but prompt needs no model"
     engine.pause()
     answers = [asyncio.create_task(engine.score_tokens(ids[:2], ids[2:], temperature=0.8)) for ids in texts]
     await asyncio.sleep(0.01)
     engine.resume()
     together = await asyncio.gather(*answers)
     engine.close()
-    assert engine.batches[5:] == [4, 1], "3 + 40 + 17 + 8 tokens, then 25"
+    assert batches[5:] == [4, 1], "3 + 40 + 17 + 8 tokens, then 25"
     for one, other, ids in zip(alone, together, texts, strict=True):
         assert len(one) == len(other) == len(ids) - 2
         np.testing.assert_allclose(other, one, atol=1e-5)

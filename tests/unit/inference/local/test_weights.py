@@ -191,7 +191,7 @@ async def test_requests_survive_an_update_and_continue_under_the_new_weights(at_
         values = dict(new_model(seed=9).named_parameters())
         update = threading.Thread(target=engine.sync_weights, args=(values,))
         update.start()
-        await eventually(lambda: engine._num_pauses == 1)  # so the change comes right after this step
+        await eventually(lambda: engine._worker.num_pauses == 1)  # so the change comes right after this step
         gate.open()
         finished = await in_time(running)
         update.join(30)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
+from ludic.inference.local.cpu.runner import CPURunner, cpu_forward
 from ludic.inference.local.kv import KVShape
-from ludic.inference.local.runner import CPURunner, PagedBackend, Read, RunnerSettings, cpu_forward
+from ludic.inference.local.runner import PagedBackend, Read, RunnerSettings
 from ludic.inference.local.sampling import PromptScores, Scoring
 from ludic.inference.local.sequence import Chunk, Sequence
 from ludic.models.attention import NAME as ATTENTION_NAME

@@ -19,6 +19,7 @@ import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -64,6 +65,8 @@ class Settings:
     """A folder, a hub id, smollm2-135m; or tiny: random weights and a token per character, to see the program run."""
     student_layers: int = 20
     """How many of the teacher's layers the student keeps: two thirds of them from the front, the rest from the end."""
+    save_student: Path | None = None
+    """Write the student, before any training, to this folder, for `ludic train --model`, and end."""
     kl: Literal["sampled", "reverse", "forward"] = "forward"
     """From the sampled token alone; or over the vocabulary, in one direction or the other."""
     top_k: int | None = None
@@ -145,6 +148,11 @@ def main(settings: Settings) -> None:
     student = replace(teacher, model=copy.deepcopy(teacher.model).requires_grad_(True), name="student")
     if not settings.self_distillation:
         keep_layers(student.model, settings.student_layers)
+    if settings.save_student is not None:
+        student.model.save_pretrained(settings.save_student)
+        student.tokenizer.save_pretrained(settings.save_student)
+        print(f"Written: {settings.save_student}, {student.model.num_parameters():,} parameters")
+        return
     teacher.model.requires_grad_(False)
     engine = LocalEngine(student.model, student.tokenizer, max_model_len=256, seed=settings.seed)
     scorer = LocalEngine(teacher.model, teacher.tokenizer, max_model_len=256) if settings.kl == "sampled" else None

@@ -47,3 +47,9 @@ def test_a_model_comes_nearer_to_itself_with_a_hint(program, capsys):
 def test_a_student_that_keeps_everything_is_refused(program):
     with pytest.raises(program.ConfigError, match="--student-layers 4: the teacher has 4"):
         program.main(program.Settings(teacher="tiny", student_layers=4))
+
+
+def test_the_student_can_be_written_for_ludic_train(program, tmp_path):
+    program.main(program.Settings(teacher="tiny", student_layers=2, save_student=tmp_path))
+    model = program.load_model(str(tmp_path)).model
+    assert len(model.model.layers) == model.config.num_hidden_layers == 2

@@ -4,8 +4,9 @@ import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -34,6 +35,8 @@ class PlotArgs:
     """Write a picture (.png, .svg, .pdf) instead. Evaluations have their confidence intervals."""
     title: str = ""
     """Title of the picture."""
+    x: Literal["updates", "seconds"] = "updates"
+    """Against what: the number of updates, or the seconds spent in them (generation included, evaluations not)."""
     seeds: Switch = False
     """Runs whose names differ only in a number at their end (ttt_0, ttt_1) are one curve: their mean, in a picture with a band
     from the lowest to the highest."""
@@ -63,12 +66,14 @@ def plot(args: list[str]) -> int:
                     "runs that were logged at the same steps."
                 )
     if given.out is not None:
-        _draw(given.out, curves, names, given.title)
+        _draw(given.out, curves, names, given.title, given.x)
         print(f"Written: {given.out}")
         return 0
     width = min(max(shutil.get_terminal_size().columns, 40), 160)
     for name in names:
         series = {run: points for run, several in curves.items() if (points := _mean(several, name))}
+        if given.x == "seconds":
+            series = {run: _in_seconds(curves[run], points) for run, points in series.items()}
         make_console().print("\n".join(chart(name, series, width)), markup=False)
     return 0
 
@@ -123,6 +128,20 @@ def _mean(several: Sequence[Rows], name: str) -> Points:
     return [(step, sum(values) / len(values)) for step, values in _values_by_step(several, name).items()]
 
 
+def _in_seconds(several: Sequence[Rows], points: Points) -> Points:
+    """The points at the seconds that their updates, and those before, took: of several runs the mean."""
+    times: list[dict[int, float]] = []
+    for rows in several:
+        taken = {int(row["step"]): row["perf/step_s"] for row in rows if row.get("perf/step_s") is not None}
+        times.append({0: 0.0} | dict(zip(taken, accumulate(taken.values()), strict=True)))
+    if missing := [step for step, _ in points if any(step not in known for known in times)]:
+        raise ConfigError(
+            f"--x seconds needs perf/step_s of every update; there is none of update {missing[0]}. Leave --x out to draw against "
+            "updates."
+        )
+    return [(round(sum(known[step] for known in times) / len(times)), value) for step, value in points]
+
+
 # --- in the terminal --------------------------------------------------------------------------------------------
 
 
@@ -154,7 +173,7 @@ def chart(name: str, series: dict[str, Points], width: int, height: int = HEIGHT
 # --- as a picture -----------------------------------------------------------------------------------------------
 
 
-def _draw(file: Path, curves: Mapping[str, Sequence[Rows]], names: Sequence[str], title: str) -> None:
+def _draw(file: Path, curves: Mapping[str, Sequence[Rows]], names: Sequence[str], title: str, x: str) -> None:
     try:
         import matplotlib
 
@@ -166,8 +185,9 @@ def _draw(file: Path, curves: Mapping[str, Sequence[Rows]], names: Sequence[str]
     for number, (run, several) in enumerate(curves.items()):
         for name in names:
             if points := _mean(several, name):
-                _draw_curve(axes, f"C{number}", f"{run}: {name}", several, name, points)
-    axes.set_xlabel("update")
+                shown = points if x == "updates" else _in_seconds(several, points)
+                _draw_curve(axes, f"C{number}", f"{run}: {name}", several, name, shown)
+    axes.set_xlabel("update" if x == "updates" else "seconds of updates")
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend()

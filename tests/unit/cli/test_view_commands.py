@@ -159,6 +159,22 @@ def test_runs_that_differ_in_their_seed_are_one_curve(said, tmp_path):
     assert "Written" in said("plot", *files, "--metric", "train/loss", "--seeds", "--out", tmp_path / "curve.png")
 
 
+def test_plot_against_the_seconds_that_updates_took(said, tmp_path):
+    pytest.importorskip("matplotlib")
+    start = {"step": 0, "eval/step": 0.0, "eval/accuracy": 0.1}
+    for run, seconds in {"quick": 2.0, "slow": 30.0}.items():
+        updates = [{"step": step, "perf/step_s": seconds} for step in (1, 2, 3)]
+        rows = [start, *updates, {"step": 3, "eval/step": 3.0, "eval/accuracy": 0.5}]
+        (tmp_path / f"{run}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    files = [tmp_path / "quick.jsonl", tmp_path / "slow.jsonl"]
+    axis = said("plot", *files, "--x", "seconds").splitlines()[-4]
+    assert axis.split() == ["0", "90"]
+    assert "Written" in said("plot", *files, "--x", "seconds", "--out", tmp_path / "curve.png")
+    (tmp_path / "quick.jsonl").write_text(json.dumps({"step": 1, "eval/accuracy": 0.1}) + "\n")
+    with pytest.raises(ConfigError, match="--x seconds needs perf/step_s"):
+        find_command(["plot"])([str(files[0]), "--x", "seconds"])
+
+
 def test_seeds_without_a_common_step_are_refused(tmp_path):
     for run, step in {"a_0": 1, "a_1": 2, "b": 1}.items():
         (tmp_path / f"{run}.jsonl").write_text(json.dumps({"step": step, "train/loss": 1.0}) + "\n")

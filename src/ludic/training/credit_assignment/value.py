@@ -192,7 +192,8 @@ class BetaValueTracker:
         if not self.low <= reward <= self.high:
             raise ConfigError(
                 f"Prompt {key!r} earned {reward}, but the tracker is for total rewards from {self.low} to {self.high}, penalties "
-                "of a parser included. Make it with BetaValueTracker(low=…, high=…)."
+                f"of a parser included. Give the range of the env: --algo-set low={min(reward, self.low):g} (or high=…) for ludic "
+                "train, BetaValueTracker(low=…, high=…) in code."
             )
         return (reward - self.low) / (self.high - self.low)
 

@@ -70,11 +70,11 @@ $(VENV)/.ready: pyproject.toml environments/*/pyproject.toml constraints.txt req
 	$(BIN)/$(INSTALL) --no-deps $(ENVIRONMENTS) -r requirements/no_deps.in
 	touch $@
 
-# Tests also meet other people's packages, PyBoy among them; `make train` does without them.
+# Tests also meet other people's packages, PyBoy among them, and build one (hatchling); `make train` does without them.
 $(VENV)/.ready-all: pyproject.toml environments/*/pyproject.toml constraints.txt requirements/no_deps.in requirements/pip.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	-$(BIN)/$(NEW_PIP)
-	$(BIN)/$(INSTALL) -c constraints.txt '$(TORCH)' -e '.[$(TRAIN_EXTRAS),search,datasets,tinker,cookbook,others,agents,browser]' $(ENVIRONMENTS)
+	$(BIN)/$(INSTALL) -c constraints.txt '$(TORCH)' -e '.[$(TRAIN_EXTRAS),search,datasets,tinker,cookbook,others,agents,browser]' hatchling $(ENVIRONMENTS)
 	$(BIN)/$(INSTALL) --no-deps -r requirements/no_deps.in
 	touch $(VENV)/.ready $@
 endif

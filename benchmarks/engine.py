@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from machine import described
 from torch import Tensor
 from transformers import (
     FalconH1Config,
@@ -196,6 +197,7 @@ def compare(name: str, model: Any, prompts: list[list[int]], num_new: int, repea
 
 
 def on_cpu(repeat: int) -> None:
+    print(described())
     print(
         f"{'':38} {'batch':>5} {'generate':>9} {'ours':>9} {'ratio':>7} {'of pairs':>11} {'ms/step':>9} {'limit ms':>9} "
         f"{'of limit':>8}\n(tokens per second, medians; ms/step includes the prompts)"

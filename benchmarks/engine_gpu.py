@@ -14,10 +14,8 @@ The shape `tiny` has small versions of them, to try the script on a CPU.
 import argparse
 import asyncio
 import gc
-import importlib.metadata
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -30,12 +28,12 @@ from typing import Any
 import numpy as np
 import torch
 from engine import limit_s, make, qwen, qwen_7b, smollm2, tiny
+from machine import ON_GPU, commit, described, hardware, show_kernel_times, versions
 
 from ludic.inference.local import LocalEngine
 from ludic.types import ReturnSpec, SamplingParams, TokenCompletionRequest
 
 SHAPES: dict[str, Callable[[], Any]] = {"tiny": tiny, "135m": smollm2, "1.5b": qwen, "7b": qwen_7b}
-ON_GPU = torch.cuda.is_available()
 ENOUGH_S = 20.0
 """A workload is repeated until its timed runs have taken this long, or `--repeat` times."""
 VLLM_ON_CPU = {
@@ -156,12 +154,14 @@ def run_ours(engine: LocalEngine, work: Workload) -> float:
     return seconds
 
 
-def measure_ours(model: Any, work: Workload, repeat: int) -> tuple[float, float]:
-    """Seconds of the best run after the first, and warm-up."""
+def measure_ours(model: Any, work: Workload, repeat: int, *, profiled: bool = False) -> tuple[float, float]:
+    """Seconds of the best run after the first, and warm-up. `profiled`: one more run says where its time goes."""
     engine = LocalEngine(model, max_sequences=work.max_sequences, max_model_len=work.max_len)
     try:
         first = run_ours(engine, work)
         best = min(timed(lambda: run_ours(engine, work), repeat))
+        if profiled:
+            show_kernel_times(lambda: run_ours(engine, work))
     finally:
         engine.close()
     return best, first - best
@@ -251,35 +251,6 @@ def measure_vllm(shape: str, options: argparse.Namespace) -> list[dict[str, Any]
 # --- records and rows ---
 
 
-def hardware() -> str:
-    if ON_GPU:
-        return torch.cuda.get_device_name()
-    return f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
-
-
-def commit() -> str:
-    """The commit of this tree, with + if files differ. On a machine without git, LUDIC_COMMIT says it."""
-    root = Path(__file__).parents[1]
-    try:
-        sha = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
-        changed = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=root, capture_output=True, text=True)
-    except OSError:
-        return os.environ.get("LUDIC_COMMIT", "unknown")
-    if sha.returncode:
-        return os.environ.get("LUDIC_COMMIT", "unknown")
-    return sha.stdout.strip() + ("+" if changed.stdout.strip() else "")
-
-
-def versions(*packages: str) -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in packages:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def append_record(path: str | None, **record: Any) -> None:
     """One line of JSON with the hardware, the versions and the commit."""
     if path is None:
@@ -305,7 +276,7 @@ def measure(shape: str, theirs: list[dict[str, Any]], options: argparse.Namespac
     by_row = {(row["workload"], row["logprobs"]): row for row in theirs}
     model = make(SHAPES[shape], "cuda" if ON_GPU else "cpu", torch.bfloat16 if ON_GPU else torch.float32)
     for work in chosen(shape, options.only):
-        seconds, warm_up_s = measure_ours(model, work, options.repeat)
+        seconds, warm_up_s = measure_ours(model, work, options.repeat, profiled=options.profile)
         record_row(options.json, shape, work, engine="ludic", logprobs=True, seconds=seconds, warm_up_s=warm_up_s)
         compared = ""
         for logprobs in (True, False):
@@ -334,7 +305,7 @@ def run(options: argparse.Namespace) -> None:
     theirs = {name: measure_vllm(name, options) if options.vllm else [] for name in shapes}  # while the GPU is empty
     print(
         f"{'shape':5} {'workload':10} {'batch':>5} {'ours':>10} {'seconds':>8} {'warm-up':>8} {'of limit':>8} "
-        f"{'vLLM, logp':>10} {'ratio':>7} {'vLLM':>10} {'ratio':>7}   (tokens/s; commit {commit()})",
+        f"{'vLLM, logp':>10} {'ratio':>7} {'vLLM':>10} {'ratio':>7}   (tokens/s)\n{described()}",
         flush=True,
     )
     for name in shapes:
@@ -347,4 +318,5 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vllm", action="store_true", help="run vLLM on the same workloads, if it can be imported")
     parser.add_argument("--vllm-python", default=sys.executable, help="the Python that has vLLM, if it is another one")
     parser.add_argument("--repeat", type=int, default=2, help="timed runs of a workload, after the first")
+    parser.add_argument("--profile", action="store_true", help="on a GPU: one more run, with the time of its kernels")
     parser.add_argument("--json", default=None, help="append one record per row to this file")

@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 from engine import make
-from engine_gpu import ON_GPU, SHAPES, append_record, commit, config_of, hardware, plain_config, run_child
+from engine_gpu import SHAPES, append_record, config_of, plain_config, run_child
+from machine import ON_GPU, described, hardware
 
 from ludic.agents import Agent
 from ludic.batch_gen import AsyncRolloutBatchSource, GRPORequestStrategy, RolloutBatchSource, RolloutEngine
@@ -323,7 +324,7 @@ def main(given: list[str] | None = None) -> None:
     counts = {name: getattr(options, name) for name in ("prompts", "group", "prompt_tokens", "new_tokens", "steps")}
     print(
         f"GRPO step, {options.shape} shape, {options.prompts} × {options.group} samples, {options.prompt_tokens} → "
-        f"{options.new_tokens} tokens; torch {torch.__version__}, {hardware()}, commit {commit()}",
+        f"{options.new_tokens} tokens; {described()}",
         flush=True,
     )
     theirs = measure_trl(options)  # first: ours keeps memory of the GPU

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from engine import make, qwen, smollm2, tiny
+from machine import described
 from transformers import LlamaForCausalLM
 
 from ludic.models.prefix_tree import TokenTree
@@ -152,8 +153,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5 if on_gpu else 2)
     parser.add_argument("--way", choices=sorted(WAYS), default="auto")
     args = parser.parse_args()
-    where = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{args.model}, {where}, torch {torch.__version__}, at most {args.budget} tokens in a micro-batch\n")
+    print(f"{args.model}, at most {args.budget} tokens in a micro-batch; {described()}\n")
     print("             expected          ratio   goal  tok/s shared  apart  GB shared  apart   gradient")
     print("workload    tokens  attention                                                   differs")
     with torch.device("meta"):  # for its vocabulary alone

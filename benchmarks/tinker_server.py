@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_gpu import ON_GPU, SHAPES, append_record, commit, config_of, hardware, plain_config
+from engine_gpu import SHAPES, append_record, config_of, plain_config
 from grpo_step import OurStep
+from machine import ON_GPU, commit, hardware
 
 from ludic.models.tiny import character_tokenizer
 from ludic.run.config import ModelSettings

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from engine import make, qwen, smollm2, tiny
+from machine import ON_GPU, described
 
 from ludic.models.execution import compile_layers
 from ludic.models.head import Head, chosen_logps
@@ -32,8 +33,6 @@ from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.learner.token_recorder import TokenRecorder
 from ludic.training.losses import TokenClippedSurrogateLoss
 from ludic.types import ActorTokenLogps, SampleAttachments, SAWItem
-
-ON_GPU = torch.cuda.is_available()
 
 
 def sync() -> None:
@@ -271,8 +270,7 @@ def main() -> None:
     if options.head:
         head_memory(options.head)
         return
-    device = torch.cuda.get_device_name() if ON_GPU else f"CPU, {torch.get_num_threads()} threads"
-    print(f"torch {torch.__version__}, {device}")
+    print(described())
     if options.only in (None, "memory"):
         chunks_against_full_logits()
     if options.only in (None, "packing"):

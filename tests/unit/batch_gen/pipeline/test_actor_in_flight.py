@@ -57,7 +57,7 @@ async def test_an_item_that_crosses_an_update_carries_both_versions_through_redi
         )
         await gate.reached()
         publisher.publish(dict(new.named_parameters()), 7)
-        await eventually(lambda: server._num_pauses == 1)  # the change comes right after this step
+        await eventually(lambda: server._worker.num_pauses == 1)  # the change comes right after this step
         gate.open()
         report = await asyncio.wait_for(playing, 30)
         taken = await queue.take(lease, status, max_items=1)

@@ -118,6 +118,7 @@ def _start(loaded: LoadedModel, run: ResolvedRun, folder: Path) -> VLLMServerPro
         port=0,
         max_model_len=run.trainer.max_seq_len,
         gpu_memory_utilization=settings.server_memory,
+        enforce_eager=None,
         stream_output=False,
         extra_args=flags,
         run_folder=folder,

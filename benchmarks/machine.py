@@ -30,15 +30,17 @@ def hardware() -> str:
 
 
 def commit() -> str:
-    """The commit of this tree, with + if files differ. On a machine without git, LUDIC_COMMIT says it."""
+    """The commit of this tree, with + if files differ. Where only a copy of it is, LUDIC_COMMIT says it."""
+    if "LUDIC_COMMIT" in os.environ:
+        return os.environ["LUDIC_COMMIT"]
     root = Path(__file__).parents[1]
     try:
         sha = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
         changed = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=root, capture_output=True, text=True)
     except OSError:
-        return os.environ.get("LUDIC_COMMIT", "unknown")
+        return "unknown"
     if sha.returncode:
-        return os.environ.get("LUDIC_COMMIT", "unknown")
+        return "unknown"
     return sha.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 

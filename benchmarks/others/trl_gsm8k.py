@@ -56,7 +56,7 @@ def questions(path: Path) -> list[dict[str, Any]]:
     from ludic.envs.gsm8k import SYSTEM_PROMPT, GSM8KEnv
 
     found = []
-    for line in path.read_text().splitlines():
+    for line in filter(str.strip, path.read_text().split("\n")):  # splitlines also breaks a question at U+2028
         env = GSM8KEnv(json.loads(line))
         question, _ = env.env_reset()
         messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]

@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,7 +156,7 @@ def test_nccl_needs_two_gpus_and_the_server_recovers_from_the_attempt(servers, m
     try:
         by_nccl.publish(weights, version=8)
     except WeightPushError as error:
-        warnings.warn(f"NCCL with two processes on one GPU: {error}", stacklevel=1)
+        assert "Duplicate GPU" in str(error) and "use transport='cuda_ipc'" in str(error)
         create_vllm_publisher(client_of(servers[0]), transport="cuda_ipc", timeout_s=60.0).publish(weights, version=8)
     assert_serves(ask(servers[0]), new, old, 8)
 

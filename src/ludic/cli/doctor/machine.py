@@ -242,7 +242,7 @@ def vllm() -> Finding:
     import logging
 
     from ludic.inference.vllm.command import PYTHON_VARIABLE, find_vllm
-    from ludic.inference.vllm.versions import TESTED, is_listed, version_range
+    from ludic.inference.vllm.versions import TESTED_ON_CPU, TESTED_ON_GPU, is_listed, version_range
     from ludic.types import ConfigError
 
     logging.getLogger("ludic.inference.vllm").setLevel(logging.ERROR)  # the version is part of the finding
@@ -254,14 +254,15 @@ def vllm() -> Finding:
             return Finding(
                 name="vLLM", status="broken", says=str(error), repair=f"export {PYTHON_VARIABLE}=…/bin/python"
             )
-        repair = f"python3 -m venv .venv-vllm && .venv-vllm/bin/pip install 'vllm{version_range(TESTED)}'"
+        repair = f"python3 -m venv .venv-vllm && .venv-vllm/bin/pip install 'vllm{version_range(TESTED_ON_GPU)}'"
         repair += " (in a clone without a GPU: make vllm)"
         says = f"not found here, nor in .venv-vllm ({is_set}); only --engine vllm needs it"
         return Finding(name="vLLM", status="missing", says=says, repair=repair)
     says = f"{found.version}, {'a build for CPUs, ' if found.is_cpu else ''}{found.python}"
     if is_listed(found.version):
         return Finding(name="vLLM", status="ok", says=says)
-    repair = f"{found.python} -m pip install 'vllm{version_range(TESTED)}'"
+    tested = TESTED_ON_CPU if found.is_cpu else TESTED_ON_GPU
+    repair = f"{found.python} -m pip install 'vllm{version_range(tested)}'"
     return Finding(
         name="vLLM", status="doubtful", says=f"{says}; Ludic was not tested with this version", repair=repair
     )

@@ -1,8 +1,8 @@
 """`create_vllm_publisher` for vLLM servers, and the transports that it chooses among.
 
 Shared memory, CUDA IPC and files stage the weights before the pause, so that it lasts only as long as the loading. Process groups
-send while the servers are paused: gloo over TCP between machines, nccl between GPUs. nccl has not been run: no machine with two
-GPUs was available; CUDA IPC has not been run either.
+send while the servers are paused: gloo over TCP between machines, nccl between GPUs. nccl was seen to connect no further than its
+refusal of two processes on one GPU ("Duplicate GPU detected"): no machine with two GPUs was available.
 """
 
 import ipaddress
@@ -323,4 +323,7 @@ def finish(theirs: "Future[Any]", ours: Mapping[str, "Future[Any]"]) -> None:
             continue
         error = half.exception()
         if error is not None:
-            raise WeightPushError(f"{server}: the connection for the weights failed: {error}") from error
+            advice = (
+                " For a server on the trainer's GPU use transport='cuda_ipc'." if "Duplicate GPU" in str(error) else ""
+            )
+            raise WeightPushError(f"{server}: the connection for the weights failed: {error}{advice}") from error

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import ludic
 from ludic.inference.vllm.control import CONTROL_VARIABLE, make_control_token
-from ludic.inference.vllm.versions import TESTED, is_listed, release_of, version_range
+from ludic.inference.vllm.versions import TESTED_ON_CPU, TESTED_ON_GPU, is_listed, release_of, version_range
 from ludic.types import ConfigError
 from ludic.types.die_with_parent import PIPE_VARIABLE
 
@@ -70,7 +70,7 @@ def find_vllm() -> VLLMInstall:
     raise ConfigError(
         f"There is no vLLM here: {sys.executable} cannot import it{other}, ${PYTHON_VARIABLE} is not set, and there is no "
         ".venv-vllm in this folder. In a checkout of Ludic, `make vllm` installs the CPU build; on a GPU machine, "
-        f"`pip install 'vllm{version_range(TESTED)}'` into an environment and set {PYTHON_VARIABLE} to its bin/python."
+        f"`pip install 'vllm{version_range(TESTED_ON_GPU)}'` into an environment and set {PYTHON_VARIABLE} to its bin/python."
     )
 
 
@@ -102,22 +102,26 @@ def _ask(python: Path) -> VLLMInstall | None:
 
 
 def warn_if_untested(install: VLLMInstall) -> VLLMInstall:
-    """Return it unchanged; another version than the tested ones is logged."""
+    """Return it unchanged; another version than those tested on such hardware is logged."""
     release = release_of(install.version)
+    tested = TESTED_ON_CPU if install.is_cpu else TESTED_ON_GPU
     if not is_listed(install.version):
         logger.warning(
             "%s has vLLM %s; Ludic was tested with vllm%s. It uses interfaces that vLLM changes between releases: if the server "
             "does not start or refuses a weight update, install a tested version.",
             install.python,
             install.version,
-            version_range(TESTED),
+            version_range(tested),
         )
-    elif not release.has_run:
+    elif release is not tested:
         logger.warning(
-            "%s has vLLM %s: Ludic has code for it, written from its sources, but the tests run with vllm%s.",
+            "%s has vLLM %s, a build for %ss: Ludic was tested with it on a %s only. On a %s the tests ran with vllm%s.",
             install.python,
             install.version,
-            version_range(TESTED),
+            tested.tested_on,
+            release.tested_on,
+            tested.tested_on,
+            version_range(tested),
         )
     return install
 

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -23,8 +23,8 @@ class Release:
     first: tuple[int, int]
     end: tuple[int, int]
     """The row was written for versions from `first` on, before `end`."""
-    has_run: bool
-    """Whether Ludic's tests run with it. If not, the row was written from its sources."""
+    tested_on: Literal["CPU", "GPU"]
+    """Where Ludic's tests ran with it: on a CPU in `make test`, on a GPU by hand (tests/integration/test_cuda_vllm.py)."""
     entry_point: str
     """Module of the API server, for `python -m`."""
     generate_flag: str | None
@@ -49,7 +49,7 @@ RELEASES = (
     Release(
         first=(0, 26),
         end=(0, 27),
-        has_run=False,
+        tested_on="GPU",
         entry_point="vllm.entrypoints.openai.api_server",
         generate_flag=None,
         has_weight_versions=False,
@@ -62,7 +62,7 @@ RELEASES = (
     Release(
         first=(0, 32),
         end=(0, 33),
-        has_run=True,
+        tested_on="CPU",
         entry_point="vllm.entrypoints.launchers.api_server.entry",
         generate_flag="--enable-scale-out",
         has_weight_versions=True,
@@ -98,8 +98,7 @@ def version_range(release: Release) -> str:
     return f">={first},<{end}"
 
 
-TESTED = next(release for release in RELEASES if release.has_run)
-"""The release that the tests run."""
+TESTED_ON_CPU, TESTED_ON_GPU = (next(row for row in RELEASES if row.tested_on == place) for place in ("CPU", "GPU"))
 
 
 # --- inside a server without weight versions --------------------------------------------------------------------

@@ -61,13 +61,13 @@ TRL_MICRO_BATCH = {"tiny": 8, "135m": 64}
 
 
 class OneQuestion(SingleAgentEnv):
-    """A question of `length` bytes. No two rewards are equal, so that every group is trained on."""
+    """A question of `length` bytes; its answer is graded for `seconds`. No two rewards are equal, so that every group counts."""
 
     numbers = itertools.count()
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, seconds: float = 0.0) -> None:
         super().__init__()
-        self._length = length
+        self._length, self._seconds = length, seconds
 
     @property
     def suggested_sysprompt(self) -> None:
@@ -78,6 +78,10 @@ class OneQuestion(SingleAgentEnv):
 
     def env_step(self, action: str) -> StepOutcome:
         return StepOutcome("", next(self.numbers) * 0.618 % 1.0, terminated=True)
+
+    async def async_env_step(self, action: str) -> StepOutcome:
+        await asyncio.sleep(self._seconds)
+        return self.env_step(action)
 
 
 class ByteTokenizer:
@@ -141,7 +145,7 @@ class OurStep:
         self.client = LocalEngine(self._model, ByteTokenizer(), max_sequences=num_samples, max_model_len=length)
         template = len(ByteTemplate().apply([{"role": "user", "content": ""}]).prompt_token_ids)
         engine = RolloutEngine(
-            env_registry={"question": lambda: OneQuestion(options.prompt_tokens - template)},
+            env_registry={"question": lambda: OneQuestion(options.prompt_tokens - template, options.env_seconds)},
             protocol_registry={"single": lambda: protocol(self.client)},
         )
         algorithm = make_grpo(group_size=options.group)
@@ -314,6 +318,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=100)
     parser.add_argument("--new-tokens", type=int, default=256 if ON_GPU else 32)
     parser.add_argument("--steps", type=int, default=4, help="measured ones, per round")
+    parser.add_argument("--env-seconds", type=float, default=0.0, help="how long an env waits before it grades")
     parser.add_argument("--max-lag", type=int, choices=[0, 1], default=0, help="1: also with overlapping phases")
     parser.add_argument("--share-prefixes", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--micro-tokens", type=int, default=None, help="tokens of a micro-batch")

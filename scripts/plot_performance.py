@@ -10,6 +10,7 @@ log-probs. Of several records of one row the last counts. Needs matplotlib (the 
 
 import json
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -49,11 +50,11 @@ def main(settings: Settings) -> None:
     found = {shape: curves(rows, shape) for shape in SHAPES}
     most = max(map(len, found.values()))  # engines: a shape without vLLM has no panel beside one with it
     shapes = [shape for shape, engines in found.items() if len(engines) == most]
-    figure, panels = pyplot.subplots(1, len(shapes), figsize=(4.2 * len(shapes), 3.8), squeeze=False)
+    figure, panels = pyplot.subplots(1, len(shapes), figsize=(5.5 * len(shapes), 4), squeeze=False)
     for panel, shape in zip(panels[0], shapes, strict=True):
         draw(panel, shape, found[shape])
     panels[0][0].set_ylabel("tokens per second")
-    figure.suptitle(source(rows), fontsize=9)
+    figure.suptitle(textwrap.fill(source(rows), 70 * len(shapes)), fontsize=9)
     figure.tight_layout()
     figure.savefig(settings.out, dpi=110)
     print(f"Written: {settings.out}")

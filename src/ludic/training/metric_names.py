@@ -22,6 +22,7 @@ _BATCH = {
     "num_micro_batches": "forward passes",
     "target_rollouts": "episodes asked for",
     "num_failed": "episodes that failed",
+    "num_unscored": "of them, those that ended well and that a judge or reward function failed",
     "num_retried": "episodes that were played again",
     "num_groups_dropped": "groups left out because an episode of theirs failed",
     "num_samples_before_filter": "samples before the source's sample_filter",

@@ -4,8 +4,8 @@ Each cell is one correction, one lag, three seeds: a tiny Llama learns to write 
 (letter_lines.py) with group-relative weights. A second experiment leaves the lag at 0 and disturbs the sampler's weights
 instead, by noise of a given share of each matrix's spread: sampler and trainer then differ for good, as another precision
 makes them differ. Lag counts batches. Ways with "×4" take four optimizer steps on each (two passes of two mini-batches) at 0.3 of
-the learning rate; those with "KL" are held near the first weights. Ways named as a preset are that preset, averaged over tokens where
-`ludic train` does so.
+the learning rate; those with "KL" are held near the first weights. Ways named as a preset are that preset, averaged over tokens
+where `ludic train` does so.
 
     OMP_NUM_THREADS=1 python benchmarks/stale_data.py                          # all: table, docs/results/stale_data.jsonl, .png
     OMP_NUM_THREADS=1 python benchmarks/stale_data.py --lags 8 --seeds 0 --only none token-TIS

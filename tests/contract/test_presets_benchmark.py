@@ -8,7 +8,8 @@ from ludic import registry
 from tests.contract.pages import DOCS
 
 ROW = re.compile(
-    r"^\| (\w+) \|(?: [^|\n]*[a-z][^|\n]* \|)? \d+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \| ([\d.]+) \| (?:\d+|never) \| [\d.]+ \|$", re.MULTILINE
+    r"^\| (\w+) \|(?: [^|\n]*[a-z][^|\n]* \|)? \d+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \| ([\d.]+) \| (?:\d+|never) \| [\d.]+ \|$",
+    re.MULTILINE,
 )
 
 

@@ -196,7 +196,9 @@ def test_an_actor_outlives_its_judge_for_a_while_and_ends_when_no_group_can_be_s
     recent.count([])
     for _ in range(3):
         recent.count(["no verdict"], is_unscored=True)
-    with pytest.raises(TooManyFailures, match=r"All of the last 4 groups failed, 4 of them because a judge.*no verdict"):
+    with pytest.raises(
+        TooManyFailures, match=r"All of the last 4 groups failed, 4 of them because a judge.*no verdict"
+    ):
         recent.count(["no verdict"], is_unscored=True)
     with pytest.raises(TooManyFailures, match=r"1 of the last 4 groups failed.*broken env"):
         recent.count(["broken env"])

@@ -21,7 +21,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -76,13 +76,18 @@ def near_the_first(*, weighted: bool) -> Loss:
     )
 
 
-def preset(name: str) -> RLAlgorithm:
+def preset(name: str, group_size: int = GROUP_SIZE) -> RLAlgorithm:
     """As `ludic train` makes it: averaged over tokens where the preset leaves that open."""
     parameters = inspect.signature(registry.spec("algorithm", name).load()).parameters
-    settings: dict[str, Any] = {"group_size": GROUP_SIZE} if "group_size" in parameters else {}
+    settings: dict[str, Any] = {"group_size": group_size} if "group_size" in parameters else {}
     if reduction := open_reduction(AlgoSettings(algo=name)):
         settings["reduction"] = reduction
     return registry.make("algorithm", name, **settings)
+
+
+def masked(name: str) -> RLAlgorithm:
+    made = preset(name)
+    return replace(made, loss=CorrectedLoss(made.loss, [NegativeSequenceMask(0.05)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +130,7 @@ WAYS: dict[str, Way] = {
     "KL": Way(lambda: near_the_first(weighted=False)),
     "weighted KL": Way(lambda: near_the_first(weighted=True)),
     **{name: Way(partial(preset, name)) for name in PRESETS},
+    **{f"{name}, negative mask": Way(partial(masked, name)) for name in ("cispo", "scalerl")},
 }
 
 

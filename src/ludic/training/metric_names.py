@@ -162,7 +162,7 @@ _JUDGE = {
 _GATEWAY = {
     "calls": "model calls per session",
     "healed_rate": "share of calls whose history was repaired",
-    "rerendered_rate": "share of calls whose prompt was rendered anew",
+    "rerendered_rate": "share of calls whose whole prompt was rendered again",
     "forked_rate": "share of calls that began another thread",
     "foreign_rate": "share of calls with replies that this policy did not sample",
     "retried_rate": "share of calls that repeat one before",

@@ -110,7 +110,7 @@ async def trained(folder, steps, **settings):
         outside.cancel()
         await asyncio.wait({outside})
     rows = list(read_metrics(folder / "metrics.jsonl"))
-    assert set().union(*map(unexplained, rows)) == {"time"}
+    assert set().union(*map(unexplained, rows)) == {"time", "step"}
     return [row["train/avg_total_reward"] for row in rows]
 
 

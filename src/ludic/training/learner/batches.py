@@ -72,9 +72,9 @@ async def fetch(source: BatchSource, algo: RLAlgorithm, cfg: TrainerConfig, step
         counts = prepared.counts | {name: float(prepared.meta.get(name, 0)) for name in _OF_ROLLOUTS}
         if counts["num_unscored"]:
             logger.warning(
-                "A judge or reward function failed on %d of %d episodes, and the batch has nothing left to train on: it is "
+                "A judge or reward function failed on %d episodes, and the batch has nothing left to train on: it is "
                 "skipped (%d of max_empty_batches=%d). The first failure is logged above.",
-                counts["num_unscored"], prepared.meta.get("target_rollouts", 0), number, cfg.max_empty_batches,
+                counts["num_unscored"], number, cfg.max_empty_batches,
             )  # fmt: skip
         left_out = {name: left_out.get(name, 0) + count for name, count in counts.items()}
         await asyncio.sleep(0)  # an empty source must not block the event loop

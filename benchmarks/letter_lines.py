@@ -73,9 +73,16 @@ def engine_of(model: Any) -> LocalEngine:
 
 
 def lines(
-    engine: LocalEngine, algorithm: RLAlgorithm, *, seed: int, num_prompts: int = 2, group_size: int = 8
+    engine: LocalEngine,
+    algorithm: RLAlgorithm,
+    *,
+    seed: int,
+    num_prompts: int = 2,
+    group_size: int = 8,
+    env: type[LetterLine] = LetterLine,
+    **settings: Any,
 ) -> RolloutBatchSource:
-    """Batches of `num_prompts` × `group_size` lines."""
+    """Batches of `num_prompts` × `group_size` lines. `settings`: of the source."""
     numbers = count(1000 * seed)
     inference = InferenceSpec(
         sampling=SamplingParams(temperature=1.0, max_tokens=LENGTH, ignore_eos=True), return_=ReturnSpec.for_rl()
@@ -90,7 +97,7 @@ def lines(
         ]
 
     rollouts = RolloutEngine(
-        env_registry={"line": LetterLine}, protocol_registry={"single": lambda: SingleAgentProtocol(_writer(engine))}
+        env_registry={"line": env}, protocol_registry={"single": lambda: SingleAgentProtocol(_writer(engine))}
     )
     return RolloutBatchSource(
         rollouts,
@@ -99,6 +106,7 @@ def lines(
         strategy=GRPORequestStrategy(group_size),
         max_steps=1,
         concurrency=num_prompts * group_size,
+        **settings,
     )
 
 

@@ -216,11 +216,27 @@ class Result:
 
 
 async def run(name: str, teacher: LocalTeacher | None, seed: int) -> tuple[Result, Trainer]:
+    trainer, engine = trainer_of(name, teacher, seed)
+    before, fast_at, seconds = await reward_of(engine), None, 0.0
+    with suppress(NothingToTrainOn):  # all solved, for those that leave out groups without variance
+        while trainer.step < (RECIPES | VARIANTS)[name].steps:
+            began = time.process_time()
+            await trainer.train_step()
+            seconds += time.process_time() - began
+            if fast_at is None and trainer.step % LOOK_EVERY == 0 and await reward_of(engine, 128) >= FAST_REWARD:
+                fast_at = trainer.step
+    result = Result(trainer.step, seconds, before, await reward_of(engine), fast_at, entropy_of(trainer.model))
+    engine.close()
+    return result, trainer
+
+
+def trainer_of(name: str, teacher: LocalTeacher | None, seed: int) -> tuple[Trainer, LocalEngine]:
+    """The trainer of a preset or variant, and the engine on its weights; `teacher` for presets that learn from one."""
     recipe = (RECIPES | VARIANTS)[name]
     algorithm = registry.make("algorithm", recipe.preset or name, **_groups(recipe), **recipe.settings)
     algorithm = replace(algorithm, loss=recipe.wrap(algorithm.loss))
     size = GROUP_SIZE if recipe.is_grouped else 1
-    trainer, engine = bandit_trainer(
+    return bandit_trainer(
         algorithm,
         group_size=size,
         num_prompts=BATCH_SIZE // size,
@@ -231,17 +247,6 @@ async def run(name: str, teacher: LocalTeacher | None, seed: int) -> tuple[Resul
         reference=tiny_llama(seed) if algorithm.loss.needs.reference else None,
         critic=tiny_llama(seed + 100) if recipe.settings.get("critic") == "separate" else None,
     )
-    before, fast_at, seconds = await reward_of(engine), None, 0.0
-    with suppress(NothingToTrainOn):  # all solved, for those that leave out groups without variance
-        while trainer.step < recipe.steps:
-            began = time.process_time()
-            await trainer.train_step()
-            seconds += time.process_time() - began
-            if fast_at is None and trainer.step % LOOK_EVERY == 0 and await reward_of(engine, 128) >= FAST_REWARD:
-                fast_at = trainer.step
-    result = Result(trainer.step, seconds, before, await reward_of(engine), fast_at, entropy_of(trainer.model))
-    engine.close()
-    return result, trainer
 
 
 def _groups(recipe: Recipe) -> dict[str, int]:

@@ -4,21 +4,25 @@ Each cell is one correction, one lag, three seeds: a tiny Llama learns to write 
 (letter_lines.py) with group-relative weights. A second experiment leaves the lag at 0 and disturbs the sampler's weights
 instead, by noise of a given share of each matrix's spread: sampler and trainer then differ for good, as another precision
 makes them differ. Lag counts batches. Ways with "×4" take four optimizer steps on each (two passes of two mini-batches) at 0.3 of
-the learning rate; those with "KL" are held near the first weights.
+the learning rate; those with "KL" are held near the first weights. Ways named as a preset are that preset, averaged over tokens
+where `ludic train` does so.
 
     OMP_NUM_THREADS=1 python benchmarks/stale_data.py                          # all: table, docs/results/stale_data.jsonl, .png
     OMP_NUM_THREADS=1 python benchmarks/stale_data.py --lags 8 --seeds 0 --only none token-TIS
+    OMP_NUM_THREADS=1 python benchmarks/stale_data.py --only grpo rloo --noises --out docs/results/stale_data_presets.jsonl
     OMP_NUM_THREADS=1 python benchmarks/stale_data.py --from docs/results/stale_data.jsonl      # table and plot alone
 """
 
 import argparse
 import asyncio
 import copy
+import inspect
 import json
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,7 +30,10 @@ from typing import Any
 import torch
 from letter_lines import engine_of, lines, tiny_model
 
+from ludic import registry
 from ludic.inference.local import LocalEngine
+from ludic.run.config import AlgoSettings
+from ludic.run.resolve import open_reduction
 from ludic.training import RLAlgorithm, Trainer, TrainerConfig
 from ludic.training.credit_assignment import GroupNormalizedReturn
 from ludic.training.losses import (
@@ -46,8 +53,8 @@ from ludic.training.losses import (
     TokenTruncation,
 )
 
-ON_POLICY = ("none", "PPO clip", "PPO clip ×4", "decoupled ×4")
-"""If every ratio is 1 all corrections are equal, so these represent all."""
+ON_POLICY = ("none", "PPO clip", "PPO clip ×4", "decoupled ×4", "grpo", "scalerl", "rloo", "reinforce", "maxrl")
+"""If every ratio is 1, and all samples are equally long, the other corrections equal none, and the other presets grpo."""
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 GROUP_SIZE = 8
 
@@ -69,11 +76,32 @@ def near_the_first(*, weighted: bool) -> Loss:
     )
 
 
+def preset(name: str, group_size: int = GROUP_SIZE) -> RLAlgorithm:
+    """As `ludic train` makes it: averaged over tokens where the preset leaves that open."""
+    parameters = inspect.signature(registry.spec("algorithm", name).load()).parameters
+    settings: dict[str, Any] = {"group_size": group_size} if "group_size" in parameters else {}
+    if reduction := open_reduction(AlgoSettings(algo=name)):
+        settings["reduction"] = reduction
+    return registry.make("algorithm", name, **settings)
+
+
+def masked(name: str) -> RLAlgorithm:
+    made = preset(name)
+    return replace(made, loss=CorrectedLoss(made.loss, [NegativeSequenceMask(0.05)]))
+
+
 @dataclass(frozen=True, slots=True)
 class Way:
-    make: Callable[[], Loss]
+    make: Callable[[], Loss | RLAlgorithm]
+    """A loss is for group-normalised returns."""
     num_passes: int = 1
     """Over each batch, of two mini-batches each if there are several."""
+
+    def algorithm(self, name: str) -> RLAlgorithm:
+        made = self.make()
+        if isinstance(made, RLAlgorithm):
+            return made
+        return RLAlgorithm(name=name, credit_assigner=GroupNormalizedReturn(GROUP_SIZE), loss=made)
 
     def trainer(self, lr: float) -> dict[str, Any]:
         if self.num_passes == 1:
@@ -83,6 +111,7 @@ class Way:
 
 DPPO_LIMIT = 0.001
 """Of 264 tokens each begins with a probability of 0.004: a limit for words of a language would never act."""
+PRESETS = ("grpo", "dapo", "gspo", "cispo", "scalerl", "sapo", "gmpo", "rloo", "reinforce", "maxrl")
 WAYS: dict[str, Way] = {
     "none": Way(lambda: corrected()),
     "token-TIS": Way(lambda: corrected(TokenTruncation(2.0))),
@@ -100,6 +129,8 @@ WAYS: dict[str, Way] = {
     "decoupled ×4": Way(lambda: clipped(behavior_cap=2.0), num_passes=2),
     "KL": Way(lambda: near_the_first(weighted=False)),
     "weighted KL": Way(lambda: near_the_first(weighted=True)),
+    **{name: Way(partial(preset, name)) for name in PRESETS},
+    **{f"{name}, negative mask": Way(partial(masked, name)) for name in ("cispo", "scalerl")},
 }
 
 
@@ -129,7 +160,7 @@ def run(way: str, lag: int, noise: float, seed: int, num_batches: int, lr: float
     started = time.perf_counter()
     model = tiny_model(seed)
     engine = engine_of(copy.deepcopy(model))
-    algorithm = RLAlgorithm(name=way, credit_assigner=GroupNormalizedReturn(GROUP_SIZE), loss=WAYS[way].make())
+    algorithm = WAYS[way].algorithm(way)
     publisher = LaggingPublisher(engine, lag, noise, seed)
     publisher.publish(model.state_dict(), 0)
     trainer = Trainer(
@@ -217,7 +248,9 @@ def _mean(records: Sequence[dict[str, Any]], *names: str) -> str:
 
 def _stand_in(way: str, record: dict[str, Any]) -> str:
     """The record that represents this correction: on-policy, that of no correction."""
-    return way if record["lag"] or record["noise"] or way in ON_POLICY else "none"
+    if record["lag"] or record["noise"] or way in ON_POLICY:
+        return way
+    return "grpo" if way in PRESETS else "none"
 
 
 def plot(records: Sequence[dict[str, Any]], path: Path) -> None:

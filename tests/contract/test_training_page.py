@@ -9,12 +9,10 @@ from math import log
 
 import pytest
 
-from ludic.batch_gen import AsyncRolloutBatchSource
-from ludic.training import TrainerConfig, make_dapo, make_gmpo, make_ppo, make_reinforce_baseline, make_sapo, make_sft
+from ludic.training import TrainerConfig
 from ludic.training.algorithms import __all__ as algorithms
 from ludic.training.metric_names import METRICS
 from tests.contract.pages import BLOCK, DOCS, run
-from tests.unit.training.bandit import bandit_trainer
 
 PAGE = (DOCS / "training.md").read_text()
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
@@ -69,30 +67,3 @@ def test_every_preset_says_how_it_bounds_its_ratio():
 
 def test_the_page_names_metrics_that_exist():
     assert {f"train/{name}" for name in named("Metrics")} <= METRICS.keys()
-
-
-@pytest.mark.parametrize("make", [make_dapo, make_gmpo, make_sapo], ids=lambda make: make.__name__)
-async def test_every_metric_of_a_group_algorithm_is_explained(make):
-    trainer, engine = bandit_trainer(
-        make(group_size=4), group_size=4, make_source=lambda source: AsyncRolloutBatchSource(source)
-    )
-    async with trainer.batch_source:
-        stats = await trainer.train_step()
-    engine.close()
-    assert unexplained(stats) == set()
-
-
-@pytest.mark.parametrize("make", [make_reinforce_baseline, make_ppo, make_sft], ids=lambda make: make.__name__)
-async def test_every_metric_of_the_others_is_explained(make):
-    trainer, engine = bandit_trainer(make(), group_size=1)
-    stats = await trainer.train_step()
-    engine.close()
-    assert unexplained(stats) == set()
-
-
-def unexplained(stats: dict[str, float]) -> set[str]:
-    """A metric of a composite loss, `train/term/name`, is explained as `train/name`."""
-    names = {
-        "train/reward/{component}" if "/reward/" in name else re.sub(r"/.*/", "/", name, count=1) for name in stats
-    }
-    return names - METRICS.keys()

@@ -31,6 +31,7 @@ from ludic.batch_gen.sources.offline import OfflineBatchSource, make_chat_templa
 from ludic.batch_gen.sources.preferences import PreferenceBatchSource
 from ludic.batch_gen.sources.rollouts import DynamicSampling, RolloutBatchSource
 from ludic.batch_gen.sources.shared import PolicyBatchSource, SharedRollouts
+from ludic.batch_gen.sources.stragglers import Stragglers
 from ludic.batch_gen.sources.teachers import (
     DomainTeachers,
     PrivilegedTeacher,
@@ -43,7 +44,7 @@ from ludic.types import RequestsExhausted
 
 __all__ = [
     "RolloutEngine", "Progress", "TooManyFailures",
-    "RequestStrategy", "IdentityStrategy", "GRPORequestStrategy", "DynamicSampling",
+    "RequestStrategy", "IdentityStrategy", "GRPORequestStrategy", "DynamicSampling", "Stragglers",
     "Curriculum", "TaskCurriculum", "UniformCurriculum", "EasiestFirstCurriculum", "SuccessBandCurriculum",
     "PrioritisedCurriculum", "KnowsSuccess",
     "RequestsFn", "RequestsExhausted", "DatasetRequests", "MixedRequests", "make_requests_fn_from_queue",

@@ -51,6 +51,8 @@ class KeptEpisodes:
     episodes: list[Episode]
     """In order; every group is complete."""
     num_failed: int
+    num_unscored: int
+    """Of the failed ones, those that a scorer failed."""
     num_groups_dropped: int
     num_retried: int
 
@@ -73,6 +75,7 @@ def drop_failed_groups(episodes: Sequence[Episode]) -> KeptEpisodes:
     return KeptEpisodes(
         episodes=[e for e in episodes if e.failure is None and e.plan.group_id not in broken],
         num_failed=len(failed),
+        num_unscored=sum(episode.failure is not None and episode.failure.by_scorer for episode in failed),
         num_groups_dropped=len(broken),
         num_retried=sum(episode.num_attempts > 1 for episode in episodes),
     )
@@ -122,6 +125,7 @@ def _meta(
         "num_rollouts": len(sessions),
         "num_rollouts_without_samples": len({r.id for r in settled.rollouts} - {i.origin.rollout_id for i in items}),
         "num_failed": settled.num_failed,
+        "num_unscored": settled.num_unscored,
         "num_retried": settled.num_retried,
         "num_groups_dropped": settled.num_groups_dropped,
     }

@@ -110,7 +110,7 @@ class RolloutEngine:
     Other env kinds are looked up in `ludic.registry.envs`. `jsonl_path` appends every episode to that file; with `resume=True`
     the engine reads episodes that are already in the file instead of running them. `rewards` scores finished episodes before
     they are written; scorers that compare siblings run when a group is complete, which is then returned and written as a whole.
-    A scorer that raises fails its episode or group, like any other failure but without a retry.
+    A scorer that raises fails its episode or group without a retry, and does not count against `max_failed_share`.
     """
 
     def __init__(

@@ -237,13 +237,16 @@ class TooManyFailures(LudicError, RuntimeError):
 
 
 class FailureLimit:
-    """Counts failed episodes and raises TooManyFailures as soon as the limit is certain to be exceeded."""
+    """Counts failed episodes and raises TooManyFailures as soon as the limit is certain to be exceeded.
+
+    Episodes that a scorer failed are counted, but not against the limit: a judge's server may be away for a while.
+    """
 
     def __init__(self, max_failed_share: float, *, num_episodes: int) -> None:
         if not 0 <= max_failed_share <= 1:
             raise ConfigError(f"max_failed_share={max_failed_share}; it is a share of the episodes, from 0 to 1.")
         self._share, self._num_episodes = max_failed_share, num_episodes
-        self.num_failed = 0
+        self.num_failed = self.num_unscored = 0
         self._kinds: Counter[tuple[str, str]] = Counter()
         self._first: dict[tuple[str, str], str] = {}
         """Kind of failure → place, episode and message of the first one."""
@@ -253,14 +256,18 @@ class FailureLimit:
         if failure is None:
             return
         self.num_failed += 1
+        if failure.by_scorer:
+            self.num_unscored += 1
+            return
         kind, text = (failure.error, failure.place), failure.summary
         self._kinds[kind] += 1
         place, end = f" at {failure.place}" if failure.place else "", "" if text.endswith((".", "!", "?")) else "."
         self._first.setdefault(kind, f"{place}, first in {episode.plan.label}: {text}{end}")
-        if self.num_failed > self._share * self._num_episodes:
+        num_broken = self.num_failed - self.num_unscored
+        if num_broken > self._share * self._num_episodes:
             shown = " ".join(f"{count} x{self._first[kind]}" for kind, count in self._kinds.most_common(3))
             raise TooManyFailures(
-                f"{self.num_failed} of {self._num_episodes} episodes failed, more than max_failed_share={self._share:g} "
+                f"{num_broken} of {self._num_episodes} episodes failed, more than max_failed_share={self._share:g} "
                 f"allows. {shown} Fix that, or raise max_failed_share."
             )
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
 from ludic.envs import LudicEnv
@@ -175,7 +176,8 @@ async def run_or_record(
 
 
 async def score_or_record(rollouts: Sequence[Rollout], score: Callable[[], Awaitable[None]]) -> None:
-    """Await `score`, which adds rewards to finished rollouts; if it raises, mark them as failed. Only ConfigError is re-raised."""
+    """Await `score`, which adds rewards to finished rollouts; if it raises, mark them as failed by a scorer. Only ConfigError is
+    re-raised."""
     try:
         await score()
     except BaseException as error:
@@ -183,9 +185,10 @@ async def score_or_record(rollouts: Sequence[Rollout], score: Callable[[], Await
             error, PolicyGone
         ):  # a judge's server may be gone, the policy's is not
             raise
+        failure = replace(Failure.from_exception(error), by_scorer=True)
         for rollout in rollouts:
             if rollout.failure is None:
-                rollout.stop, rollout.failure = StopReason.FAILED, Failure.from_exception(error)
+                rollout.stop, rollout.failure = StopReason.FAILED, failure
 
 
 def _is_failure(error: BaseException) -> bool:

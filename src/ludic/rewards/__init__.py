@@ -1,5 +1,5 @@
 """Rewards from outside the env: scorers with weights, reward functions, penalties on length."""
 
-from ludic.rewards.rewards import FunctionScorer, Rewards, as_scorer, remove_scores
+from ludic.rewards.rewards import FunctionScorer, RenamedScorer, Rewards, as_scorer, remove_scores
 
-__all__ = ["FunctionScorer", "Rewards", "as_scorer", "remove_scores"]
+__all__ = ["FunctionScorer", "RenamedScorer", "Rewards", "as_scorer", "remove_scores"]

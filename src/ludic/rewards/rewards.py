@@ -305,6 +305,30 @@ class FunctionScorer:
         return {self.name: answer}
 
 
+class RenamedScorer:
+    """A scorer under another name: its components and metrics begin with that."""
+
+    def __init__(self, scorer: Scorer, name: str) -> None:
+        self.scorer, self.name, self.by_group = scorer, name, scorer.by_group
+
+    async def score(self, rollouts: Sequence[Rollout]) -> list[Mapping[str, float]]:
+        answers = _checked(self.scorer, await self.scorer.score(rollouts), len(rollouts))
+        return [self._renamed(answer) for answer in answers]
+
+    def metrics(self) -> dict[str, float]:
+        return self._renamed(self.scorer.metrics()) if isinstance(self.scorer, ReportsMetrics) else {}
+
+    def mean_weights(self) -> dict[str, float]:
+        return self._renamed(self.scorer.mean_weights()) if isinstance(self.scorer, ReportsMeans) else {}
+
+    def _renamed(self, values: Mapping[str, float]) -> dict[str, float]:
+        first = self.scorer.name
+        return {
+            self.name + key.removeprefix(first) if key == first or key.startswith(f"{first}/") else key: value
+            for key, value in values.items()
+        }
+
+
 def as_scorer(given: Scorer | RewardFunction, name: str | None = None) -> Scorer:
     """A scorer as it is, or a function as a scorer called `name`."""
     if isinstance(given, Scorer):

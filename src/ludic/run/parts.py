@@ -48,7 +48,7 @@ from ludic.inference import ChatTemplate
 from ludic.interaction import InteractionProtocol, MultiAgentProtocol, Policies, RoleAssignment, SingleAgentProtocol
 from ludic.interaction.base import AnyEnv
 from ludic.judges import LazyJudge
-from ludic.rewards import Rewards, as_scorer
+from ludic.rewards import RenamedScorer, Rewards, as_scorer
 from ludic.rewards.shaping import SoftOverlong
 from ludic.run.config import AgentSettings, AlgoSettings, EnvSettings, RewardSettings
 from ludic.run.entries import RecordedEntry
@@ -341,9 +341,18 @@ def _scorer(settings: RewardSettings, name: str, id: str, max_tokens: int | None
     is_renamed = f"{name}={id}" in settings.reward
     if factory is SoftOverlong:
         given.setdefault("max_tokens", max_tokens)  # of the run's replies
-    if is_renamed and inspect.isclass(factory) and "name" in inspect.signature(factory).parameters:
+    parameters = inspect.signature(factory).parameters
+    if is_renamed and inspect.isclass(factory) and "name" in parameters:
         given["name"] = name
     made = registry.rewards.make(id, **given)
+    if not inspect.isclass(factory) and all(one.default is not one.empty for one in parameters.values()):
+        made = made()  # a reward function takes a rollout; this one makes a scorer
+        if not isinstance(made, Scorer):
+            raise ConfigError(
+                f"{id} takes no rollout and returned {made!r:.60}; without a rollout, it must return a scorer, such as a judge."
+            )
+    if is_renamed and isinstance(made, Scorer) and made.name != name:
+        return RenamedScorer(made, name)
     return as_scorer(made, name if is_renamed or not isinstance(made, Scorer) else None)
 
 

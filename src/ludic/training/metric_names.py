@@ -1,8 +1,9 @@
 """What each metric of a training run means: `METRICS`, name to text. `ludic parts metric` prints it.
 
-Every name begins with `train/`, `perf/` or `eval/` (`ludic.eval.report`). A mean is over the whole batch, however it was split.
-`ρ` is the ratio of a token: its probability under the trainer's weights over that when it was sampled. A `CompositeLoss` puts its
-terms' names before theirs: `train/kl/kl_mean`, `train/policy/clip_frac`, and `train/kl/loss` each.
+Every name begins with `train/`, `gateway/`, `perf/` or `eval/` (`ludic.eval.report`). A mean is over the whole batch, however it
+was split. `ρ` is the ratio of a token: its probability under the trainer's weights over that when it was sampled. A
+`CompositeLoss` puts its terms' names before theirs: `train/kl/kl_mean`, `train/policy/clip_frac`, and `train/kl/loss` each. A
+judge's metrics stand under its name, `judge` if it has no other.
 """
 
 _BATCH = {
@@ -22,6 +23,7 @@ _BATCH = {
     "num_micro_batches": "forward passes",
     "target_rollouts": "episodes asked for",
     "num_failed": "episodes that failed",
+    "num_unscored": "of them, those that ended well and that a judge or reward function failed",
     "num_retried": "episodes that were played again",
     "num_groups_dropped": "groups left out because an episode of theirs failed",
     "num_samples_before_filter": "samples before the source's sample_filter",
@@ -49,6 +51,31 @@ _BATCH = {
     "generated_at_version": "AsyncRolloutBatchSource: policy version when the batch was begun",
     "lag_mean": "versions between a sample's oldest token and the batch's first update, mean over samples",
     "lag_max": "the same, of the oldest sample",
+    "num_from_earlier": "close_batch_at: episodes that were begun for an earlier batch",
+    "num_carried": "close_batch_at: episodes that run on into the next batch",
+    "num_open_tasks": "EasiestFirstCurriculum: tasks that are drawn from",
+    "difficulty": "RisingDifficultyCurriculum: the present difficulty",
+    "difficulty_success": "RisingDifficultyCurriculum: success rate of its last episodes at that difficulty",
+    "num_mixed": "MixedBatchSource: samples of the part whose name stands before",
+    "num_replayed": "ReplayBatchSource: samples of earlier batches in this one",
+    "num_kept": "ReplayBatchSource: samples in its buffer",
+    "num_expired": "ReplayBatchSource: samples that became older than its max_lag",
+    "replay_lag_mean": "ReplayBatchSource: versions between a replayed sample and now",
+    "num_waiting": "online learning: finished sessions that wait for the next batch",
+    "num_skipped": "online learning: sessions left out so far: no reward, no answered call, no group where one is needed",
+    "round": "several policies: number of the round of episodes that all of them share",
+    "num_rounds_skipped": "several policies: rounds that this policy was too late for",
+    "accepted_frac": "RFT: share of the samples that earned enough",
+    "duplicate_frac": "RFT: share of the samples that were left out as copies",
+    "num_groups": "pipeline: groups of this batch",
+    "queue_groups": "pipeline: groups that wait in the queue; queue_items: their samples",
+    "queue_items": "see queue_groups",
+    "queue_unacknowledged": "pipeline: samples fetched and not trained on yet",
+    "queue_stale": "pipeline: samples dropped as too old, so far",
+    "queue_filtered": "pipeline: samples dropped by a filter, so far",
+    "queue_dead": "pipeline: samples of entries that could not be used, so far",
+    "queue_balance": "pipeline: samples produced that are unaccounted for; 0",
+    "num_actors": "pipeline: actors that are alive",
     "update_of_batch": "where a batch takes several updates: the number of this one",
     "batch_mean/{metric}": "where a batch takes several updates: the mean over all of them, with the last one",
 }
@@ -103,6 +130,46 @@ _LOSSES = {
     "zero_weight_frac": "share of samples that drop_zero_weight dropped",
     "zvp_filter_frac": "share of samples that filter_zvp dropped",
 }
+_LOSSES |= {
+    "observation_logp_mean": "ECHO: log-prob of observation tokens; it rises",
+    "avg_observation_tokens": "ECHO: observation tokens per sample",
+    "margin": "DPO, IPO: chosen_reward − rejected_reward",
+    "preference_accuracy": "DPO, IPO: share of pairs whose chosen reply the policy prefers, relative to the reference",
+    "chosen_reward": "DPO, IPO: β ln(π / π_ref) of chosen replies",
+    "rejected_reward": "DPO, IPO: the same of rejected ones; both may fall",
+    "wanted_reward": "KTO: β ln(π / π_ref) of replies labelled good",
+    "unwanted_reward": "KTO: the same of those labelled bad",
+    "kl_baseline": "KTO: its estimate z of KL(π ‖ π_ref)",
+    "teacher_kl": "distillation: KL(policy ‖ teacher) per token",
+    "teacher_kl_forward": "distillation: KL(teacher ‖ policy) per token",
+    "policy_drift": "SPO: KL per token between the policy before and after the update",
+    "experts/busiest": "mixtures of experts: tokens of a layer's busiest expert; 1 is an even load",
+    "experts/unused": "mixtures of experts: share of experts without a token",
+    "experts/entropy": "mixtures of experts: entropy of the load; 1 is even",
+    "experts/balance_loss": "mixtures of experts: the load-balancing loss before its weight",
+}
+_JUDGE = {
+    "verdicts": "verdicts so far, cached ones included",
+    "calls": "model calls so far",
+    "prompt_tokens": "tokens that it has read so far",
+    "completion_tokens": "tokens that it has written so far",
+    "cache_hits": "verdicts so far that cost no call",
+    "unreadable": "replies so far that were no verdict; each but the last was asked for again",
+    "failed": "questions so far without a verdict in the end; each failed the reward of its episode",
+    "position_bias": "rankings, pairs: mean score of the reply shown first minus that of the last, so far; 0 is none",
+    "order_agreement": "pairs: share that both orders decide alike, so far",
+}
+_GATEWAY = {
+    "calls": "model calls per session",
+    "healed_rate": "share of calls whose history was repaired",
+    "rerendered_rate": "share of calls whose whole prompt was rendered again",
+    "forked_rate": "share of calls that began another thread",
+    "foreign_rate": "share of calls with replies that this policy did not sample",
+    "retried_rate": "share of calls that repeat one before",
+    "undelivered_rate": "share of calls whose reply did not arrive",
+    "failed_rate": "share of calls that failed",
+    "limited_rate": "share of calls that a limit cut or refused",
+}
 _PERF = {
     "step_s": "seconds of the whole step",
     "fetch_s": "seconds until the batch is there; long: training waits for generation",
@@ -112,7 +179,15 @@ _PERF = {
     "tokens_per_s": "trained tokens per second of the update",
     "prefix_sharing": "tokens of the samples per token computed",
     "unique_tokens_per_s": "computed tokens per second of the update",
+    "teacher_s": "seconds in which teachers scored the batch",
+    "queue_oldest_s": "pipeline: age of the oldest group in the queue",
 }
-METRICS: dict[str, str] = {f"train/{name}": text for name, text in (_BATCH | _UPDATE | _LOSSES).items()} | {
-    f"perf/{name}": text for name, text in _PERF.items()
+_BY_PREFIX = {
+    "train": _BATCH | _UPDATE | _LOSSES,
+    "train/judge": _JUDGE,
+    "gateway": _GATEWAY,
+    "perf": _PERF,
+}
+METRICS: dict[str, str] = {
+    f"{prefix}/{name}": text for prefix, names in _BY_PREFIX.items() for name, text in names.items()
 }

@@ -237,6 +237,8 @@ class Failure:
     """From the first frame of code that is neither Ludic's nor installed; empty if there is none."""
     place: str = ""
     """Where it was raised, `file.py:12 in name`: the deepest user frame, else the deepest frame; empty for Ludic's own errors."""
+    by_scorer: bool = False
+    """True if the episode ended well and a judge or reward function failed on it: it has no reward."""
 
     @classmethod
     def from_exception(cls, error: BaseException) -> "Failure":

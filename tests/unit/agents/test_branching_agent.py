@@ -1,18 +1,25 @@
 """A branch of the context: what is in it is forgotten when it returns, and every token stays as it was sampled."""
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 
 from ludic.agents import BranchingAgent
+from ludic.batch_gen import GRPORequestStrategy, RolloutBatchSource, RolloutEngine
 from ludic.batch_gen.stitching import stitch_rollout
 from ludic.context import FullDialog, SlidingWindow
 from ludic.inference import ScriptedClient
 from ludic.interaction import SingleAgentProtocol
 from ludic.models.prefix_tree import TokenTree
+from ludic.training import make_fold_grpo
 from ludic.training.credit_assignment import EpisodicReturn, fold_penalties
-from ludic.types import ConfigError
+from ludic.types import ConfigError, EnvSpec, InferenceSpec, ProtocolSpec, ReturnSpec, RolloutRequest, SamplingParams
 from tests.fakes import CountingEnv, RecordingClient, make_agent
+from tests.unit.training.bandit import hand_trainer, tiny_llama
+
+FOR_RL = InferenceSpec(sampling=SamplingParams(temperature=1.0, max_tokens=512), return_=ReturnSpec.for_rl())
 
 
 def call(name, **arguments):
@@ -124,3 +131,63 @@ def test_settings_that_cannot_work_are_refused():
     with pytest.raises(ConfigError, match="SlidingWindow"):
         make_agent([], cls=BranchingAgent, ctx=SlidingWindow(max_turns=2))
     assert make_agent([], cls=BranchingAgent, ctx=FullDialog()).max_branches == 8
+
+
+# --- training ---
+
+
+class Six(CountingEnv):
+    """6 is right."""
+
+    def __init__(self):
+        super().__init__(1)
+
+    def env_step(self, action):
+        return replace(super().env_step(action), reward=float(action == "6"))
+
+
+class Sampled:
+    """Replies by the script, with the log-probs that the model gives them."""
+
+    def __init__(self, model, replies):
+        self.inner, self.model = ScriptedClient(replies), model
+
+    async def complete_tokens(self, request):
+        response, info = await self.inner.complete_tokens(request)
+        start, ids = len(request.prompt_token_ids), [*request.prompt_token_ids, *response.completion_token_ids]
+        with torch.no_grad():
+            logps = self.model(torch.tensor([ids])).logits[0, start - 1 : -1].log_softmax(-1)
+        own = logps[range(len(ids) - start), ids[start:]].numpy()
+        return replace(response, completion_logprobs=own), info
+
+    def sync_weights(self, params, *, timeout_s=600.0, version=None):
+        raise RuntimeError("not served")
+
+
+async def test_fold_grpo_trains_parents_and_branches_of_real_episodes():
+    model = tiny_llama(max_position_embeddings=8192)
+    replies = iter([*BRANCHED, *BRANCHED[:-1], "<a>5</a>"])
+    client = Sampled(model, lambda request: next(replies))
+    algorithm = make_fold_grpo(group_size=2)
+    source = RolloutBatchSource(
+        RolloutEngine(
+            env_registry={"six": Six},
+            protocol_registry={"one": lambda: SingleAgentProtocol(make_agent(client, cls=BranchingAgent, tools=[add]))},
+        ),
+        requests_fn=lambda: [RolloutRequest(env=EnvSpec("six"), protocol=ProtocolSpec("one"), inference=FOR_RL)],
+        algorithm=algorithm,
+        strategy=GRPORequestStrategy(2),
+        max_steps=1,
+        concurrency=1,
+    )
+    batch = await source.next_batch()
+    assert len(batch.items) == 4, "each episode is its branch and what is left after it"
+    assert [item.origin.total_reward for item in batch.items] == [1.1, 1.1, 0.1, 0.1], "what is read earns 0.1"
+    for item, weight in zip(batch.items, [1, 1, -1, -1], strict=True):
+        assert item.token_weights == pytest.approx(weight)
+    trainer = hand_trainer(
+        batch.items, model=model, algo=algorithm, cfg={"max_seq_len": 8192, "micro_token_budget": 16_384}
+    )
+    stats = await trainer.train_step()
+    assert stats["train/grad_norm"] > 0 and stats["train/ratio_mean"] == pytest.approx(1, abs=1e-3)
+    assert stats["train/num_rollouts"] == 2 and stats["train/num_samples"] == 4

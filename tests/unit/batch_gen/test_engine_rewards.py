@@ -2,12 +2,17 @@
 
 import pytest
 
-from ludic.batch_gen import TooManyFailures
-from ludic.batch_gen.pipeline.episodes import GroupRunner
+from ludic.batch_gen import RolloutBatchSource, TooManyFailures
+from ludic.batch_gen.pipeline.episodes import GroupRunner, RecentFailures
 from ludic.batch_gen.pipeline.wire import decode_group, encode_group
 from ludic.rewards import FunctionScorer, Rewards
+from ludic.training import RLAlgorithm, TrainerConfig
+from ludic.training.learner.batches import NothingToTrainOn, fetch
+from ludic.training.losses import MaskedCausalLMCrossEntropyLoss
 from ludic.types import ConfigError, PolicyGone, StopReason, load_rollouts
 from tests.unit.batch_gen.parts import TotalReward, make_engine, request
+
+ALGORITHM = RLAlgorithm(name="total", credit_assigner=TotalReward(), loss=MaskedCausalLMCrossEntropyLoss())
 
 
 def half(rollout):
@@ -110,10 +115,42 @@ async def test_a_scorer_of_groups_that_raises_fails_the_episodes_of_that_group(t
     assert len(list(load_rollouts(path))) == 5
 
 
-async def test_the_share_of_failed_episodes_counts_those_that_could_not_be_scored():
-    engine = make_engine(rewards=Rewards([Breaks({1, 2, 3})]), max_failed_share=0.5)
-    with pytest.raises(TooManyFailures, match=r"3 of 4 episodes failed.*no verdict"):
-        await engine.generate_rollouts([request() for _ in range(4)], max_steps=1, concurrency=1)
+async def test_episodes_that_could_not_be_scored_are_left_out_and_do_not_count_against_the_share_of_failures():
+    seen = []
+    engine = make_engine(rewards=Rewards([Breaks({1, 2, 3})]), max_failed_share=0, on_progress=seen.append)
+    batch = await engine.generate_batch([request() for _ in range(4)], max_steps=1, credit_assigner=TotalReward())
+    assert len(batch.items) == 1 and seen[-1].num_failed == 3
+    metrics = batch.meta["rollout_metrics"]
+    assert (metrics["num_failed"], metrics["num_unscored"], metrics["num_rollouts"]) == (3, 3, 1)
+
+
+async def test_failures_of_envs_count_against_the_share_beside_those_of_a_scorer():
+    engine = make_engine(rewards=Rewards([Breaks({1, 2})]), max_failed_share=0.5, max_retries=0)
+    broken = [request(env={"fail_on": 1}) for _ in range(3)]
+    with pytest.raises(TooManyFailures, match=r"^3 of 5 episodes failed(?!.*no verdict)"):
+        await engine.generate_rollouts([request(), request(), *broken], max_steps=1, concurrency=1)
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+async def test_a_batch_that_could_not_be_scored_is_skipped_with_a_warning(caplog, by_group):
+    rewards = Rewards([Breaks({1, 2}, by_group=by_group)])
+    source = RolloutBatchSource(
+        make_engine(rewards=rewards),
+        requests_fn=lambda: [request(), request()],
+        algorithm=ALGORITHM,
+        max_steps=1,
+        concurrency=1,
+    )
+    prepared = await fetch(source, ALGORITHM, TrainerConfig(), step=0)
+    assert len(prepared.items) == 2 and prepared.meta["batch_index"] == 1
+    assert "failed on 2 episodes" in caplog.text and "1 of max_empty_batches=8" in caplog.text
+
+
+async def test_a_judge_that_never_answers_ends_the_run_after_the_limit_of_empty_batches():
+    engine = make_engine(rewards=Rewards([Breaks(range(100))]))
+    source = RolloutBatchSource(engine, requests_fn=lambda: [request()], algorithm=ALGORITHM, max_steps=1)
+    with pytest.raises(NothingToTrainOn, match=r"3 batches in a row.*num_unscored 3.*Does the judge answer"):
+        await fetch(source, ALGORITHM, TrainerConfig(max_empty_batches=3), step=0)
 
 
 async def test_a_judge_whose_server_is_gone_fails_episodes_and_a_wrong_set_up_stops_the_run():
@@ -148,8 +185,23 @@ async def test_a_pipeline_actor_scores_episodes_and_groups_and_reports_a_failed_
     for by_group in (True, False):
         engine = make_engine(rewards=Rewards([Breaks({1}, by_group=by_group)]))
         done = await GroupRunner(engine, max_steps=1, concurrency=2).run([group("a")])
-        assert not done.is_whole and "no verdict" in done.failures[0]
+        assert not done.is_whole and done.is_unscored and "no verdict" in done.failures[0]
         assert len(done.failures) == (3 if by_group else 1)
+
+
+def test_an_actor_outlives_its_judge_for_a_while_and_ends_when_no_group_can_be_scored():
+    recent = RecentFailures(0, window=4)
+    for _ in range(3):
+        recent.count(["no verdict"], is_unscored=True)
+    recent.count([])
+    for _ in range(3):
+        recent.count(["no verdict"], is_unscored=True)
+    with pytest.raises(
+        TooManyFailures, match=r"All of the last 4 groups failed, 4 of them because a judge.*no verdict"
+    ):
+        recent.count(["no verdict"], is_unscored=True)
+    with pytest.raises(TooManyFailures, match=r"1 of the last 4 groups failed.*broken env"):
+        recent.count(["broken env"])
 
 
 # --- metrics and samples ---

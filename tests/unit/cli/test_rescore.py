@@ -38,6 +38,7 @@ def is_digit(rollout):
 def picky(rollout):
     raise RuntimeError("I never score.")
 """
+JUDGES_PAGE = Path(__file__).parents[3] / "docs" / "judges.md"
 SMALL = {"model": "tiny", "max_tokens": 1, "group_size": 4, "rollouts_per_update": 64, "logger": "none"}
 FLAGS = [part for name, value in SMALL.items() for part in (f"--{name.replace('_', '-')}", str(value))]
 
@@ -50,14 +51,20 @@ class Judging(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        prompt = body["messages"][-1]["content"]
+        prompt = "\n".join(message["content"] for message in body["messages"])
+        if '"count_digits"' in prompt and "Tool result:" not in prompt:
+            call = {"name": "count_digits", "arguments": {"text": section_in(prompt, "reply")}}
+            return self.say(f"<tool_call>{json.dumps(call)}</tool_call>")
         verdict = {"mark": mark_in(prompt), "reason": "I look for digits."}
         if '"ranking"' in prompt:
             labels = re.findall(r"^\[reply ([A-Z]\d*) ", prompt, re.MULTILINE)
             verdict["ranking"] = sorted(labels, key=lambda label: not section_in(prompt, f"reply {label}").isdigit())
         else:
             verdict["score"] = (10 if "from 0 to 10" in prompt else 1) * section_in(prompt, "reply").isdigit()
-        choice = {"message": {"content": json.dumps(verdict)}, "finish_reason": "stop"}
+        self.say(json.dumps(verdict))
+
+    def say(self, text):
+        choice = {"message": {"content": text}, "finish_reason": "stop"}
         self.answer({"choices": [choice], "usage": {"prompt_tokens": 100, "completion_tokens": 10}})
 
     def answer(self, value):
@@ -132,6 +139,28 @@ def test_a_file_is_rescored_by_a_judge(played: Path, judge: str):
     assert number(r"judge/prompt_tokens ([\d,]+)", result.output.replace(",", "")) == 100 * calls and calls <= 2 * 64
     again = invoke([*command, "--judge-cache", "verdicts.jsonl"])
     assert number(r"judge/calls (\S+)", again.output) == 0, "all verdicts were in the file"
+
+
+def test_a_judge_with_tools_is_a_reward(played: Path, judge: str):
+    (program,) = re.findall(r"^```python\n(# checker\.py\n.*?)^```$", JUDGES_PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    Path("checker.py").write_text(program.replace("http://127.0.0.1:8000/v1", judge))
+    command = [
+        "rescore",
+        str(played),
+        "--reward",
+        "count=checker.py:checker",
+        "--reward-weight",
+        "env=0",
+        "--out",
+        "c.jsonl",
+    ]
+    result = invoke(command)
+    assert result.exit_code == 0, result
+    found = list(load_rollouts("c.jsonl"))
+    assert [r.reward_components["count"] for r in found] == [float(r.agent_steps[-1].action.isdigit()) for r in found]
+    replies = {r.agent_steps[-1].action for r in found}
+    assert number(r"count/verdicts (\S+)", result.output) == 64
+    assert number(r"count/calls (\S+)", result.output) == 2 * len(replies), "a call of the tool, and a verdict"
 
 
 def test_siblings_are_ranked(played: Path, judge: str):

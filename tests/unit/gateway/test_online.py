@@ -10,6 +10,7 @@ from ludic.gateway.online import SessionBatchSource
 from ludic.gateway.session import Session
 from ludic.training.credit_assignment import EpisodeCredit, GroupNormalizedReturn, MonteCarloReturn
 from ludic.types import ConfigError
+from tests.unit.training.bandit import unexplained
 from tests.unit.training.hand_made import session as recorded
 
 
@@ -108,7 +109,9 @@ async def trained(folder, steps, **settings):
         done.set()
         outside.cancel()
         await asyncio.wait({outside})
-    return [row["train/avg_total_reward"] for row in read_metrics(folder / "metrics.jsonl")]
+    rows = list(read_metrics(folder / "metrics.jsonl"))
+    assert set().union(*map(unexplained, rows)) == {"time", "step"}
+    return [row["train/avg_total_reward"] for row in rows]
 
 
 async def test_a_checkpoint_is_written_and_training_goes_on_from_it(tmp_path):

@@ -1,16 +1,18 @@
 """A small stand-in for a vLLM server on loopback: both token endpoints, versions, control; and every way of failing.
 
-It "samples" the numbers that follow the last token of the prompt, so a test knows what must come back.
+It "samples" the numbers that follow the last token of the prompt, so a test knows what must come back; or what `reply` says to a
+prompt of ByteTemplate, or to the messages of a chat.
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import numpy as np
 from aiohttp import web
 
+from ludic.inference import ByteTemplate
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.types import ReturnSpec, SamplingParams, TokenCompletionRequest
 
@@ -32,6 +34,7 @@ class FakeVLLM:
         self.control_token = "right"
         self.faults: list[str] = []
         self.logprob = -0.5
+        self.reply: Callable[[str], str] | None = None
         self.delay_s = self.pause_s = 0.0
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.num_probes = self.num_hung_up = self.num_pauses = 0
@@ -44,6 +47,7 @@ class FakeVLLM:
         app = web.Application()
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/weight_info", self._weight_info)
@@ -91,12 +95,16 @@ class FakeVLLM:
             return _error(400, text, "BadRequestError")
         number = min(sampling["max_tokens"], self.context - len(prompt))
         ids = [prompt[-1] + i + 1 for i in range(number)]
+        is_said = self.reply is not None and not is_probe
+        if self.reply is not None and is_said:
+            ids = list(self.reply(ByteTemplate().decode(prompt)).encode())[:number]
+            number = len(ids)
         logprob = 0.0 if is_probe and self.is_processed else self.logprob
         choice = {
             "index": 0,
-            "finish_reason": "length",
+            "finish_reason": "stop" if is_said else "length",
             "stop_reason": None,
-            "text": " ".join(map(str, ids)),
+            "text": bytes(ids).decode() if is_said else " ".join(map(str, ids)),
             "token_ids": ids,
         }
         wants_logprobs = sampling.get("logprobs") is not None
@@ -109,6 +117,14 @@ class FakeVLLM:
             choice["logprobs"] = {"token_logprobs": [logprob] * number} if wants_logprobs else None
             choice["prompt_token_ids"] = prompt
         return web.json_response({"choices": [choice], "usage": {"prompt_tokens": len(prompt)}})
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.requests.append((request.path, body))
+        assert self.reply is not None, "a chat needs reply="
+        text = self.reply("\n".join(message["content"] for message in body["messages"]))
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+        return web.json_response({"choices": [choice], "usage": {"prompt_tokens": 50, "completion_tokens": 9}})
 
     async def _fail(self, request: web.Request, fault: str) -> web.Response:
         if fault == "reset":

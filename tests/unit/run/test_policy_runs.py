@@ -190,6 +190,41 @@ def test_adapters_share_their_base_and_a_frozen_policy_stays(ludic):
     assert not are_equal(saved("first", "ann"), saved("first", "bob")), "different adapters from the start"
 
 
+def test_an_assistant_learns_beside_a_frozen_user_simulator(ludic):
+    Path("tasks.jsonl").write_text(
+        '{"goal": "Order a red car.", "answer": "red"}\n{"goal": "Go home.", "answer": "home"}\n'
+    )
+    Path("mine.py").write_text(
+        "def letters(rollout):\n    return sum(s.action.isalpha() for s in rollout.agent_steps) / len(rollout.agent_steps)\n"
+    )
+    flags = ["--policy", "simulator=user", "--policy", "simulator.frozen=true", "--policy", "helper=assistant"]
+    flags += [
+        "--data",
+        "tasks.jsonl",
+        "--set",
+        "max_turns=2",
+        "--reward",
+        "mine.py:letters",
+        "--checkpoint-every",
+        "1",
+    ]
+    done(ludic("train", "dialogue", *SMALL[1:], *flags, "--max-seq-len", "2048", "--steps", "2", "--name", "first"))
+    assert logged("helper/train/step") == [1, 2] and all(norm > 0 for norm in logged("helper/train/grad_norm"))
+    assert not logged("simulator/train/step"), "it is frozen"
+    assert {(r.meta["agent_id"], r.meta["model"]) for r in played()} == {("user", "simulator"), ("assistant", "helper")}
+    assert all(len(r.agent_steps) == 2 for r in played()), "turns alternate until the assistant has had max_turns"
+    shown = {
+        role: [str(r.agent_steps[0].prompt_messages) for r in played() if r.meta["agent_id"] == role]
+        for role in ("user", "assistant")
+    }
+    assert all("Order a red car." in brief or "Go home." in brief for brief in shown["user"])
+    assert not any("Order a red car." in brief or "Go home." in brief for brief in shown["assistant"]), (
+        "the user's alone"
+    )
+    assert not are_equal(saved("first", "helper", 1), saved("first", "helper", 2))
+    assert {path.name for path in Path("runs/first/policies").iterdir()} == {"helper"}
+
+
 # --- evaluation ---
 
 

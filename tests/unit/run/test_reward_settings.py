@@ -40,6 +40,24 @@ broken.seen = []
 three = 3
 
 
+class Fixed:
+    name, by_group = "own", False
+
+    async def score(self, rollouts):
+        return [{"own": 1.0, "own/half": 0.5} for _ in rollouts]
+
+    def metrics(self):
+        return {"own/calls": 3.0, "other": 1.0}
+
+
+def made(value=1.0):
+    return Judge(value=value)
+
+
+def zero():
+    return 0.5
+
+
 class Judge:
     by_group = False
 
@@ -117,6 +135,22 @@ def test_a_scorer_that_raises_costs_its_group_and_not_the_run(command):
     assert [row["train/num_failed"] for row in logged()] == [1.0, 1.0]
     failures = [rollout.failure for rollout in played() if rollout.failure is not None]
     assert len(failures) == 2 and failures[0].summary == "RuntimeError: no verdict"
+
+
+def test_a_scorer_without_a_name_argument_and_a_function_that_makes_one_are_renamed(command):
+    rewards = make_rewards(
+        RewardSettings(reward=("a=mine.py:Fixed", "b=mine.py:made", "mine.py:made"), reward_set={"b.value": 2.0}),
+        AgentSettings(),
+    )
+    fixed, renamed, judge = rewards.scorers
+    assert asyncio.run(fixed.score([None])) == [{"a": 1.0, "a/half": 0.5}] and fixed.metrics() == {
+        "a/calls": 3.0,
+        "other": 1.0,
+    }
+    assert asyncio.run(renamed.score([None])) == [{"b": 2.0}] and renamed.metrics() == renamed.mean_weights() == {}
+    assert judge.name == "judge" and not judge.by_group
+    with pytest.raises(ConfigError, match=r"mine.py:zero takes no rollout and returned 0.5"):
+        make_rewards(RewardSettings(reward=("mine.py:zero",)), AgentSettings())
 
 
 def test_overlong_takes_the_limit_of_the_run():

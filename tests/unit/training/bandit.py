@@ -4,7 +4,8 @@ Everything is real: a tiny Llama, the embedded engine on its weights, an agent, 
 """
 
 import asyncio
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import ParseResult
 from ludic.rewards import Rewards
 from ludic.training import RLAlgorithm, Trainer, TrainerConfig, make_grpo
+from ludic.training.metric_names import METRICS
 from ludic.types import (
     EnvSpec,
     InferenceSpec,
@@ -144,11 +146,12 @@ def bandit_trainer(
     model: Any = None,
     curriculum: Any = None,
     rewards: Rewards | None = None,
+    generation: Mapping[str, Any] | None = None,
     make_source: Callable[[Any], Any] = lambda source: source,
     make_evaluator: Callable[[LocalEngine], Any] = lambda engine: None,
     **settings: Any,
 ) -> tuple[Trainer, LocalEngine]:
-    """A trainer whose samples come from an engine on its own weights."""
+    """A trainer whose samples come from an engine on its own weights. `generation`: more settings of its RolloutBatchSource."""
     model = tiny_llama() if model is None else model
     config = settings.pop("cfg", None) or TrainerConfig(lr=1e-2, max_seq_len=64, weight_decay=0.0)
     engine = LocalEngine(model, ByteTokenizer(), max_model_len=64, kv_tokens=8192, bitwise=config.bitwise)
@@ -160,6 +163,7 @@ def bandit_trainer(
         strategy=GRPORequestStrategy(group_size) if group_size > 1 else None,
         max_steps=1,
         concurrency=64,
+        **(generation or {}),
     )
     trainer = Trainer(
         model=model,
@@ -185,6 +189,12 @@ async def train_until(
 def earns(more_than: float, *, over: int = 5) -> Callable[[list[dict[str, float]]], bool]:
     """Whether the mean reward of the last updates, behind the first three, is more than that."""
     return lambda history: len(history) >= 3 + over and mean_reward(history[-over:]) > more_than
+
+
+def unexplained(stats: Mapping[str, float]) -> set[str]:
+    """Names that `ludic parts metric` does not list. A composite's `train/term/name` is listed as `train/name`."""
+    rest = {name for name in stats if name not in METRICS and "/reward/" not in name and "/score/" not in name}
+    return {name for name in rest if re.sub(r"/[^/]+/", "/", name, count=1) not in METRICS}
 
 
 def mean_reward(history: list[dict[str, float]]) -> float:

@@ -307,8 +307,11 @@ class _Actor:
 
     async def _run_group(self, group: _RunningGroup) -> None:
         finished = await self.runner.run(group.requests)
-        self.failures.count(finished.failures)
-        if not finished.is_whole or not finished.episodes:
+        is_lost = not finished.is_whole or not finished.episodes
+        # What a scorer failed counts if nothing of the group is left.
+        failures = finished.failures if is_lost or not finished.is_unscored else []
+        self.failures.count(failures, is_unscored=finished.is_unscored)
+        if is_lost:
             self.report = replace(self.report, num_failed=self.report.num_failed + 1)
             return
         items = self.builder.batch(finished.episodes).items

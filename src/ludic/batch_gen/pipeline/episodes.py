@@ -30,6 +30,8 @@ class FinishedGroup:
     """One message per failed episode."""
     is_whole: bool
     """False if credit compares the episodes and one of them failed."""
+    is_unscored: bool = False
+    """True if all of the failures are a scorer's."""
 
 
 class GroupRunner:
@@ -76,10 +78,13 @@ class GroupRunner:
             self._num_open -= num_left
         episodes.sort(key=lambda episode: episode.plan.index)
         await self._engine.finish_group(episodes, max_steps=self._max_steps)
-        failures += [_why(episode, episode.failure) for episode in episodes if episode.failure is not None]
-        episodes = [episode for episode in episodes if episode.failure is None]
-        is_compared = any(request.group_id is not None for request in group)
-        return FinishedGroup(episodes=episodes, failures=failures, is_whole=not (failures and is_compared))
+        unscored = [_why(episode, episode.failure) for episode in episodes if episode.failure is not None]
+        return FinishedGroup(
+            episodes=[episode for episode in episodes if episode.failure is None],
+            failures=failures + unscored,
+            is_whole=not ((failures or unscored) and any(request.group_id is not None for request in group)),
+            is_unscored=bool(unscored) and not failures,
+        )
 
     async def _run_one(self, request: RolloutRequest, index: int) -> Episode | str:
         async with self._places:
@@ -95,7 +100,7 @@ class GroupRunner:
             except TooManyFailures as error:  # one failure of one episode; RecentFailures holds the limit over groups
                 return str(error)
         failure = episode.failure
-        return episode if failure is None else _why(episode, failure)
+        return episode if failure is None or failure.by_scorer else _why(episode, failure)
 
 
 def _why(episode: Episode, failure: Failure) -> str:
@@ -114,22 +119,31 @@ def single_episodes(group: RequestGroup) -> Iterator[RolloutRequest]:
 
 
 class RecentFailures:
-    """Raises TooManyFailures when too many of the last groups have failed."""
+    """Raises TooManyFailures when too many of the last groups have failed; where a scorer failed them, when all have."""
 
     def __init__(self, max_failed_share: float, *, window: int = 32) -> None:
         if not 0 <= max_failed_share <= 1:
             raise ConfigError(f"max_failed_share={max_failed_share}; it is a share of the groups, from 0 to 1.")
         self._share = max_failed_share
-        self._recent: deque[Sequence[str]] = deque(maxlen=window)
+        self._window = window
+        self._recent: deque[tuple[Sequence[str], bool]] = deque(maxlen=window)
 
-    def count(self, failures: Sequence[str]) -> None:
-        """Count the `failures` of one group."""
-        self._recent.append(failures)
-        failed = [reasons for reasons in self._recent if reasons]
-        window = self._recent.maxlen
-        if len(failed) > self._share * (window or 0):
-            shown = "; ".join(reasons[0] for reasons in failed[-_NUM_SHOWN:])
+    def count(self, failures: Sequence[str], *, is_unscored: bool = False) -> None:
+        """Count the `failures` of one group; `is_unscored`: all of them are a scorer's."""
+        self._recent.append((failures, is_unscored))
+        failed = [reasons for reasons, _ in self._recent if reasons]
+        broken = [reasons for reasons, is_scorers in self._recent if reasons and not is_scorers]
+        if len(broken) > self._share * self._window:
             raise TooManyFailures(
-                f"{len(failed)} of the last {len(self._recent)} groups failed, more than max_failed_share={self._share:g} of "
-                f"{window} allows. The last: {shown}. Fix what they name, or raise max_failed_share."
+                f"{len(broken)} of the last {len(self._recent)} groups failed, more than max_failed_share={self._share:g} of "
+                f"{self._window} allows. The last: {_shown(broken)}. Fix what they name, or raise max_failed_share."
             )
+        if len(broken) < len(failed) == self._window:
+            raise TooManyFailures(
+                f"All of the last {self._window} groups failed, {len(failed) - len(broken)} of them because a judge or reward "
+                f"function did. The last: {_shown(failed)}. Does the judge's server answer?"
+            )
+
+
+def _shown(failed: Sequence[Sequence[str]]) -> str:
+    return "; ".join(reasons[0] for reasons in failed[-_NUM_SHOWN:])

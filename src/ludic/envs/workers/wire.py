@@ -280,13 +280,13 @@ _OURS: dict[str, type[LudicError]] = {
 """Errors that arrive as the type that was raised: callers handle them."""
 
 
-def error_to_wire(error: BaseException) -> list[str]:
+def error_to_wire(error: BaseException) -> list[Any]:
     failure = Failure.from_exception(error)
     ours = next((name for name, kind in _OURS.items() if isinstance(error, kind)), "")
     return [*plain_fields(failure).values(), ours]
 
 
-def error_from_wire(stored: list[str]) -> LudicError:
+def error_from_wire(stored: list[Any]) -> LudicError:
     """The error that a worker sent: one of Ludic's as itself, any other as an EnvWorkerError that holds its `Failure`."""
     *fields, ours = stored
     failure = Failure(**dict(zip(Failure.__dataclass_fields__, fields, strict=True)))

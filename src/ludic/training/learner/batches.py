@@ -6,6 +6,7 @@ of a batch before its update, and the state of the data for checkpoints.
 """
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,10 @@ from ludic.training.learner.stop import StopRequested
 from ludic.training.losses import BatchFacts, Loss
 from ludic.types import BatchSource, ConfigError, LudicError, Reducer, RequestsExhausted, SAWBatch, SAWItem, Stateful
 
-_NO_SAMPLES = "num_rollouts_without_samples"
+logger = logging.getLogger(__name__)
+
+_OF_ROLLOUTS = ("num_rollouts_without_samples", "num_failed", "num_unscored")
+"""Counts of the source that explain an empty batch."""
 _FULL = "Turn that off: top_p=1, top_k=0, min_p=0, min_tokens=0, no penalties"
 
 
@@ -61,18 +65,24 @@ Describe: TypeAlias = Callable[[PreparedBatch], dict[str, float]]
 async def fetch(source: BatchSource, algo: RLAlgorithm, cfg: TrainerConfig, step: int) -> PreparedBatch:
     """The next batch that has anything to train on."""
     left_out: dict[str, float] = {}
-    for _ in range(cfg.max_empty_batches):
+    for number in range(1, cfg.max_empty_batches + 1):
         prepared = prepare(await source.next_batch(), algo, cfg, step)
         if prepared.items:
             return prepared
-        counts = {**prepared.counts, _NO_SAMPLES: float(prepared.meta.get(_NO_SAMPLES, 0))}
+        counts = prepared.counts | {name: float(prepared.meta.get(name, 0)) for name in _OF_ROLLOUTS}
+        if counts["num_unscored"]:
+            logger.warning(
+                "A judge or reward function failed on %d episodes, and the batch has nothing left to train on: it is "
+                "skipped (%d of max_empty_batches=%d). The first failure is logged above.",
+                counts["num_unscored"], number, cfg.max_empty_batches,
+            )  # fmt: skip
         left_out = {name: left_out.get(name, 0) + count for name, count in counts.items()}
         await asyncio.sleep(0)  # an empty source must not block the event loop
     counted = ", ".join(f"{name} {count:.0f}" for name, count in left_out.items() if count) or "nothing"
     raise NothingToTrainOn(
         f"{cfg.max_empty_batches} batches in a row had nothing to train on at step {step}; left out: {counted}. "
         "Are all rewards of each group equal (zero weights), is everything older than max_lag, too long, or filtered? Were any "
-        "tokens sampled?"
+        "tokens sampled? Does the judge answer (num_unscored)?"
     )
 
 

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     from ludic.envs.env import LudicEnv
@@ -91,11 +91,12 @@ class _Call:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(_CallEnded))
 
 
+_idle: "dict[_Worker, None]" = {}
+"""Threads without an env. Single operations of a dict need no lock."""
+
+
 class _Worker:
     """A daemon thread. It makes the calls of one `EnvThread`, and after `release` of the next one that takes it."""
-
-    idle: "ClassVar[dict[_Worker, None]]" = {}
-    """Threads without an env. Single operations of a dict need no lock."""
 
     def __init__(self) -> None:
         self.calls: SimpleQueue[_Call | None] = SimpleQueue()
@@ -110,7 +111,7 @@ class _Worker:
         """An idle one, else a new one."""
         with contextlib.suppress(KeyError):
             while True:
-                worker, _ = cls.idle.popitem()
+                worker, _ = _idle.popitem()
                 if worker.thread.is_alive():  # not one that a fork left behind
                     return worker
         return cls()
@@ -119,7 +120,7 @@ class _Worker:
         """Its env is done. `is_last`: end, after the current call; it may have been interrupted."""
         self.is_last = is_last
         if not is_last:
-            self.idle[self] = None
+            _idle[self] = None
         self.calls.put(None)
 
     def _work(self) -> None:
@@ -130,7 +131,7 @@ class _Worker:
                     try:
                         call = self.calls.get(timeout=_IDLE_S)
                     except Empty:
-                        if self.idle.pop(self, self) is None:
+                        if _idle.pop(self, self) is None:
                             return
                 if call is not None:
                     call.execute()
@@ -138,7 +139,7 @@ class _Worker:
 
 
 class EnvThread:
-    """A thread of its own for an env's calls, until `end`, or until the object is no longer used."""
+    """A thread for one env's calls, until `end`, or until the object is no longer used."""
 
     def __init__(self) -> None:
         self._worker = worker = _Worker.take()

@@ -62,7 +62,9 @@ def test_an_unchanged_client_learns_rock_paper_scissors_as_the_native_agent_does
     names = ("train/avg_total_reward", "train/loss", "train/grad_norm")
     assert curve(outside, *names) == curve(native, *names)[:3]
     rewards = [reward for (reward,) in curve(native, names[0])]
-    assert rewards[0] < 0.1 < 0.3 < max(rewards[:14]) and max(rewards[-3:]) > 0.75  # rounding decides how far it is by then
+    assert (
+        rewards[0] < 0.1 < 0.3 < max(rewards[:14]) and max(rewards[-3:]) > 0.75
+    )  # rounding decides how far it is by then
 
 
 def test_train_takes_a_function_tasks_and_a_reward(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ludic.models import SMOLLM2, TINY
-from ludic.models.vision.inputs import is_vision_config, load_image_processor
+from ludic.models.vision.inputs import auto_class, load_image_processor
 from ludic.types import ConfigError, MissingExtra
 
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -72,20 +72,15 @@ def load_model(
                 folder, trust_remote_code=False, **tokenizer_settings
             )
             config = None if gguf is not None else AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            model: Any = _auto_class(config).from_pretrained(folder, trust_remote_code=False, **settings)
+            model: Any = auto_class(config).from_pretrained(folder, trust_remote_code=False, **settings)
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"Cannot load the model {str(source)!r}: {str(error).strip().splitlines()[0]} Give a folder with config.json and "
             f"weights, a .gguf file, a hub id that this machine can reach, {SMOLLM2!r} or {TINY!r}."
         ) from (error if is_here else None)  # that there is nothing of this name needs no page of tracebacks
     return LoadedModel(model.to(device).eval(), load_image_processor(tokenizer, folder, config), str(source))
-
-
-def _auto_class(config: Any) -> Any:
-    """transformers' class that chooses the model's: of text, or of text and pictures."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    return AutoModelForImageTextToText if is_vision_config(config) else AutoModelForCausalLM
 
 
 def load_gguf_tokenizer(source: str) -> Any:
@@ -109,7 +104,7 @@ def _from_config(path: Path, tokenizer: Any, dtype: torch.dtype, device: torch.d
         ) from error
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = _auto_class(config).from_config(config)
+        model: Any = auto_class(config).from_config(config)
     tokenizer = load_image_processor(tokenizer, str(path.parent), config)
     return LoadedModel(model.to(device, dtype).eval(), tokenizer, str(path))
 

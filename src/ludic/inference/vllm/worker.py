@@ -40,6 +40,7 @@ from ludic.inference.vllm.transfer import (
     reach_store,
     sampled,
     unpack,
+    without_values,
 )
 from ludic.inference.vllm.versions import release_of
 
@@ -197,14 +198,6 @@ class LudicTransfer(WeightTransferEngine):
             and held[name].shape == weight.shape
             and not torch.equal(held[name].data, weight.to(held[name]))
         )
-
-
-def without_values(config: Any) -> Any:
-    """transformers' (and so the trainer's) model of this config. Takes no memory."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
 
 
 def forget_unfinished(model: nn.Module) -> None:

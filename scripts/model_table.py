@@ -52,13 +52,15 @@ HEAD = """# Which models can be trained
 {table}
 
 Every way gives the log-probabilities of transformers' own forward pass (to 1e-4 in fp32) and its gradients. A slower way is named
-once, in a warning that says why. The table holds for tiny random models of transformers {transformers} on a CPU
+once, in a warning that says why. Real weights were tried of SmolLM2-135M and Qwen2.5-Coder-1.5B only.
+The table holds for tiny random models of transformers {transformers} on a CPU
 (`tests/unit/models/test_families.py`). Every run decides again for its model, by small probes, so other families
 run, too.
 
 - **embedded engine**: `LocalEngine` with its block cache. Where that cannot be used it takes transformers' own cache, or computes
   every token from the start. On a GPU hybrids use transformers' own cache.
-- **packed training**: samples end to end in one row, instead of padded rows.
+- **packed training**: samples end to end in one row, instead of padded rows. Hybrids pad the samples of a row inside their
+  recurrent layers; their libraries' varlen kernels are not used.
 - **LoRA**: `--lora-rank` adapts all linear layers, except `out_proj` and `dt_proj` of Mamba mixers and Llama 4's router. Experts:
   `--lora-experts` ([mixtures](mixtures.md)).
 - **prefix trees**: tokens that samples begin with in common are computed once ([training](training.md)).
@@ -71,6 +73,9 @@ run, too.
 
 ## What is not possible
 
+- `--replay-experts` with the embedded engine, and adapters beside each other (`LocalEngine(adapters=True)`, `ludic serve
+  --tinker`): hybrids, Llama 4, GPT-J, and gpt-oss on a GPU. They need the block cache.
+- Pictures of other families than [Qwen2-VL and Qwen2.5-VL](vision.md): take the family's text model.
 - A plain module without a transformers config trains on padded rows; the embedded engine cannot sample from it.
 - `bitwise` needs the Llama family: Llama, Qwen2, Qwen3, Mistral ([importance sampling](importance_sampling.md)).
 - A critic on the policy, or a KL over the vocabulary, for a model that does more to its logits than scale or soft-cap them: use a

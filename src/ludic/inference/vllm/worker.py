@@ -160,7 +160,9 @@ class LudicTransfer(WeightTransferEngine):
     def parameters(self) -> dict[str, list[int]]:
         """Names and shapes of all weights that a push must contain."""
         if self.expected is None:
-            self._plain = without_values(self.model_config.hf_config)
+            # vLLM runs some families (OLMo 2) by transformers' classes, which then ask for its settings when they are made.
+            with set_current_vllm_config(self.vllm_config):
+                self._plain = without_values(self.model_config.hf_config)
             self.expected = {name: list(parameter.shape) for name, parameter in self._plain.named_parameters()}
         return self.expected
 

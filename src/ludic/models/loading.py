@@ -42,7 +42,7 @@ def load_model(
     """`source` is a transformers (or peft) model object, a path or hub id, a GGUF file, "smollm2-135m", "tiny" or a config.json.
 
     A config.json gives random weights from `seed` and the tokenizer beside it. "tiny" has random weights too, a token per
-    character, and float32 unless `dtype` is given.
+    character, and float32 unless `dtype` is given. A model that is loaded here drops nothing out.
     """
     if not isinstance(source, (str, Path)):
         _check_matches(source, dtype, device)
@@ -80,7 +80,8 @@ def load_model(
             f"Cannot load the model {str(source)!r}: {str(error).strip().splitlines()[0]} Give a folder with config.json and "
             f"weights, a .gguf file, a hub id that this machine can reach, {SMOLLM2!r} or {TINY!r}."
         ) from (error if is_here else None)  # that there is nothing of this name needs no page of tracebacks
-    return LoadedModel(model.to(device).eval(), load_image_processor(tokenizer, folder, config), str(source))
+    model = without_dropout(model.to(device)).eval()
+    return LoadedModel(model, load_image_processor(tokenizer, folder, config), str(source))
 
 
 def load_gguf_tokenizer(source: str) -> Any:
@@ -106,7 +107,19 @@ def _from_config(path: Path, tokenizer: Any, dtype: torch.dtype, device: torch.d
         torch.manual_seed(seed)
         model: Any = auto_class(config).from_config(config)
     tokenizer = load_image_processor(tokenizer, str(path.parent), config)
-    return LoadedModel(model.to(device, dtype).eval(), tokenizer, str(path))
+    return LoadedModel(without_dropout(model.to(device, dtype)).eval(), tokenizer, str(path))
+
+
+def without_dropout(model: Any) -> Any:
+    """The model, which drops nothing in training mode: with dropout (GPT-2 has it) a trainer computes other log-probs than the
+    sampler did. Its config stays as it is."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and name.endswith(("dropout", "pdrop")):
+                setattr(module, name, 0.0)
+    return model
 
 
 @contextlib.contextmanager

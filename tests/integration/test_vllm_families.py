@@ -76,15 +76,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 64, "n_head": 2, "n_positions": MAX_MODEL_LEN},
     "gptj": {"n_embd": 64, "n_head": 2, "n_positions": MAX_MODEL_LEN},
     "granite_moe_hybrid": {k: v for k, v in _MAMBA2.items() if k != "mamba_d_ssm"},
-    "bamba": {k: v for k, v in _MAMBA2.items() if k != "mamba_d_ssm"},
-    "qwen3_next": {**_HEADS, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
-    "qwen3_5": _HEADS,
 }
 """What each family has instead of its sizes in tests/tiny_families.py."""
-FLAGS = {
-    name: ["--no-enable-prefix-caching"]
-    for name in ("falcon_h1", "granite_moe_hybrid", "bamba", "qwen3_next", "qwen3_5")
-}
+FLAGS = {name: ["--no-enable-prefix-caching"] for name in ("falcon_h1", "granite_moe_hybrid")}
 """On a CPU vLLM prefills in one part, and its states of Mamba layers cannot be shared then."""
 
 

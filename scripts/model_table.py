@@ -29,10 +29,13 @@ COLUMNS = ("embedded engine", "packed training", "padded training", "LoRA", "pre
 VLLM = "0.32.0"
 """The release whose registry has all these architectures (`vllm/model_executor/models/registry.py`)."""
 PUSHED = {
-    "llama": "yes",
-    "qwen2": "adapter tested",
-    "qwen3": "adapter tested",
-    "qwen3_moe": "yes",
+    **dict.fromkeys(
+        ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3", "gemma4", "phi3"), "yes"
+    ),
+    **dict.fromkeys(("glm4", "glm4_moe", "olmo2", "olmo3", "smollm3", "granite", "granite_moe_hybrid"), "yes"),
+    **dict.fromkeys(("falcon_h1", "gpt2", "gptj"), "yes"),
+    **dict.fromkeys(("llama4", "deepseek_v3"), "untested: CPU build differs"),
+    **dict.fromkeys(("gpt_oss", "lfm2", "jamba", "bamba", "qwen3_next", "qwen3_5"), "untested: CPU build fails"),
 }
 """Families whose pushed weights a test reads back from a running vLLM (tests/integration/test_vllm_*.py)."""
 NOTES = {
@@ -52,18 +55,21 @@ HEAD = """# Which models can be trained
 {table}
 
 Every way gives the log-probabilities of transformers' own forward pass (to 1e-4 in fp32) and its gradients. A slower way is named
-once, in a warning that says why. The table holds for tiny random models of transformers {transformers} on a CPU
+once, in a warning that says why. Real weights were tried of SmolLM2-135M and Qwen2.5-Coder-1.5B only.
+The table holds for tiny random models of transformers {transformers} on a CPU
 (`tests/unit/models/test_families.py`). Every run decides again for its model, by small probes, so other families
 run, too.
 
 - **embedded engine**: `LocalEngine` with its block cache. Where that cannot be used it takes transformers' own cache, or computes
   every token from the start. On a GPU hybrids use transformers' own cache.
-- **packed training**: samples end to end in one row, instead of padded rows.
+- **packed training**: samples end to end in one row, instead of padded rows. Hybrids pad the samples of a row inside their
+  recurrent layers; their libraries' varlen kernels are not used.
 - **LoRA**: `--lora-rank` adapts all linear layers, except `out_proj` and `dt_proj` of Mamba mixers and Llama 4's router. Experts:
   `--lora-experts` ([mixtures](mixtures.md)).
 - **prefix trees**: tokens that samples begin with in common are computed once ([training](training.md)).
-- **vLLM push**: vLLM {vllm} knows all these architectures. "yes" and "adapter tested" say what a test has read back from a running
-  server. Ludic compares all names and shapes before it sends weights, and refuses what does not fit.
+- **vLLM push**: vLLM {vllm} knows all these architectures. "yes": a test has read pushed weights back from a running server.
+  Where its CPU build differs from transformers, or fails, before any push, nothing could be tested. Ludic compares all names and
+  shapes before it sends weights, and refuses what does not fit.
 
 ## Notes
 
@@ -71,6 +77,9 @@ run, too.
 
 ## What is not possible
 
+- `--replay-experts` with the embedded engine, and adapters beside each other (`LocalEngine(adapters=True)`, `ludic serve
+  --tinker`): hybrids, Llama 4, GPT-J, and gpt-oss on a GPU. They need the block cache.
+- Pictures of other families than [Qwen2-VL and Qwen2.5-VL](vision.md): take the family's text model.
 - A plain module without a transformers config trains on padded rows; the embedded engine cannot sample from it.
 - `bitwise` needs the Llama family: Llama, Qwen2, Qwen3, Mistral ([importance sampling](importance_sampling.md)).
 - A critic on the policy, or a KL over the vocabulary, for a model that does more to its logits than scale or soft-cap them: use a

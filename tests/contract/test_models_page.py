@@ -2,7 +2,7 @@
 
 import pytest
 
-from scripts.model_table import COLUMNS, PAGE, VLLM, page, support
+from scripts.model_table import COLUMNS, PAGE, PUSHED, VLLM, page, support
 from tests.tiny_families import FAMILIES
 
 
@@ -24,3 +24,14 @@ def test_vllm_knows_every_architecture():
         pytest.skip(f"no .venv-vllm with vLLM {VLLM}")
     registry = found[0].read_text()
     assert [family.model for family in FAMILIES.values() if f'"{family.model}"' not in registry] == []
+
+
+def test_what_is_said_of_pushes_is_what_the_push_tests_try():
+    pytest.importorskip("peft", reason="the lora extra is not installed")
+    from tests.integration.test_vllm_adapter import SHAPED
+    from tests.integration.test_vllm_families import SIZES
+    from tests.integration.test_vllm_weights import mixture_config
+    from tests.integration.vllm_fixtures import tiny_config
+
+    tried = {tiny_config().model_type, mixture_config().model_type, *SHAPED, *SIZES}
+    assert {name for name, cell in PUSHED.items() if cell == "yes"} == tried

@@ -1,4 +1,5 @@
-"""docs/tinker.md: the programs that it names run as they stand, on a fake of the service, with a tokenizer that it names."""
+"""docs/tinker.md: the programs that it names run as they stand, on a fake of the service, with a tokenizer that it names.
+docs/tinker-server.md: its Python runs against a server."""
 
 import re
 import runpy
@@ -9,13 +10,16 @@ import pytest
 
 pytest.importorskip("tinker", reason="the extra 'tinker' is not installed")
 
-from ludic.models.tiny import tiny_llama
+from ludic.models.tiny import character_tokenizer, tiny_llama
+from ludic.tinker.server.sampling_requests import Offer
 from tests.chat_templates import make_tokenizer
 from tests.contract.pages import DOCS
 from tests.tinker_fake import FakeTinker
+from tests.unit.tinker.server.running import KEY, RunningServer
 
 PAGE = (DOCS / "tinker.md").read_text()
 LIBRARY, MINIMAL = (DOCS / name for name in re.findall(r"\((\.\./examples/tinker_service/\w+\.py)\)", PAGE))
+SERVER_PAGE = (DOCS / "tinker-server.md").read_text()
 MODEL = "Qwen/Qwen3-4B-Instruct-2507"
 
 
@@ -51,3 +55,21 @@ def test_the_program_for_the_minimal_loop_runs(fake: FakeTinker):
     runpy.run_path(str(MINIMAL), run_name="page")
     assert 1 <= fake.run.num_steps <= 2, "a step whose groups have no spread teaches nothing"
     assert fake.asked("sessions/session-0/finish")
+
+
+def test_the_program_of_the_servers_page_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (program,) = re.findall(r"```python\n(.*?)```", SERVER_PAGE, re.DOTALL)
+    (name,) = re.findall(r'base_model="([^"]+)"', program)
+    assert f"ludic serve --tinker --model {name} " in SERVER_PAGE
+    tokenizer = character_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    offer = Offer(names=(name,), max_context=64, tokenizer_id=str(tmp_path))
+    with RunningServer(model=tiny_llama(len(tokenizer), width=32, layers=2), offer=offer) as server:
+        monkeypatch.setenv("TINKER_BASE_URL", server.url)
+        monkeypatch.setenv("TINKER_API_KEY", KEY)
+        monkeypatch.setenv("TINKER_TELEMETRY", "0")
+        exec(compile(program, "docs/tinker-server.md", "exec"), {})
+    losses = [float(line) for line in capsys.readouterr().out.split()]
+    assert len(losses) == 5 and losses == sorted(losses, reverse=True)

@@ -50,6 +50,7 @@ from ludic.training.losses import (
 )
 from ludic.training.losses.base import BatchNormalized
 from ludic.types import RequestsExhausted, SAWBatch, SAWItem
+from tests.tiny_families import family_model
 from tests.unit.training.samples import in_three_episodes, random_items
 
 LENGTHS = ([40, 5, 31, 12, 9, 22, 17], [50, 3], [11, 11, 12, 13, 40, 39, 38, 20], [30, 8, 26, 25])
@@ -122,6 +123,8 @@ class Run:
     make_algo: Callable[[], Any] = lambda: make_grpo(group_size=4)
     tied: bool = False
     lora: bool = False
+    mixture: str = ""
+    """The family of a mixture of experts, in place of the Llama."""
     dtype: torch.dtype = torch.float32
     cfg: dict[str, Any] = field(default_factory=dict)
     settings: FSDPSettings = field(default_factory=FSDPSettings)
@@ -176,6 +179,8 @@ RUNS: dict[str, Run] = {
     "critic_apart": Run(make_algo=lambda: make_ppo(critic="detached", over="turns"), cfg={"critic_lr": 1e-3}),
     "tracked_values": Run(make_algo=lambda: make_spo()[0]),
     "mixed": Run(make_algo=_mixed),
+    "mixture": Run(mixture="qwen3_moe"),
+    "mixture_from_meta": Run(mixture="deepseek_v3", meta_init=True),
     # Two steps on the first batch and one on the second, whose samples are one episode.
     "mini_batches": Run(
         make_algo=lambda: make_ppo(behavior_cap=2.0), cfg={"mini_batches": 2, "sync_every_steps": 1}, steps=3
@@ -195,6 +200,8 @@ SPECIAL_RUNS: dict[str, Run] = {
 
 def trainer_of(run: Run, ranks: Ranks | None, **settings: Any) -> Trainer:
     def load() -> Any:
+        if run.mixture:
+            return family_model(run.mixture).to(run.dtype)
         return llama(tied=run.tied, lora=run.lora, dtype=run.dtype)
 
     given = [_rewarded(_tagged(batch)) for batch in batches(run.steps)]

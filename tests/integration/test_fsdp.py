@@ -22,7 +22,7 @@ CONTEXT_JOBS = [
     "context:with_entropy_and_kl:adapter_off",
 ]
 CONTEXT_RUNS = {"run:context": "run:full", "run:context_checkpointing_lora": "run:checkpointing_lora"}
-FEW_RUNS = ["run:lora_tied_from_meta", "run:checkpointing_lora", "run:source_per_rank", "run:critic"]
+FEW_RUNS = ["run:lora_tied_from_meta", "run:checkpointing_lora", "run:source_per_rank", "run:critic", "run:mixture"]
 FEW_GRADIENTS = [
     f"gradients:{name}"
     for name in ("token_clipped:frozen", "gmpo:frozen", "batch_normalized:frozen", "with_entropy_and_kl:adapter_off")

@@ -286,6 +286,8 @@ def test_a_server_that_was_killed_comes_back_and_gets_the_adapter_again(lora_ser
 
 # --- other families ---
 
+SHAPED = ["qwen2", "qwen3"]
+
 
 def shaped(family: str) -> Any:
     """Configurations with the traits that vLLM's loader treats specially: biases, tied heads, norms of heads."""
@@ -308,7 +310,7 @@ def shaped(family: str) -> Any:
     return {"qwen2": Qwen2Config(**sizes), "qwen3": Qwen3Config(**sizes, head_dim=32)}[family]
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=SHAPED)
 def family_server(request, tmp_path_factory) -> Iterator[RunningServer]:
     skip_without_vllm()
     folder = tmp_path_factory.mktemp(request.param)

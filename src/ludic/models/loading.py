@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ludic.models import SMOLLM2, TINY
-from ludic.models.vision.inputs import is_vision_config, load_image_processor
+from ludic.models.vision.inputs import auto_class, load_image_processor
 from ludic.types import ConfigError, MissingExtra
 
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -42,7 +42,7 @@ def load_model(
     """`source` is a transformers (or peft) model object, a path or hub id, a GGUF file, "smollm2-135m", "tiny" or a config.json.
 
     A config.json gives random weights from `seed` and the tokenizer beside it. "tiny" has random weights too, a token per
-    character, and float32 unless `dtype` is given.
+    character, and float32 unless `dtype` is given. A model that is loaded here drops nothing out.
     """
     if not isinstance(source, (str, Path)):
         _check_matches(source, dtype, device)
@@ -72,20 +72,16 @@ def load_model(
                 folder, trust_remote_code=False, **tokenizer_settings
             )
             config = None if gguf is not None else AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            model: Any = _auto_class(config).from_pretrained(folder, trust_remote_code=False, **settings)
+            model: Any = auto_class(config).from_pretrained(folder, trust_remote_code=False, **settings)
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"Cannot load the model {str(source)!r}: {str(error).strip().splitlines()[0]} Give a folder with config.json and "
             f"weights, a .gguf file, a hub id that this machine can reach, {SMOLLM2!r} or {TINY!r}."
         ) from (error if is_here else None)  # that there is nothing of this name needs no page of tracebacks
-    return LoadedModel(model.to(device).eval(), load_image_processor(tokenizer, folder, config), str(source))
-
-
-def _auto_class(config: Any) -> Any:
-    """transformers' class that chooses the model's: of text, or of text and pictures."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    return AutoModelForImageTextToText if is_vision_config(config) else AutoModelForCausalLM
+    model = without_dropout(model.to(device)).eval()
+    return LoadedModel(model, load_image_processor(tokenizer, folder, config), str(source))
 
 
 def load_gguf_tokenizer(source: str) -> Any:
@@ -109,9 +105,21 @@ def _from_config(path: Path, tokenizer: Any, dtype: torch.dtype, device: torch.d
         ) from error
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = _auto_class(config).from_config(config)
+        model: Any = auto_class(config).from_config(config)
     tokenizer = load_image_processor(tokenizer, str(path.parent), config)
-    return LoadedModel(model.to(device, dtype).eval(), tokenizer, str(path))
+    return LoadedModel(without_dropout(model.to(device, dtype)).eval(), tokenizer, str(path))
+
+
+def without_dropout(model: Any) -> Any:
+    """The model, which drops nothing in training mode: with dropout (GPT-2 has it) a trainer computes other log-probs than the
+    sampler did. Its config stays as it is."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and name.endswith(("dropout", "pdrop")):
+                setattr(module, name, 0.0)
+    return model
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import torch
 
 from ludic.models import SMOLLM2, TINY
 from ludic.models.tiny import make_tiny
+from ludic.models.vision.inputs import auto_class
 from ludic.run.config import ModelSettings
 from ludic.run.folder import ResumePoint
 from ludic.run.generation import check_preferences, check_teacher
@@ -190,15 +191,19 @@ def num_parameters(settings: ModelSettings) -> str:
         return "number of parameters unknown until it is loaded"
     if folder.suffix == ".json":  # the config of random weights; the tokenizer is beside it
         folder = folder.parent
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     try:
         make_template(AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False))
         description = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"Cannot find the model {str(folder)!r}: {str(error).strip().splitlines()[0]}") from error
-    with torch.device("meta"):  # shapes without memory behind them
-        return _counted(AutoModelForCausalLM.from_config(description))
+    chosen = auto_class(description)
+    try:
+        with torch.device("meta"):  # shapes without memory behind them
+            return _counted(chosen.from_config(description))
+    except ValueError as error:
+        raise ConfigError(f"Cannot make a model of {str(folder)!r}: {str(error).strip().splitlines()[0]}") from error
 
 
 def _counted(model: Any) -> str:

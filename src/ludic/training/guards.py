@@ -83,7 +83,7 @@ def check_parity(stats: Mapping[str, float], tolerance: float) -> list[str]:
     return _warn(
         [
             f"Sampler and trainer disagree: on the first batch, before any update, log-probs differ by {difference:.3g} nats per "
-            f"token on average (more than {tolerance:g}). Usual causes: another precision, a sampling "
+            f"token on average (more than {tolerance:g}). Usual causes: another precision, dropout, a sampling "
             "temperature that the samples do not record, an adapter that only one of them has, or samples of another model. "
             "kl_actor_policy_q1 to _q4 show where in a sample they differ."
         ]

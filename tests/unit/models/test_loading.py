@@ -7,8 +7,9 @@ import torch
 
 from ludic.inference import HFChatTemplate
 from ludic.models.loading import load_model
-from ludic.models.tiny import tiny_llama, word_tokenizer
+from ludic.models.tiny import character_tokenizer, tiny_llama, word_tokenizer
 from ludic.types import ConfigError
+from tests.tiny_families import family_model
 
 TINY = Path(__file__).parents[3] / "examples" / "tic_tac_toe" / "tiny" / "config.json"
 
@@ -77,3 +78,14 @@ def test_tiny_llama_depends_on_its_seed_and_keeps_the_global_random_state():
     assert torch.equal(torch.rand(1), expected)
     assert torch.equal(first.lm_head.weight, second.lm_head.weight)
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+
+
+def test_a_loaded_model_computes_the_same_in_training_mode(tmp_path):
+    model = family_model("gpt2")
+    assert model.config.attn_pdrop > 0 and model.config.resid_pdrop > 0
+    model.save_pretrained(tmp_path)
+    character_tokenizer().save_pretrained(tmp_path)
+    for source in (tmp_path, tmp_path / "config.json"):
+        loaded = load_model(source, device="cpu", dtype=torch.float32).model
+        ids = torch.arange(9)[None]
+        assert torch.equal(loaded.train()(ids).logits, loaded.eval()(ids).logits)

@@ -7,7 +7,9 @@ import torch
 pytest.importorskip("PIL", reason="the vision extra is not installed")
 
 from ludic.envs.picture_grid import draw_grid
+from ludic.inference.vllm.transfer import without_values
 from ludic.models.loading import load_model
+from ludic.models.lora import dense_parameters
 from ludic.models.vision.inputs import Pictures, VisionDecoder, freeze_vision, image_processor_of, is_vision_model
 from ludic.models.vision.tiny import save_tiny_vision, tiny_vision
 from ludic.run.config import ModelSettings
@@ -115,3 +117,12 @@ def test_an_adapter_is_put_on_the_language_part_and_the_vision_tower_can_be_froz
     assert not any("visual" in name for name, p in frozen.named_parameters() if p.requires_grad)
     with pytest.raises(ConfigError, match="no vision tower"):
         freeze_vision(load_model("tiny", device="cpu").model)
+
+
+def test_a_vllm_worker_expects_the_weights_that_the_trainer_has():
+    for trained in (tiny_vision(width=32).model, load_model("tiny", device="cpu").model):
+        expected = without_values(trained.config)
+        assert type(expected) is type(trained)
+        shapes = {name: tuple(weight.shape) for name, weight in expected.named_parameters()}
+        assert shapes == {name: tuple(weight.shape) for name, weight in dense_parameters(trained)}
+        assert all(weight.is_meta for weight in expected.parameters())

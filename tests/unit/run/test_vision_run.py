@@ -11,8 +11,9 @@ from ludic.models.vision.inputs import image_processor_of
 from ludic.models.vision.tiny import save_tiny_vision
 from ludic.run import build
 from ludic.run.config import ModelSettings
+from ludic.run.dry_run import num_parameters
 from ludic.run.model import load_policy, make_template
-from ludic.types import content_of, load_rollouts
+from ludic.types import ConfigError, content_of, load_rollouts
 
 
 def test_an_update_changes_the_weights_and_the_checkpoint_keeps_the_image_processor(tmp_path):
@@ -50,3 +51,30 @@ def test_an_update_changes_the_weights_and_the_checkpoint_keeps_the_image_proces
         if not torch.equal(a, b)
     ]
     assert any("visual" in name for name in changed) and any("language_model" in name for name in changed)
+
+
+def test_a_dry_run_counts_the_parameters_of_the_vision_tower_too(tmp_path):
+    folder = save_tiny_vision(tmp_path / "model", width=32)
+    model = load_policy(ModelSettings(model=str(folder), device="cpu")).model
+    number = f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters"
+    assert num_parameters(ModelSettings(model=str(folder))) == number
+
+
+def test_a_dry_run_of_a_model_that_writes_no_text_says_so(tmp_path):
+    folder = save_tiny_vision(tmp_path / "model", width=32)
+    (folder / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(ConfigError, match=r"Cannot make a model of .*: Unrecognized configuration class"):
+        num_parameters(ModelSettings(model=str(folder)))
+
+
+@pytest.mark.parametrize("name", ["Mistral3Config", "Qwen3VLConfig", "Glm4vConfig", "SmolVLMConfig"])
+def test_a_family_whose_pictures_are_unknown_is_refused_in_one_sentence(name, tmp_path):
+    import transformers
+
+    folder = save_tiny_vision(tmp_path / "model", width=32)
+    config = getattr(transformers, name)()
+    config.save_pretrained(folder)
+    said = f"does not know how a model of type '{config.model_type}' takes pictures; it knows qwen2_vl and qwen2_5_vl"
+    for work in (num_parameters, lambda settings: load_policy(settings)):
+        with pytest.raises(ConfigError, match=said):
+            work(ModelSettings(model=str(folder), device="cpu"))

@@ -101,6 +101,7 @@ def _load(given: TinkerServeArgs, stack: contextlib.ExitStack) -> Callable[[], C
     import torch  # here and not above: it takes seconds, and --help should not
 
     from ludic.inference.local import LocalEngine
+    from ludic.models.attention import NotRoutable
     from ludic.models.loading import load_model
     from ludic.run.model import find_device
     from ludic.tinker.server.app import serve
@@ -125,13 +126,21 @@ def _load(given: TinkerServeArgs, stack: contextlib.ExitStack) -> Callable[[], C
     loaded = load_model(given.model, dtype=dtype, device=device)
     token_budget = given.token_budget or (16_384 if device.type == "cuda" else 4096)
     base = TrainingBase(loaded.model, token_budget=token_budget)
-    engine = LocalEngine(
-        loaded.model,
-        loaded.tokenizer,
-        adapters=True,
-        max_sequences=given.max_sequences,
-        max_model_len=given.max_model_len,
-    )
+    try:
+        engine = LocalEngine(
+            loaded.model,
+            loaded.tokenizer,
+            adapters=True,
+            max_sequences=given.max_sequences,
+            max_model_len=given.max_model_len,
+        )
+    except ConfigError as error:
+        if not isinstance(error.__cause__, NotRoutable):
+            raise
+        raise ConfigError(
+            f"ludic serve --tinker cannot serve {type(loaded.model).__name__}, as adapters of several runs need the engine's block "
+            f"cache: {error.__cause__.reason}."
+        ) from error
     stack.callback(engine.close)
     offer = Offer(
         names=names,

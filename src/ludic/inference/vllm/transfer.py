@@ -1,7 +1,7 @@
 """What trainer and vLLM workers share for a weight push: flat buffers of weights, and a process group to send them.
 
 The trainer's side is ludic.distributed.publish, the worker's side ludic.inference.vllm.worker. This file also runs inside the
-server: torch and the standard library only.
+server: torch, transformers and the standard library only.
 """
 
 import base64
@@ -251,3 +251,14 @@ def address_towards(host: str) -> str:
         probe.connect((host, 9))
         address: str = probe.getsockname()[0]
     return address
+
+
+def without_values(config: Any) -> Any:
+    """transformers' (and so the trainer's) model of this config. Takes no memory.
+
+    The class is the one that `ludic.models.loading` chooses: of text where transformers has one, else of text and pictures."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    is_text = type(config) in AutoModelForCausalLM._model_mapping
+    with torch.device("meta"):
+        return (AutoModelForCausalLM if is_text else AutoModelForImageTextToText).from_config(config)

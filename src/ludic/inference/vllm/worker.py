@@ -40,6 +40,7 @@ from ludic.inference.vllm.transfer import (
     reach_store,
     sampled,
     unpack,
+    without_values,
 )
 from ludic.inference.vllm.versions import release_of
 
@@ -159,7 +160,9 @@ class LudicTransfer(WeightTransferEngine):
     def parameters(self) -> dict[str, list[int]]:
         """Names and shapes of all weights that a push must contain."""
         if self.expected is None:
-            self._plain = without_values(self.model_config.hf_config)
+            # vLLM runs some families (OLMo 2) by transformers' classes, which then ask for its settings when they are made.
+            with set_current_vllm_config(self.vllm_config):
+                self._plain = without_values(self.model_config.hf_config)
             self.expected = {name: list(parameter.shape) for name, parameter in self._plain.named_parameters()}
         return self.expected
 
@@ -197,14 +200,6 @@ class LudicTransfer(WeightTransferEngine):
             and held[name].shape == weight.shape
             and not torch.equal(held[name].data, weight.to(held[name]))
         )
-
-
-def without_values(config: Any) -> Any:
-    """transformers' (and so the trainer's) model of this config. Takes no memory."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
 
 
 def forget_unfinished(model: nn.Module) -> None:

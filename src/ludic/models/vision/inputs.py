@@ -29,6 +29,21 @@ def is_vision_config(config: Any) -> bool:
     return getattr(config, "model_type", None) in VISION_TYPES
 
 
+def auto_class(config: Any) -> Any:
+    """transformers' class that chooses the model's: of text, or of text and pictures. `None` is a text model's config."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    if is_vision_config(config):
+        return AutoModelForImageTextToText
+    kind, text, pictures = type(config), AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping
+    if kind in pictures and kind not in text:
+        raise ConfigError(
+            f"Ludic does not know how a model of type {config.model_type!r} takes pictures; it knows {' and '.join(VISION_TYPES)}. "
+            "Give one of those, or a text model of the same family, which AutoModelForCausalLM loads."
+        )
+    return AutoModelForCausalLM
+
+
 def is_vision_model(model: Any) -> bool:
     """The same of a transformers model."""
     return is_vision_config(getattr(model, "config", None))

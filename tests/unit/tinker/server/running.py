@@ -28,7 +28,8 @@ class RunningServer:
     """`url` is where it listens; `service` belongs to its thread."""
 
     def __init__(self, **settings: Any) -> None:
-        self.model = tiny_llama()
+        self.model: Any = settings.pop("model", None) or tiny_llama()
+        self.offer: Offer = settings.pop("offer", Offer(names=(NAME,), max_context=64))
         self.keys: dict[str, str] = settings.pop("keys", {})
         self.config = dict(CONFIG)
         """Features that the next clients are told of."""
@@ -54,7 +55,7 @@ class RunningServer:
             base,
             Samplers(engine, store),
             store,
-            Offer(names=(NAME,), max_context=64),
+            self.offer,
             token_budget=256,
             limits=self.limits,
         )

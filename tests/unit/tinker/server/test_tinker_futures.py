@@ -5,8 +5,10 @@ import asyncio
 import pytest
 
 from ludic.cli.servers.serve import serve
+from ludic.models.tiny import character_tokenizer
 from ludic.tinker.server.futures import KEPT_AFTER_RETRIEVAL_S, KEPT_S, Futures
 from ludic.types import ConfigError
+from tests.tiny_families import family_model
 
 
 class Clock:
@@ -92,6 +94,20 @@ def test_wrong_flags_of_the_command_are_named(flags, said, monkeypatch):
     monkeypatch.delenv("LUDIC_API_KEY", raising=False)
     with pytest.raises(ConfigError, match=said):
         serve(["--tinker", "--model", "tiny", "--port", "0", *flags])
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [("falcon_h1", "it has recurrent layers."), ("gptj", "its samples cannot be packed into one row.")],
+)
+def test_a_family_that_cannot_be_served_is_refused_in_one_sentence(family, said, tmp_path):
+    model = family_model(family)
+    model.save_pretrained(tmp_path / "model")
+    character_tokenizer().save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError) as caught:
+        serve(["--tinker", "--model", str(tmp_path / "model"), "--port", "0", "--data", str(tmp_path / "data")])
+    sentence = str(caught.value)
+    assert type(model).__name__ in sentence and sentence.endswith(said) and sentence.count(". ") == 0
 
 
 @pytest.mark.parametrize(

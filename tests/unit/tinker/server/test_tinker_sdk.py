@@ -166,6 +166,24 @@ def test_wrong_request_fails_and_the_run_continues(trained, call, said):
     assert trained.forward([datum(weights=1.0)], "cross_entropy").result().metrics["loss:sum"] > 0
 
 
+def test_a_client_that_sends_telemetry_trains_as_others_do(monkeypatch):
+    monkeypatch.setenv("TINKER_TELEMETRY", "1")
+    statuses, answer = [], app._Server.telemetry
+
+    async def watched(server: Any, request: Any) -> Any:
+        done = await answer(server, request)
+        statuses.append(done.status)
+        return done
+
+    monkeypatch.setattr(app._Server, "telemetry", watched)
+    with RunningServer() as own, own.client() as sending:
+        training = sending.create_lora_training_client(NAME, rank=4, seed=1)
+        training.forward_backward([datum(weights=1.0)], "cross_entropy").result()
+        training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        assert all(bool(logps.isfinite().all()) for logps in logps_of(training, datum(weights=1.0)))
+    assert set(statuses) == {200}, "the SDK sends what it has when the client closes"
+
+
 def test_unknown_base_model_is_refused_by_name(client):
     with pytest.raises(tinker.BadRequestError, match="This server has tiny"):
         client.create_lora_training_client("Qwen/Qwen3-8B")

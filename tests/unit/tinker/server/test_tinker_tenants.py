@@ -326,6 +326,7 @@ def test_silent_session_ends(server, raw, run):
         ("forward_backward", b"\xff\xff", "no ForwardBackwardRequest"),
         ("forward_backward", b"", "needs a model_id"),
         ("create_model", {"session_id": "x"}, "model_seq_id"),
+        ("save_weights_for_sampler", {"model_id": "x", "seq_id": 1, "kind": "inflight"}, "kind"),
         ("load_weights", {"path": "x"}, "needs model_id and seq_id"),
         ("weights_info", {"tinker_path": "tinker://run/weights/../x"}, "no path of a checkpoint"),
         ("asample", {"prompt": {"chunks": []}}, "sampling_params"),
@@ -334,6 +335,12 @@ def test_silent_session_ends(server, raw, run):
 def test_malformed_body_is_refused_with_what_is_wrong(raw, name, body, said):
     answer = raw.post(name, body)
     assert answer.status_code == 400 and said in answer.json()["detail"]
+
+
+def test_sampler_weights_are_saved_as_sdk_0_38_asks(raw, run):
+    body = {"model_id": run, "seq_id": 1, "sampling_session_seq_id": 0, "kind": "snapshot"}
+    saved = raw.result(raw.post("save_weights_for_sampler", body).json()["request_id"])
+    assert saved.status_code == 200 and "sampling_session_id" in saved.json()
 
 
 def test_sdk_that_sends_no_protobuf_is_refused(raw):

@@ -191,7 +191,7 @@ class DecodeAttention:
             count = num_rows * num_heads * num_parts
             parts = torch.empty(count * size, dtype=torch.float32, device=query_THD.device)
             scales = torch.empty(count * 2, dtype=torch.float32, device=query_THD.device)
-        width = triton.next_power_of_2(size)
+        width = max(16, triton.next_power_of_2(size))  # the smallest that tl.dot takes
         common = {"K": kv_heads, "G": num_heads // kv_heads, "D": size, "D_PAD": width, "BLOCK_SIZE": self.block_size}
         strides = query_THD.stride(0), query_THD.stride(1), self.tables.stride(0)
         if groups is not None:

@@ -96,6 +96,8 @@ class SaveWeights(Struct, kw_only=True):
     ttl_seconds: Annotated[int, Meta(ge=1)] | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
+    kind: Literal["snapshot"] = "snapshot"
+    """Of SDK 0.38; its inflight saves are refused."""
     type: str = ""
 
 

@@ -1,0 +1,176 @@
+"""Pushed weights of the families of docs/models.md on a real vLLM server: its answers are transformers', before and after.
+
+scripts/model_table.py says "yes" for these families, and why for those that are missing here.
+"""
+
+import asyncio
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ludic.envs.picture_grid import draw_grid
+from ludic.inference.vllm.command import find_vllm
+from ludic.models.vision.inputs import Pictures, image_processor_of, save_tokenizer
+from ludic.models.vision.tiny import tiny_vision
+from ludic.run.model import make_template
+from ludic.types import ReturnSpec, SamplingParams, TokenCompletionRequest, content_of
+from tests.integration.test_vllm_weights import (
+    ask,
+    assert_serves,
+    client_of,
+    load,
+    logprobs,
+    perturbed,
+    publisher_of,
+    weights_of,
+)
+from tests.integration.vllm_fixtures import (
+    MAX_MODEL_LEN,
+    VOCAB_SIZE,
+    RunningServer,
+    byte_tokenizer,
+    skip_without_vllm,
+    start_warm_server,
+)
+from tests.tiny_families import FAMILIES, family_model
+
+pytestmark = pytest.mark.integration
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "eos_token_id": 256,
+    "pad_token_id": 256,
+}
+_HEADS = {"head_dim": 32}
+"""The least of vLLM's kernels on a CPU."""
+_MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_ssm": 128, "mamba_d_state": 16}
+SIZES: dict[str, dict[str, Any]] = {
+    "mistral": _HEADS,
+    "mixtral": {},
+    "gemma2": {**_HEADS, "tie_word_embeddings": True, "initializer_range": 0.1, "query_pre_attn_scalar": 32},
+    "gemma3": {**_HEADS, "query_pre_attn_scalar": 32},
+    "phi3": {},
+    "olmo2": {},
+    "granite": {},
+    "falcon_h1": _MAMBA2,
+    "glm4": _HEADS,
+    "smollm3": {},
+    "olmo3": {},
+    "glm4_moe": {**_HEADS, "moe_intermediate_size": 64},
+    "gemma4": {
+        **_HEADS,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.1,
+        "global_head_dim": 64,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+    },
+    "gpt2": {"n_embd": 64, "n_head": 2, "n_positions": MAX_MODEL_LEN},
+    "gptj": {"n_embd": 64, "n_head": 2, "n_positions": MAX_MODEL_LEN},
+    "granite_moe_hybrid": {k: v for k, v in _MAMBA2.items() if k != "mamba_d_ssm"},
+}
+"""What each family has instead of its sizes in tests/tiny_families.py."""
+FLAGS = {name: ["--no-enable-prefix-caching"] for name in ("falcon_h1", "granite_moe_hybrid")}
+"""On a CPU vLLM prefills in one part, and its states of Mamba layers cannot be shared then."""
+
+
+def save(name: str, folder: Path) -> Path:
+    """A tiny model of the family with the byte tokenizer."""
+    sizes = {key: value for key, value in _SIZES.items() if key not in FAMILIES[name].without}
+    family_model(name, **{**sizes, **SIZES[name]}).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.extended(covered_by="tests/integration/test_vllm_weights.py::test_a_push_changes_the_experts_of_a_mixture")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIZES)
+def test_a_push_changes_the_answers_to_those_of_transformers(name, tmp_path):
+    skip_without_vllm()
+    folder = save(name, tmp_path / "model")
+    process = start_warm_server(folder, tmp_path, *FLAGS.get(name, ()))
+    try:
+        server = RunningServer(process=process, model_dir=folder, run_folder=tmp_path)
+        server.wait()
+        model = load(folder)
+        assert_serves(server, model, version=0)
+        other = perturbed(model)
+        answer = ask(server)[1]
+        assert np.abs(logprobs(model, answer) - logprobs(other, answer)).max() > 0.01, "the push would not be seen"
+        publisher_of(server).publish(weights_of(other), version=5)
+        assert_serves(server, other, version=5)
+    finally:
+        process.kill()
+
+
+def _answers(server: RunningServer, prompts: list[Any]) -> list[Any]:
+    async def ask_all() -> list[Any]:
+        client = client_of(server)
+        params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        requests = [
+            TokenCompletionRequest(
+                "tiny", prompt.prompt_token_ids, images=prompt.images, sampling=params, return_=ReturnSpec.for_rl()
+            )
+            for prompt in prompts
+        ]
+        return [response for response, _ in await asyncio.gather(*map(client.complete_tokens, requests))]
+
+    return asyncio.run(ask_all())
+
+
+@torch.no_grad()
+def _assert_sees(answer: Any, prompt: Any, model: Any, pictures: Pictures) -> None:
+    """The greedy tokens and their log-probs are those of transformers' own forward pass with the picture."""
+    written = torch.from_numpy(answer.completion_token_ids.astype(np.int64))
+    ids = torch.cat([torch.from_numpy(prompt.prompt_token_ids.astype(np.int64)), written])[None]
+    patches, grid_3 = pictures.pixels(prompt.images[0].image)
+    kinds = (ids == model.config.image_token_id).int()
+    out = model(input_ids=ids, mm_token_type_ids=kinds, pixel_values=patches, image_grid_thw=grid_3[None])
+    logps_NV = out.logits[0, len(prompt.prompt_token_ids) - 1 : -1].log_softmax(-1)
+    assert logps_NV.argmax(-1).tolist() == written.tolist()
+    np.testing.assert_allclose(answer.completion_logprobs, logps_NV.gather(-1, written[:, None])[:, 0], atol=1e-3)
+
+
+def skip_without_pictures() -> None:
+    """`make vllm` installs vLLM without the two packages that its processor of pictures imports."""
+    skip_without_vllm()
+    found = subprocess.run([find_vllm().python, "-c", "import torchvision, blake3"], capture_output=True, check=False)
+    if found.returncode:
+        pytest.skip("vLLM's environment cannot import torchvision and blake3, which it needs for pictures")
+
+
+@pytest.mark.extended(
+    covered_by="tests/unit/models/test_vision.py::test_a_vllm_worker_expects_the_weights_that_the_trainer_has"
+)
+@pytest.mark.slow
+def test_a_push_changes_the_answers_about_pictures(tmp_path):
+    pytest.importorskip("PIL", reason="the vision extra is not installed")
+    skip_without_pictures()
+    made = tiny_vision(width=128, seed=3)
+    made.model.save_pretrained(tmp_path / "model")
+    save_tokenizer(made.tokenizer, tmp_path / "model")
+    template, pictures = make_template(made.tokenizer), Pictures(image_processor_of(made.tokenizer))
+    prompts = [
+        template.apply([{"role": "user", "content": content_of("Which?", draw_grid(3, 8, cell))}]) for cell in (0, 4, 8)
+    ]
+    process = start_warm_server(tmp_path / "model", tmp_path)
+    try:
+        server = RunningServer(process=process, model_dir=tmp_path / "model", run_folder=tmp_path)
+        server.wait()
+        first = _answers(server, prompts)
+        assert len({tuple(answer.completion_token_ids.tolist()) for answer in first}) > 1, "no picture was looked at"
+        other = perturbed(made.model)
+        publisher_of(server).publish(weights_of(other), version=5)
+        for model, answers in ((made.model, first), (other, _answers(server, prompts))):
+            for prompt, answer in zip(prompts, answers, strict=True):
+                _assert_sees(answer, prompt, model, pictures)
+    finally:
+        process.kill()

@@ -65,4 +65,6 @@ def test_every_env_has_a_page(id: str):
 @pytest.mark.parametrize("page", sorted(path.name for path in PAGES.glob("*.md")))
 def test_every_page_has_a_command(page: str):
     commands = re.findall(r"^```bash\n(.+?)^```$", (PAGES / page).read_text(), re.DOTALL | re.MULTILINE)
-    assert any(re.search(r"\b(ludic|python) ", block) for block in commands), f"docs/envs/{page} shows no command that runs the env"
+    assert any(re.search(r"\b(ludic|python) ", block) for block in commands), (
+        f"docs/envs/{page} shows no command that runs the env"
+    )

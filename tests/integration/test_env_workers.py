@@ -309,9 +309,9 @@ async def test_what_is_no_env_server_is_named(nothing_left):
         EnvPool("faulty", server="localhost")
 
 
-def start_server(port: int = 0) -> tuple["subprocess.Popen[str]", str]:
+def start_server(port: int = 0, env: str = FAULTY) -> tuple["subprocess.Popen[str]", str]:
     """The command, and the address that it prints."""
-    command = [sys.executable, "-m", "ludic.cli.main", "env-server", FAULTY, "--workers", "1", "--port", str(port)]
+    command = [sys.executable, "-m", "ludic.cli.main", "env-server", env, "--workers", "1", "--port", str(port)]
     program = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "LUDIC_ENV_TOKEN": "x"})
     said = program.stdout.readline()
     assert said.startswith("Serving"), said

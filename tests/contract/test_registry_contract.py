@@ -1,7 +1,9 @@
 """Every registered part can be made, and every registered env keeps the contract."""
 
+import re
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from ludic.envs import check_env
 from ludic.registry import EntrySpec
 from ludic.types import MissingPackage
 
+PAGES = Path(__file__).parents[2] / "docs" / "envs"
 PACKAGED = [(kind, id) for kind, entries in PACKAGES.items() for id in sorted(entries)]
 ENVS = sorted([*BUILTINS["env"], *PACKAGES["env"]])
 ALL = [*((kind, id) for kind, entries in BUILTINS.items() for id in sorted(entries)), *PACKAGED]
@@ -53,9 +56,15 @@ def test_parts_that_stand_alone_can_be_made(kind: str):
 
 @pytest.mark.parametrize("id", ENVS)
 def test_every_env_has_a_page(id: str):
-    from pathlib import Path
-
-    page = Path(__file__).parents[2] / "docs" / "envs" / f"{id.removesuffix('_duel')}.md"
+    page = PAGES / f"{id.removesuffix('_duel')}.md"
     assert page.exists(), f"write docs/envs/{page.name}"
     headings = [line[3:] for line in page.read_text().splitlines() if line.startswith("## ")]
     assert headings[:5] == ["Task", "Action format", "Reward", "Reference score", "How it was validated"]
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in PAGES.glob("*.md")))
+def test_every_page_has_a_command(page: str):
+    commands = re.findall(r"^```bash\n(.+?)^```$", (PAGES / page).read_text(), re.DOTALL | re.MULTILINE)
+    assert any(re.search(r"\b(ludic|python) ", block) for block in commands), (
+        f"docs/envs/{page} shows no command that runs the env"
+    )

@@ -193,15 +193,14 @@ def test_workers_and_their_children_end_when_the_trainer_is_killed(tmp_path):
     asyncio.run(until(lambda: not any(map(is_running, pids))))
 
 
-@pytest.mark.extended(covered_by="test_a_step_that_hangs_in_its_thread_costs_one_episode")
-async def test_four_hundred_envs_of_which_five_in_a_hundred_hang(nothing_left):
-    """The hanging ones fail as data; the others finish, although workers with many hung threads are replaced meanwhile."""
+async def play_with_five_in_a_hundred_hanging(num: int, *, workers: int, env_timeout_s: float) -> int:
+    """Plays `num` envs at a time. The hanging ones fail as data and the others finish. Returns how often a worker was replaced."""
     client = ScriptedClient(lambda request: "<a>end</a>")
-    async with EnvPool(parts.some_env, workers=2) as pool:
+    async with EnvPool(parts.some_env, workers=workers) as pool:
         engine = RolloutEngine(
             env_registry={"some": pool.make},
             protocol_registry={"play": lambda: SingleAgentProtocol(make_agent(client))},
-            env_timeout_s=15.0,
+            env_timeout_s=env_timeout_s,
             max_retries=0,
         )
         requests = [
@@ -210,15 +209,25 @@ async def test_four_hundred_envs_of_which_five_in_a_hundred_hang(nothing_left):
                 protocol=ProtocolSpec("play"),
                 inference=RL,
             )
-            for number in range(400)
+            for number in range(num)
         ]
-        rollouts = await engine.generate_rollouts(requests, max_steps=2, concurrency=400)
+        rollouts = await engine.generate_rollouts(requests, max_steps=2, concurrency=num)
         failed = [number for number, rollout in enumerate(rollouts) if rollout.failure is not None]
-        assert failed == list(range(0, 400, 20))
+        assert failed == list(range(0, num, 20))
         assert {rollouts[number].failure.error for number in failed} == {"TimeoutError"}
         assert all(r.env_steps[-1].reward_components["env"] == 1.0 for r in rollouts if r.failure is None)
         assert pool.num_envs == 0
-        assert pool.num_restarts >= 1
+        return pool.num_restarts
+
+
+async def test_sixty_envs_of_which_five_in_a_hundred_hang(nothing_left):
+    assert await play_with_five_in_a_hundred_hanging(60, workers=2, env_timeout_s=5.0) == 0
+
+
+@pytest.mark.extended(covered_by="test_sixty_envs_of_which_five_in_a_hundred_hang")
+async def test_a_thousand_envs_of_which_five_in_a_hundred_hang(nothing_left):
+    """Workers with many hung threads are replaced meanwhile."""
+    assert await play_with_five_in_a_hundred_hanging(1000, workers=4, env_timeout_s=30.0) >= 1
 
 
 # --- the server ---
@@ -300,9 +309,9 @@ async def test_what_is_no_env_server_is_named(nothing_left):
         EnvPool("faulty", server="localhost")
 
 
-def start_server(port: int = 0) -> tuple["subprocess.Popen[str]", str]:
+def start_server(port: int = 0, env: str = FAULTY) -> tuple["subprocess.Popen[str]", str]:
     """The command, and the address that it prints."""
-    command = [sys.executable, "-m", "ludic.cli.main", "env-server", FAULTY, "--workers", "1", "--port", str(port)]
+    command = [sys.executable, "-m", "ludic.cli.main", "env-server", env, "--workers", "1", "--port", str(port)]
     program = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "LUDIC_ENV_TOKEN": "x"})
     said = program.stdout.readline()
     assert said.startswith("Serving"), said

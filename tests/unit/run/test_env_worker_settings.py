@@ -3,14 +3,20 @@
 import asyncio
 import json
 import threading
+from pathlib import Path
 
 import pytest
 
 from ludic.envs.workers import EnvServer
 from ludic.run import build
 from ludic.run.config import EnvSettings
-from ludic.types import ConfigError
+from ludic.training.loggers import read_metrics
+from ludic.types import ConfigError, load_rollouts
+from tests.integration.test_env_workers import nothing_left, start_server
+from tests.unit.envs.workers import parts
 from tests.unit.envs.workers.test_env_pool import without_ids
+
+__all__ = ["nothing_left"]
 
 SMALL = {
     "model": "tiny", "eval_episodes": 3, "eval_concurrency": 1, "max_tokens": 2, "cut_off": "read", "max_steps": 3, "threads": 1,
@@ -70,3 +76,68 @@ def test_workers_and_a_server_do_not_go_together():
 def test_mistakes_are_named(tmp_path, settings, said):
     with pytest.raises(ConfigError, match=said):
         build(env="tic_tac_toe", runs=tmp_path, **SMALL, **settings)
+
+
+# --- faults ---
+
+FATED = f"{parts.__file__}:Fated"
+TRAIN = SMALL | {"max_steps": 1, "group_size": 2, "rollouts_per_update": 8, "concurrency": 2, "logger": "none"}
+
+
+def fated(folder, *fates):
+    """Samples, one per group of an update, and how often an episode of each was started."""
+    samples = [{"fate": fate, "file": str(folder / f"{number}")} for number, fate in enumerate(fates)]
+    return samples, lambda: [Path(sample["file"]).stat().st_size for sample in samples]
+
+
+def counts(folder, name):
+    return [row[f"train/{name}"] for row in read_metrics(folder / "metrics.jsonl") if f"train/{name}" in row]
+
+
+@pytest.mark.integration
+def test_a_run_whose_workers_are_killed_does_all_updates_and_counts_what_failed(tmp_path, nothing_left):
+    """Two episodes at a time in two workers, so that a process dies with one episode."""
+    samples, starts = fated(tmp_path, "dies", "every third dies", "lives", "lives")
+    with build(env=FATED, data=samples, runs=tmp_path, env_workers=2, **TRAIN) as run:
+        assert run.train(steps=2).step == 2
+    assert starts() == [2 * 4, 2 * 3, 2 * 2, 2 * 2]  # two episodes each; one that failed was played once more
+    assert counts(run.folder, "num_failed") == [2, 2]
+    assert counts(run.folder, "num_retried") == [3, 3]
+    assert counts(run.folder, "num_groups_dropped") == [1, 1]
+    (file,) = (run.folder / "rollouts").iterdir()
+    failures = [rollout.failure for rollout in load_rollouts(file)]
+    assert len(failures) == 16 and failures.count(None) == 12
+    assert all(failure.error == "EnvCrashed" and "SIGKILL" in failure.message for failure in failures if failure)
+
+
+@pytest.mark.integration
+def test_a_run_whose_env_server_is_killed_goes_on_with_the_next(tmp_path, monkeypatch, nothing_left):
+    monkeypatch.setenv("LUDIC_ENV_TOKEN", "x")
+    samples, starts = fated(tmp_path, "the first hangs", "lives", "lives", "lives")
+    servers, address = [], ""
+    is_over = threading.Event()
+
+    def kill_and_restart():
+        while not Path(samples[0]["file"]).exists():
+            if is_over.wait(0.01):
+                return
+        servers[0].kill()
+        servers[0].wait()
+        servers.append(start_server(int(address.rpartition(":")[2]), env=FATED)[0])
+
+    program, address = start_server(env=FATED)
+    servers.append(program)
+    fault = threading.Thread(target=kill_and_restart)
+    fault.start()
+    try:
+        with build(env=FATED, data=samples, runs=tmp_path, env_server=address, **TRAIN) as run:
+            assert run.train(steps=3).step == 3
+    finally:
+        is_over.set()
+        fault.join()
+        for server in servers:
+            server.terminate()
+            server.wait()
+            server.stdout.close()
+    assert len(servers) == 2 and counts(run.folder, "num_failed") == [0, 0, 0]
+    assert sum(starts()) == 24 + sum(counts(run.folder, "num_retried")) > 24

@@ -1,17 +1,23 @@
 """Tools of a real MCP server process. It takes seconds to start, so one test asks it for everything."""
 
 import asyncio
+import json
+import random
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ludic.agents import ReActAgent
+from ludic.envs import SingleAgentEnv, check_env
 from ludic.interaction import SingleAgentProtocol
 from ludic.tools import Tool
 from ludic.tools.mcp_tools import mcp_tools
-from ludic.types import ConfigError, MissingExtra
+from ludic.types import ConfigError, MissingExtra, StepOutcome
+from tests.contract.pages import BLOCK, DOCS
 from tests.fakes import CountingEnv, make_agent
 from tests.unit.agents.test_tool_agents import call
 
@@ -62,6 +68,8 @@ async def use_everything(kept: list[Tool]) -> None:
         (rollout,) = await SingleAgentProtocol(agent).run(env=CountingEnv(1), max_steps=1)
         assert rollout.agent_steps[0].tool_results[0]["content"] == "42"
 
+        await use_envs(by_name)
+
         slept = await replace(by_name["my_sleep"], timeout_s=0.3).call({})
         assert slept.is_error and "did not finish within 0.3 s" in slept.content
         assert (await add.call({"a": 1})).content == "2", "the server goes on"
@@ -70,6 +78,43 @@ async def use_everything(kept: list[Tool]) -> None:
         assert died.is_error and "Its last line on stderr: I have lost my database" in died.content
         assert (await add.call({"a": 1})).is_error
         raise LookupError("a mistake of the caller's comes out as it is")
+
+
+async def use_envs(tools: dict[str, Tool]) -> None:
+    """One env offers a tool of the server to its agent, the other calls one in its step."""
+    sums, Mirrored.mirror = page_env(), tools["my_geo_mirror"]
+    sums.tools = (tools["my_add"],)
+    for env in (sums, Mirrored):
+        assert (await check_env(env)).num_steps > 0
+    agent = make_agent([call("my_add", a=864, b=394), "<a>1258</a>"], cls=ReActAgent)
+    (rollout,) = await SingleAgentProtocol(agent).run(env=sums(), max_steps=1, env_seed=0)
+    assert rollout.agent_steps[0].tool_results[0]["content"] == "1258"
+    assert rollout.env_steps[-1].reward_components["env"] == 1.0
+
+
+def page_env() -> Any:
+    """The class of docs/envs/mcp.md, importable, so that it can be pickled."""
+    ((_, program),) = [block for block in BLOCK.findall((DOCS / "envs" / "mcp.md").read_text()) if block[0] == "python"]
+    module = sys.modules["sums"] = types.ModuleType("sums")
+    exec(program, vars(module))
+    return module.Sums
+
+
+class Mirrored(SingleAgentEnv):
+    """The number across zero, which the server knows, too."""
+
+    mirror: Tool
+
+    def env_reset(self, *, seed=None):
+        self.x = random.Random(seed).randrange(100)
+        return str(self.x), {}
+
+    async def async_env_step(self, action):
+        seen = json.loads((await self.mirror.call({"point": {"x": self.x}})).content)
+        return StepOutcome("", float(action == str(seen["x"])), terminated=True)
+
+    def reference_action(self, agent_id):
+        return str(-self.x)
 
 
 @pytest.mark.parametrize(

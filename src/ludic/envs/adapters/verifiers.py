@@ -37,7 +37,7 @@ def load(taskset: str, taskset_args: str, env: str, env_args: str, num_tasks: in
     try:
         program = loaders.load_environment(loaders.resolve_env_config(config))
         tasks = tuple(program.taskset.take(num_tasks))
-    except (ImportError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+    except (ImportError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"verifiers cannot load the taskset {taskset!r} with {config}: {error}") from error
     if not tasks:
         raise ConfigError(f"The taskset {taskset!r} has no tasks with {taskset_args}.")

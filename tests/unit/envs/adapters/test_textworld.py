@@ -1,11 +1,15 @@
 """TextWorld: what the narrator writes of given facts; generated games where the package is installed."""
 
 import importlib
+import json
 import os
 import pickle
 import random
 import subprocess
 import sys
+import time
+import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -31,6 +35,29 @@ CELLAR = facts(
     "north_of r_1 r_0", "south_of r_0 r_1", "free r_0 r_1", "west_of r_2 r_0", "east_of r_0 r_2", "link r_0 d_0 r_2",
     "link r_2 d_0 r_0", "closed d_0",
 )  # fmt: skip
+
+
+# --- games ---
+
+
+def test_episodes_that_ask_for_the_same_game_at_once_share_one(monkeypatch):
+    """With a generator in the place of the package's, so that it runs without it."""
+    asked = []
+
+    def generate(options):
+        asked.append(options.seeds)
+        time.sleep(0.05)  # the others ask meanwhile
+        return object()
+
+    fake = types.SimpleNamespace(GameOptions=types.SimpleNamespace, make_game=generate)
+    monkeypatch.setattr(games, "_package", lambda name: fake)
+    monkeypatch.setattr(games, "Game", lambda generated: generated)
+    settings = json.dumps(
+        {"level": None, "rooms": 1, "objects": 1, "quest_length": 1, "quest_breadth": "none but here"}
+    )
+    with ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(lambda number: games.make_game(settings, number % 2), range(8)))
+    assert sorted(asked) == [0, 1] and len(set(map(id, made))) == 2
 
 
 # --- the narrator ---

@@ -1,5 +1,6 @@
 """The verifiers adapter, on the real package: its single-agent and user-sim envs, and a game of several turns."""
 
+import importlib
 import pickle
 import sys
 import types
@@ -124,6 +125,42 @@ async def started(taskset=SUMS, *, seed=0, **settings):
 )
 async def test_the_env_keeps_the_contract(taskset, settings):
     await check_env(lambda: VerifiersEnv(taskset, **settings), seeds=(0, 1, 2, 3))
+
+
+@pytest.fixture
+def nltk_folder(tmp_path, monkeypatch):
+    """Where nltk finds its data; it downloads none."""
+    nltk = pytest.importorskip("nltk", reason="the textarena extra is not installed")
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    monkeypatch.setattr(nltk, "download", lambda *_, **__: False)
+    return tmp_path
+
+
+@pytest.fixture
+def word_list(nltk_folder):
+    """The English words that games of TextArena draw from, in small."""
+    words = importlib.import_module("nltk.corpus").words
+    folder = nltk_folder / "corpora" / "words"
+    folder.mkdir(parents=True)
+    for name in ("en", "en-basic", "README"):
+        (folder / name).write_text("time\nyear\npeople\nschool\nstate\nfamily\nstudent\ncountry\nproblem\nhand\n")
+    words.ensure_loaded()
+    yield
+    words._unload()
+
+
+GAMES = "verifiers.v1.tasksets.textarena"
+
+
+@pytest.mark.parametrize("game", ["Hangman-v0", "WordSearch-v0"])
+@pytest.mark.filterwarnings("ignore:.*did not end within")
+async def test_a_taskset_of_verifiers_keeps_the_contract(game, word_list):
+    await check_env(lambda: VerifiersEnv(GAMES, taskset_args={"game": game}, num_tasks=4), max_steps=30)
+
+
+def test_a_taskset_without_its_data_names_them(nltk_folder):
+    with pytest.raises(ConfigError, match="(?s)cannot load the taskset .*Resource.*words.*not found"):
+        VerifiersEnv(GAMES, taskset_args={"game": "WordSearch-v0"}, num_tasks=1)
 
 
 async def test_the_task_is_asked_and_its_own_rewards_score_the_answer():

@@ -117,3 +117,25 @@ def some_env(is_hanging: bool = False) -> SingleAgentEnv:
 def broken() -> SingleAgentEnv:
     """Cannot be made."""
     raise ValueError("no data here")
+
+
+class Fated(SingleAgentEnv):
+    """A sample says what happens in the first step: every process dies, that of every third start does, the first start hangs, or
+    nothing. Every start is a character in the sample's file."""
+
+    def __init__(self, sample: dict[str, str]) -> None:
+        super().__init__()
+        self.fate, self.file = sample["fate"], sample["file"]
+
+    def env_reset(self, *, seed=None):
+        with open(self.file, "ab", buffering=0) as starts:
+            starts.write(b"x")
+            self.num_before = starts.tell() - 1
+        return "?", {}
+
+    def env_step(self, action):
+        if self.fate == "dies" or (self.fate == "every third dies" and self.num_before % 3 == 0):
+            os.kill(os.getpid(), 9)
+        if self.fate == "the first hangs" and self.num_before == 0:
+            threading.Event().wait()
+        return StepOutcome("", float(action.isupper()), terminated=True)

@@ -33,14 +33,21 @@ def require_package() -> None:
     _package("textworld.generator")
 
 
-@lru_cache(maxsize=512)  # generating a game takes half a second; episodes of a group share theirs
 def make_game(settings: str, seed: int) -> "Game":
-    """The game of a seed; `settings` is JSON: {"level"} for a treasure hunt, else rooms, objects, quest_length, quest_breadth."""
+    """The game of a seed; `settings` is JSON: {"level"} for a treasure hunt, else rooms, objects, quest_length, quest_breadth.
+
+    Episodes of a group ask for theirs at the same moment: the first generates it, the others wait."""
+    with _GENERATING:
+        return _generated(settings, seed)
+
+
+@lru_cache(maxsize=512)  # generating a game takes half a second
+def _generated(settings: str, seed: int) -> "Game":
     asked = json.loads(settings)
     textworld = _package("textworld")
     options = textworld.GameOptions()
     options.seeds = seed
-    with _GENERATING, GlobalRandom(seed).installed():
+    with GlobalRandom(seed).installed():
         try:
             if asked["level"] is not None:
                 hunts = _package("textworld.challenges.tw_treasure_hunter.treasure_hunter")

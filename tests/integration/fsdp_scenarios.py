@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -51,7 +52,7 @@ from ludic.training.losses import (
 from ludic.training.losses.base import BatchNormalized
 from ludic.types import RequestsExhausted, SAWBatch, SAWItem
 from tests.tiny_families import family_model
-from tests.unit.training.samples import in_three_episodes, random_items
+from tests.unit.training.samples import in_three_episodes, random_items, with_prefix
 
 LENGTHS = ([40, 5, 31, 12, 9, 22, 17], [50, 3], [11, 11, 12, 13, 40, 39, 38, 20], [30, 8, 26, 25])
 """Of four batches; the second leaves most of four ranks with nothing."""
@@ -275,13 +276,13 @@ REFERENCES = ("frozen", "adapter_off")
 
 @functools.cache
 def _policy_and_reference(
-    ranks: Ranks | None, *, lora: bool, context: ContextParallel | None
+    ranks: Ranks | None, *, lora: bool, context: ContextParallel | None, share_prefixes: bool
 ) -> tuple[TrainedPolicy, Reference]:
     """They are made once, for all losses."""
     model, other = llama(tied=True, lora=lora), llama(seed=1).requires_grad_(False)
     if ranks is not None:
         model, other = shard_model(model), shard_model(other)
-    policy = TrainedPolicy(model, context=context)
+    policy = TrainedPolicy(model, context=context, share_prefixes=share_prefixes)
     return policy, Reference(policy, adapter_off=True) if lora else Reference(TrainedPolicy(other))
 
 
@@ -291,16 +292,32 @@ def _sharing_rows(ranks: Ranks) -> ContextParallel:
 
 
 def gradients(
-    loss: Loss, ranks: Ranks | None, *, reference: str = "frozen", budget: int = 64, shares_rows: bool = False
+    loss: Loss,
+    ranks: Ranks | None,
+    *,
+    reference: str = "frozen",
+    budget: int = 64,
+    shares_rows: bool = False,
+    has_prefixes: bool = False,
+    share_prefixes: bool = False,
 ) -> dict[str, Any]:
-    """Whole gradients of one batch that is dealt out unevenly; or whose rows all ranks share (context parallel)."""
+    """Whole gradients of one batch that is dealt out unevenly; or whose rows all ranks share (context parallel).
+
+    `has_prefixes`: three groups of three samples behind a prompt each, dealt out in whole groups if they are shared."""
     items = in_three_episodes(random_items([40, 5, 31, 12, 9, 22, 17, 60, 3], seed=3))
+    if has_prefixes:
+        prompts = np.random.default_rng(0).integers(3, 60, size=(3, 30)).astype(np.int32)
+        items = [with_prefix(item, prompts[number // 3]) for number, item in enumerate(items)]
     context = _sharing_rows(ranks) if shares_rows and ranks is not None else None
-    policy, anchor = _policy_and_reference(ranks, lora=reference == "adapter_off", context=context)
+    policy, anchor = _policy_and_reference(
+        ranks, lora=reference == "adapter_off", context=context, share_prefixes=share_prefixes
+    )
     policy.model.zero_grad()
     share = items if ranks is None else balanced_shares(items[4:], ranks.world_size)[ranks.rank]
     if context is not None:
         share = items
+    elif ranks is not None and has_prefixes:
+        share = balanced_shares(items, ranks.world_size, share_prefixes=share_prefixes)[ranks.rank]
     elif ranks is not None and ranks.is_first:
         share = share + items[:4]  # not balanced: some ranks have fewer micro-batches
     sums = accumulate_gradients(
@@ -310,5 +327,6 @@ def gradients(
     return {
         "loss": sums.totals().sums.get("loss", (0.0, 0.0))[0],
         "micro_batches": sums.totals().sums["num_micro_batches"][0],
+        "computed": sums.totals().sums["perf/prefix_sharing"],
         "grads": {name: whole(p.grad) for name, p in policy.model.named_parameters() if p.grad is not None},
     }

@@ -1,8 +1,9 @@
 """One rank of a group: `torchrun … -m tests.integration.fsdp_worker FOLDER JOB…`; rank 0 writes FOLDER/JOB.pt.
 
-A job is run:NAME, gradients:NAME:REFERENCE (as in fsdp_scenarios), context:NAME:REFERENCE (the same by context parallel), resumed
-(in the middle of a batch), or tokens and tokens_cut (the scenario "full" and what TokenRecorder writes of it, with the model
-sharded and cut by tensor parallelism).
+A job is run:NAME, gradients:NAME:REFERENCE (as in fsdp_scenarios), prefixes:NAME:REFERENCE (of groups behind a prompt, which
+several ranks compute once and one process does not), context:NAME:REFERENCE (the same by context parallel), resumed (in the
+middle of a batch), or tokens and tokens_cut (the scenario "full" and what TokenRecorder writes of it, with the model sharded and
+cut by tensor parallelism).
 """
 
 import sys
@@ -31,7 +32,10 @@ def done(job: str, ranks: Ranks | None) -> Any:
         return train((RUNS | SPECIAL_RUNS)[rest[0]], ranks)
     if kind == "context":
         return gradients(LOSSES[rest[0]], ranks, reference=rest[1], shares_rows=True)
-    found = gradients(LOSSES[rest[0]], ranks, reference=rest[1])
+    prefixes: dict[str, Any] = {}
+    if kind == "prefixes":
+        prefixes = {"has_prefixes": True, "share_prefixes": ranks is not None, "budget": 128}
+    found = gradients(LOSSES[rest[0]], ranks, reference=rest[1], **prefixes)
     return found if ranks is None else {**found, "loss": ranks.sum(found["loss"])}
 
 

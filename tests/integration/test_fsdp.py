@@ -15,6 +15,7 @@ from tests.integration.fsdp_worker import done
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 RUN_JOBS = [f"run:{name}" for name in RUNS if name != "full"]
 GRADIENT_JOBS = [*(f"gradients:{name}:frozen" for name in LOSSES), "gradients:with_entropy_and_kl:adapter_off"]
+PREFIX_JOB = "prefixes:token_clipped:frozen"
 CONTEXT_JOBS = [
     "context:token_clipped:frozen",
     "context:clipped:frozen",
@@ -38,7 +39,7 @@ def recorded(folder: Path, num: int, *jobs: str) -> Path:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory, request) -> Path:
-    others = ["run:half_precision", "resumed"]
+    others = ["run:half_precision", "resumed", PREFIX_JOB]
     return recorded(tmp_path_factory.mktemp("two"), 2, *chosen_cases(request, "job"), *others)
 
 
@@ -108,6 +109,13 @@ def test_two_processes_have_the_gradient_of_one(two, job):
     found = record(two, job)
     assert found["micro_batches"] > 2, "the ranks were meant to have several, and not as many each"
     assert_same_gradients(found, alone(job))
+
+
+def test_two_processes_that_compute_prefixes_once_have_the_gradient_of_one_that_does_not(two):
+    found = record(two, PREFIX_JOB)
+    (tokens, computed), (of_one, same) = found["computed"], alone(PREFIX_JOB)["computed"]
+    assert tokens > computed and of_one == same, "shared on each rank, and not in one process"
+    assert_same_gradients(found, alone(PREFIX_JOB))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
+
 from ludic.distributed import VllmAdapterPublisher, create_vllm_publisher
 from ludic.distributed.publish.adapter import fitting_rank, read_adapter
 from ludic.distributed.publish.sglang import SGLangPublisher
@@ -31,6 +33,9 @@ from ludic.types import ConfigError, PolicyPublisher, shown_url
 from ludic.types.errors import RestartLimit, Restarts
 
 _START_S = 600.0
+_SERVER_OVERHEAD = 3 << 30
+"""Bytes of a vLLM server beside weights and cache: CUDA, graphs, activations, logits."""
+_SMALLEST_CACHE = 1 << 28
 ADAPTER, BASE = "policy", "base"
 """Names of the adapter, and of the model under it, on a server that was started for the run."""
 
@@ -113,6 +118,10 @@ def _start(loaded: LoadedModel, run: ResolvedRun, folder: Path) -> VLLMServerPro
     quantization = settings.server_quantization
     flags = save_for_server(loaded, folder / "model", is_alone=settings.push == "adapter", quantization=quantization)
     flags += ["--enable-return-routed-experts"] if run.trainer.replay_experts else []
+    if torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        weights = sum(file.stat().st_size for file in (folder / "model").glob("*.safetensors"))
+        flags += cache_flags(settings.server_memory, total, weights)
     process = start_vllm_server(
         folder / "model",
         port=0,
@@ -125,6 +134,15 @@ def _start(loaded: LoadedModel, run: ResolvedRun, folder: Path) -> VLLMServerPro
     )
     wait_for_vllm_health(process.command.host, process.command.port, process, timeout_s=_START_S)
     return process
+
+
+def cache_flags(share: float, total: int, weights: int) -> list[str]:
+    """vLLM's flag for the size of its cache, on a GPU of `total` bytes that it has a `share` of, beside `weights` bytes.
+
+    Otherwise vLLM measures what is free, and ends if the trainer on the same GPU frees memory meanwhile, as it may when a server
+    is started again during a run. Where too little is left, vLLM decides, and says what to do."""
+    cache = int(share * total) - weights - _SERVER_OVERHEAD
+    return ["--kv-cache-memory-bytes", str(cache)] if cache >= _SMALLEST_CACHE else []
 
 
 async def served_name(client: VLLMChatClient) -> str:

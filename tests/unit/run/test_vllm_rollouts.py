@@ -1,4 +1,4 @@
-"""Rollouts in FP8: the flag reaches vLLM, and the check of sampler against trainer says when rounding matters.
+"""The flags of a vLLM server that a run starts. In FP8 the check of sampler against trainer says when rounding matters.
 
 vLLM itself is not started here, and FP8 needs a GPU.
 """
@@ -14,7 +14,7 @@ from ludic.inference.vllm.command import VLLMInstall, default_flags
 from ludic.models.tiny import make_tiny
 from ludic.run.config import RunConfig
 from ludic.run.settings import from_table
-from ludic.run.vllm import save_for_server
+from ludic.run.vllm import cache_flags, save_for_server
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.types import ActorTokenLogps
 from tests.unit.training.bandit import hand_trainer, tiny_llama
@@ -27,6 +27,11 @@ def test_the_setting_becomes_a_flag_of_vllm(tmp_path):
     flags = save_for_server(made, tmp_path, quantization=config.rollouts.server_quantization)
     assert flags[-2:] == ["--quantization", "fp8"]
     assert "--quantization" not in save_for_server(made, tmp_path)
+
+
+def test_the_cache_is_what_the_servers_share_leaves_beside_its_weights():
+    assert cache_flags(0.4, 100 << 30, 10 << 30) == ["--kv-cache-memory-bytes", str((40 - 10 - 3) << 30)]
+    assert cache_flags(0.4, 24 << 30, 7 << 30) == [], "vLLM decides, and says what to do"
 
 
 def test_log_probs_stay_those_of_the_distribution_that_was_sampled():

@@ -61,13 +61,13 @@ TRL_MICRO_BATCH = {"tiny": 8, "135m": 64}
 
 
 class OneQuestion(SingleAgentEnv):
-    """A question of `length` bytes; its answer is graded for `seconds`. No two rewards are equal, so that every group counts."""
+    """A question of `length` bytes. No two rewards are equal, so that every group counts."""
 
     numbers = itertools.count()
 
-    def __init__(self, length: int, seconds: float = 0.0) -> None:
+    def __init__(self, length: int) -> None:
         super().__init__()
-        self._length, self._seconds = length, seconds
+        self._length = length
 
     @property
     def suggested_sysprompt(self) -> None:
@@ -78,6 +78,14 @@ class OneQuestion(SingleAgentEnv):
 
     def env_step(self, action: str) -> StepOutcome:
         return StepOutcome("", next(self.numbers) * 0.618 % 1.0, terminated=True)
+
+
+class SlowQuestion(OneQuestion):
+    """Its answer is graded for `seconds`."""
+
+    def __init__(self, length: int, seconds: float) -> None:
+        super().__init__(length)
+        self._seconds = seconds
 
     async def async_env_step(self, action: str) -> StepOutcome:
         await asyncio.sleep(self._seconds)
@@ -144,8 +152,15 @@ class OurStep:
         length = -(-(options.prompt_tokens + options.new_tokens) // 256) * 256
         self.client = LocalEngine(self._model, ByteTokenizer(), max_sequences=num_samples, max_model_len=length)
         template = len(ByteTemplate().apply([{"role": "user", "content": ""}]).prompt_token_ids)
+        length_of_question = options.prompt_tokens - template
+
+        def question() -> OneQuestion:
+            if options.env_seconds:
+                return SlowQuestion(length_of_question, options.env_seconds)
+            return OneQuestion(length_of_question)
+
         engine = RolloutEngine(
-            env_registry={"question": lambda: OneQuestion(options.prompt_tokens - template, options.env_seconds)},
+            env_registry={"question": question},
             protocol_registry={"single": lambda: protocol(self.client)},
         )
         algorithm = make_grpo(group_size=options.group)

@@ -110,7 +110,8 @@ class RolloutEngine:
     Other env kinds are looked up in `ludic.registry.envs`. `jsonl_path` appends every episode to that file; with `resume=True`
     the engine reads episodes that are already in the file instead of running them. `rewards` scores finished episodes before
     they are written; scorers that compare siblings run when a group is complete, which is then returned and written as a whole.
-    A scorer that raises fails its episode or group without a retry, and does not count against `max_failed_share`.
+    A scorer that raises fails its episode or group without a retry; such failures have a limit for themselves,
+    `max_unscored_share`. Evaluations need one, since an episode without a score counts as not solved.
     """
 
     def __init__(
@@ -125,12 +126,13 @@ class RolloutEngine:
         env_timeout_s: float | None = DEFAULT_ENV_TIMEOUT_S,
         max_retries: int = 1,
         max_failed_share: float = 0.5,
+        max_unscored_share: float = 1.0,
         on_progress: OnProgress | None = None,
         rewards: Rewards | None = None,
     ) -> None:
         if resume and jsonl_path is None:
             raise ConfigError("resume=True needs jsonl_path: the file that the earlier run wrote.")
-        FailureLimit(max_failed_share, num_episodes=0)  # checks the share before the run starts
+        FailureLimit(max_failed_share, max_unscored_share, num_episodes=0)  # checks the shares before the run starts
         self._factories = Factories(env_registry, protocol_registry)
         self._writer = None if jsonl_path is None else RolloutWriter(jsonl_path)
         self._finished = FinishedEpisodes(jsonl_path) if resume and jsonl_path is not None else None
@@ -138,7 +140,7 @@ class RolloutEngine:
         self._episode_timeout_s = episode_timeout_s
         self._env_timeout_s = env_timeout_s
         self._max_retries = max_retries
-        self._max_failed_share = max_failed_share
+        self._max_failed_share, self._max_unscored_share = max_failed_share, max_unscored_share
         self._on_progress = on_progress
         self._rewards = rewards
         self._failures = FailureLog()
@@ -277,7 +279,8 @@ class RolloutEngine:
 
     @contextmanager
     def _counting(self, num_episodes: int) -> Iterator[_EpisodeCounts]:
-        counts = _EpisodeCounts(num_episodes, FailureLimit(self._max_failed_share, num_episodes=num_episodes))
+        limit = FailureLimit(self._max_failed_share, self._max_unscored_share, num_episodes=num_episodes)
+        counts = _EpisodeCounts(num_episodes, limit)
         self._active.append(counts)
         try:
             yield counts

@@ -239,13 +239,14 @@ class TooManyFailures(LudicError, RuntimeError):
 class FailureLimit:
     """Counts failed episodes and raises TooManyFailures as soon as the limit is certain to be exceeded.
 
-    Episodes that a scorer failed are counted, but not against the limit: a judge's server may be away for a while.
+    Episodes that a scorer failed have their own limit: while training, a judge's server may be away for a while.
     """
 
-    def __init__(self, max_failed_share: float, *, num_episodes: int) -> None:
-        if not 0 <= max_failed_share <= 1:
-            raise ConfigError(f"max_failed_share={max_failed_share}; it is a share of the episodes, from 0 to 1.")
-        self._share, self._num_episodes = max_failed_share, num_episodes
+    def __init__(self, max_failed_share: float, max_unscored_share: float = 1.0, *, num_episodes: int) -> None:
+        for name, share in {"max_failed_share": max_failed_share, "max_unscored_share": max_unscored_share}.items():
+            if not 0 <= share <= 1:
+                raise ConfigError(f"{name}={share}; it is a share of the episodes, from 0 to 1.")
+        self._share, self._unscored_share, self._num_episodes = max_failed_share, max_unscored_share, num_episodes
         self.num_failed = self.num_unscored = 0
         self._kinds: Counter[tuple[str, str]] = Counter()
         self._first: dict[tuple[str, str], str] = {}
@@ -258,6 +259,11 @@ class FailureLimit:
         self.num_failed += 1
         if failure.by_scorer:
             self.num_unscored += 1
+            if self.num_unscored > self._unscored_share * self._num_episodes:
+                raise TooManyFailures(
+                    f"A judge or reward function failed on {self.num_unscored} of {self._num_episodes} episodes, more than "
+                    f"max_unscored_share={self._unscored_share:g} allows. The last: {failure.summary}"
+                )
             return
         kind, text = (failure.error, failure.place), failure.summary
         self._kinds[kind] += 1

@@ -22,7 +22,7 @@ DESCRIPTION = (
     "win. metrics, rollouts and checkpoints go to a folder under runs/."
 )
 LOW_LORA_LR = 5e-5
-"""Below it a LoRA hardly learns; all weights want less than that."""
+"""The rate at which a LoRA was seen to learn GSM8K slowly; all weights learned it at 3e-6."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ def _opening(run: "Run", *, resume: bool) -> list[str]:
         f"{config.rollouts.rollouts_per_update} {'rollouts' if preferences is None else 'preferences'}{teacher}."
     ]
     rank, lr = config.model.lora_rank, config.trainer.lr
-    if rank and lr < LOW_LORA_LR and not start.first_step:
+    if rank and lr <= LOW_LORA_LR and preferences is None and not start.first_step:
         lines.append(
             f"lr {lr:g} is low for a LoRA: on GSM8K 2e-4 learned well, and 5e-5 slowly (docs/results/gsm8k_qwen.md)."
         )

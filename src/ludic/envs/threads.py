@@ -2,8 +2,7 @@
 
 `LudicEnv.async_reset` and `async_step` use it unless the env's class says `blocking = False`. All calls of one env run in one
 thread, as some libraries require (sqlite, emulators, OpenGL), and in one copy of the context variables. The threads are daemons, so
-one that hangs does not keep the process from ending. Starting a thread costs more than an episode of a light env, so an idle thread
-serves the next env.
+one that hangs does not keep the process from ending.
 """
 
 import asyncio
@@ -14,8 +13,7 @@ import logging
 import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -30,8 +28,6 @@ E = TypeVar("E", bound="LudicEnv[Any, Any, Any]")
 _FINISH_S, _INTERRUPTED_S = 1.0, 2.0
 """How long an abandoned call may take to end: by itself, and then after it was interrupted."""
 _HEARTBEAT_S = 1.0
-_IDLE_S = 1.0
-"""How long a thread without an env waits for the next one before it ends."""
 _CLOSE_S = 60.0
 """For an env's `async_close`."""
 _hung: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
@@ -91,63 +87,18 @@ class _Call:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(_CallEnded))
 
 
-_idle: "dict[_Worker, None]" = {}
-"""Threads without an env. Single operations of a dict need no lock."""
-
-
-class _Worker:
-    """A daemon thread. It makes the calls of one `EnvThread`, and after `release` of the next one that takes it."""
-
-    def __init__(self) -> None:
-        self.calls: SimpleQueue[_Call | None] = SimpleQueue()
-        """None: wait for the next env for a while."""
-        self.is_last = False
-        """The thread ends after its current call."""
-        self.thread = threading.Thread(target=self._work, name="ludic-env", daemon=True)
-        self.thread.start()
-
-    @classmethod
-    def take(cls) -> "_Worker":
-        """An idle one, else a new one."""
-        with contextlib.suppress(KeyError):
-            while True:
-                worker, _ = _idle.popitem()
-                if worker.thread.is_alive():  # not one that a fork left behind
-                    return worker
-        return cls()
-
-    def release(self, *, is_last: bool = False) -> None:
-        """Its env is done. `is_last`: end, after the current call; it may have been interrupted."""
-        self.is_last = is_last
-        if not is_last:
-            _idle[self] = None
-        self.calls.put(None)
-
-    def _work(self) -> None:
-        with contextlib.suppress(_CallEnded):  # it may arrive when the call is just over
-            while not self.is_last:
-                call = self.calls.get()
-                if call is None and not self.is_last:
-                    try:
-                        call = self.calls.get(timeout=_IDLE_S)
-                    except Empty:
-                        if _idle.pop(self, self) is None:
-                            return
-                if call is not None:
-                    call.execute()
-                    del call
-
-
 class EnvThread:
-    """A thread for one env's calls, until `end`, or until the object is no longer used."""
+    """One daemon thread that makes an env's calls; it ends with `end`, or when the object is no longer used."""
 
     def __init__(self) -> None:
-        self._worker = worker = _Worker.take()
-        self._context = contextvars.copy_context()
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._current: _Call | None = None
-        self._is_ended = False
-        self._unused = weakref.finalize(self, worker.release, is_last=True)
-        self._unused.atexit = False
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=context.run, args=(_make_calls, self._calls), name="ludic-env", daemon=True
+        )
+        self._thread.start()
+        weakref.finalize(self, self._calls.put, None).atexit = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _no_thread, ()  # a copy of an env begins without one
@@ -155,14 +106,13 @@ class EnvThread:
     @property
     def is_usable(self) -> bool:
         """Idle, and not left behind in the parent of this process."""
-        is_idle = self._current is None or self._current.is_over
-        return is_idle and not self._is_ended and self._worker.thread.is_alive()
+        return self._thread.is_alive() and (self._current is None or self._current.is_over)
 
     async def run(self, work: Callable[[], T]) -> T:
         """The result of `work`. Its exceptions are raised here; SystemExit, KeyboardInterrupt and the like, which would end the
         program, become a RuntimeError."""
-        self._current = call = _Call(partial(self._context.run, work))
-        self._worker.calls.put(call)
+        self._current = call = _Call(work)
+        self._calls.put(call)
         try:
             error, value = await call.answer
         finally:
@@ -179,23 +129,19 @@ class EnvThread:
             del error  # its traceback holds this frame
 
     async def end(self) -> bool:
-        """Give the thread back, and end its running call; False if the call does not end."""
-        call, thread = self._current, self._worker.thread
-        is_idle = call is None or call.is_over
-        if not self._is_ended:
-            self._is_ended = True
-            self._unused.detach()
-            self._worker.release(is_last=not is_idle)
-        if call is None or is_idle or not thread.is_alive():
+        """End the thread and its running call; False if the call does not end."""
+        call = self._current
+        self._calls.put(None)
+        if call is None or call.is_over or not self._thread.is_alive():
             return True
         call.ended = asyncio.get_running_loop().create_future()
         await asyncio.wait({call.ended}, timeout=_FINISH_S)
         if not call.is_over:
-            call.interrupt(thread.ident)
+            call.interrupt(self._thread.ident)
             await asyncio.wait({call.ended}, timeout=_INTERRUPTED_S)
-        if call.is_over or not thread.is_alive():
+        if call.is_over or not self._thread.is_alive():
             return True
-        _hung.add(thread)
+        _hung.add(self._thread)
         num = num_hung()
         if num & (num - 1) == 0:  # 1, 2, 4, …
             logger.warning(
@@ -210,6 +156,13 @@ class EnvThread:
 def num_hung() -> int:
     """Threads in an abandoned call that still runs."""
     return sum(thread.is_alive() for thread in list(_hung))
+
+
+def _make_calls(calls: "SimpleQueue[_Call | None]") -> None:
+    with contextlib.suppress(_CallEnded):  # it may arrive when the call is just over
+        while (call := calls.get()) is not None:
+            call.execute()
+            del call
 
 
 def _no_thread() -> None:

@@ -112,13 +112,14 @@ def _from_config(path: Path, tokenizer: Any, dtype: torch.dtype, device: torch.d
 
 def without_dropout(model: Any) -> Any:
     """The model, which drops nothing in training mode: with dropout (GPT-2 has it) a trainer computes other log-probs than the
-    sampler did. Its config stays as it is."""
+    sampler did. Its config says so, too, since some models (Falcon) read it in every pass."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        for name, value in list(vars(module).items()):
-            if isinstance(value, float) and name.endswith(("dropout", "pdrop")):
-                setattr(module, name, 0.0)
+        for owner in filter(None, (module, getattr(module, "config", None))):
+            for name, value in list(vars(owner).items()):
+                if isinstance(value, float) and name.endswith(("dropout", "pdrop")):
+                    setattr(owner, name, 0.0)
     return model
 
 

@@ -141,6 +141,7 @@ class EpisodeSetup:
         resume: bool = False,
         seed: int = 0,
         max_failed_share: float = 0.5,
+        max_unscored_share: float = 1.0,
         purpose: str = "playing",
     ) -> RolloutEngine:
         """A new rollout engine; `purpose` is its name in `activity`."""
@@ -153,6 +154,7 @@ class EpisodeSetup:
             episode_timeout_s=self.env.episode_timeout or None,
             env_timeout_s=self.env.env_timeout or None,
             max_failed_share=max_failed_share,
+            max_unscored_share=max_unscored_share,
             rewards=self.rewards,
         )
         return self.engines[purpose]
@@ -661,7 +663,7 @@ def make_evaluator(run: ResolvedRun, setup: EpisodeSetup) -> EngineEvaluator:
     env = run.env.make(env_arguments(run.config.env, None if samples is None else samples[0]))
     limit = run.config.rollouts.max_failed_share
     return EngineEvaluator(
-        setup.engine(seed=run.seed, max_failed_share=limit, purpose="evaluating"),
+        setup.engine(seed=run.seed, max_failed_share=limit, max_unscored_share=limit, purpose="evaluating"),
         requests_fn=lambda: requests,
         max_steps=run.max_steps,
         timeout_s=run.trainer.eval_timeout_s,

@@ -16,6 +16,7 @@ from ludic.distributed.publish.sglang import SGLangPublisher
 from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.inference.sglang.client import SGLangChatClient
 from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.command import find_vllm
 from ludic.inference.vllm.control import CONTROL_VARIABLE, TOKEN_FILE, read_control_token
 from ludic.inference.vllm.process import VLLMServerProcess, wait_for_vllm_health
 from ludic.inference.vllm.watch import ServerWatch
@@ -118,7 +119,7 @@ def _start(loaded: LoadedModel, run: ResolvedRun, folder: Path) -> VLLMServerPro
     quantization = settings.server_quantization
     flags = save_for_server(loaded, folder / "model", is_alone=settings.push == "adapter", quantization=quantization)
     flags += ["--enable-return-routed-experts"] if run.trainer.replay_experts else []
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and not find_vllm().is_cpu:
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         weights = sum(file.stat().st_size for file in (folder / "model").glob("*.safetensors"))
         flags += cache_flags(settings.server_memory, total, weights)

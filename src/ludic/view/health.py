@@ -248,7 +248,7 @@ def _failures(run: _Run) -> Iterator[Advisory]:
         code="failed_episodes",
         title=f"{len(failed)} episodes failed, {share:.1%} of the last updates'",
         detail=f"{count} times: {common:.200}. A failed episode takes its whole group out of the batch; above "
-        f"max_failed_share={limit:g} the run stops.",
+        f"max_failed_share={limit:g} the run stops, unless a judge or reward function failed.",
         advice="Open one: its traceback names the line. A time limit is raised with --episode-timeout or --env-timeout.",
         step=failed[-1].step,
         link=run.link("rollout", failed[-1].id),

@@ -131,6 +131,15 @@ async def test_failures_of_envs_count_against_the_share_beside_those_of_a_scorer
         await engine.generate_rollouts([request(), request(), *broken], max_steps=1, concurrency=1)
 
 
+async def test_scorers_have_a_limit_of_failures_for_themselves():
+    """In an evaluation an episode without a score counts as not solved, so an outage would look like a collapse."""
+    engine = make_engine(rewards=Rewards([Breaks({1, 2, 3})]), max_failed_share=1, max_unscored_share=0.5)
+    with pytest.raises(
+        TooManyFailures, match=r"failed on 3 of 4 episodes, more than max_unscored_share=0.5.*no verdict"
+    ):
+        await engine.generate_rollouts([request() for _ in range(4)], max_steps=1, concurrency=1)
+
+
 @pytest.mark.parametrize("by_group", [False, True])
 async def test_a_batch_that_could_not_be_scored_is_skipped_with_a_warning(caplog, by_group):
     rewards = Rewards([Breaks({1, 2}, by_group=by_group)])

@@ -80,12 +80,21 @@ def test_tiny_llama_depends_on_its_seed_and_keeps_the_global_random_state():
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
 
 
-def test_a_loaded_model_computes_the_same_in_training_mode(tmp_path):
-    model = family_model("gpt2")
-    assert model.config.attn_pdrop > 0 and model.config.resid_pdrop > 0
+def tiny_falcon():
+    """It reads the dropout of its config in every pass."""
+    from transformers import FalconConfig, FalconForCausalLM
+
+    sizes = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return FalconForCausalLM(FalconConfig(**sizes, hidden_dropout=0.3, attention_dropout=0.3))
+
+
+@pytest.mark.parametrize("make", [lambda: family_model("gpt2"), tiny_falcon], ids=["gpt2", "falcon"])
+def test_a_loaded_model_computes_the_same_in_training_mode(make, tmp_path):
+    model = make()
+    ids = torch.arange(9)[None]
+    assert not torch.equal(model.train()(ids).logits, model.eval()(ids).logits), "it has dropout"
     model.save_pretrained(tmp_path)
     character_tokenizer().save_pretrained(tmp_path)
     for source in (tmp_path, tmp_path / "config.json"):
         loaded = load_model(source, device="cpu", dtype=torch.float32).model
-        ids = torch.arange(9)[None]
         assert torch.equal(loaded.train()(ids).logits, loaded.eval()(ids).logits)

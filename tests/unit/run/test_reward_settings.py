@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import ludic.run
+from ludic.batch_gen import TooManyFailures
 from ludic.cli.eval.config import EvalConfig, of_run
 from ludic.rewards import FunctionScorer
 from ludic.rewards.shaping import LengthPenalty
@@ -219,3 +220,15 @@ def test_a_function_with_arguments_is_called_with_them():
 
     scorer = FunctionScorer(partial(shifted, by=2.0), "shifted")
     assert asyncio.run(scorer.score([None])) == [{"shifted": 2.0}]
+
+
+def test_an_evaluation_that_cannot_be_scored_ends_with_the_reason(tmp_path):
+    def judge(rollout):
+        raise RuntimeError("no verdict")
+
+    settings = {"model": "tiny", "max_tokens": 1, "rollouts_per_update": 8, "group_size": 8, "runs": tmp_path}
+    with (
+        ludic.run.build(env="tic_tac_toe", reward=[judge], eval_episodes=4, **settings) as run,
+        pytest.raises(TooManyFailures, match="max_unscored_share=0.5"),
+    ):
+        run.evaluate()

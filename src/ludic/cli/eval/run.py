@@ -134,7 +134,9 @@ async def _measure(
         requests = make_requests(setup, config, samples)
         prepare_folder(folder, config)  # after all checks, so that a mistake leaves no folder
         # With --resume the file holds the episodes of the earlier evaluation; otherwise it is new.
-        engine = setup.engine(jsonl_path=rollouts_file(folder, model.file_stem), resume=True, seed=measure.seed)
+        engine = setup.engine(
+            jsonl_path=rollouts_file(folder, model.file_stem), resume=True, seed=measure.seed, max_unscored_share=0.5
+        )
         with long_lived_objects_exempt(), _progress(model.label, len(requests), grading) as on_rollouts:
             began = time.perf_counter()
             report = await run_episodes(

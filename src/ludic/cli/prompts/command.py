@@ -222,7 +222,7 @@ async def _search(
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG).write_text(f"# ludic {__version__}\n\n{to_toml(config)}", encoding="utf-8")
         running = PromptSearch(
-            setup.engine(seed=search.seed),
+            setup.engine(seed=search.seed, max_unscored_share=0.5),
             _tasks(config, setup, samples, num_tasks),
             reflector,
             start=config.agent.system_prompt or "",

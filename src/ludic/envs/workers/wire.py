@@ -25,7 +25,7 @@ from ludic.types import (
     UnknownName,
 )
 from ludic.types.errors import encodable
-from ludic.types.rollout import json_number, plain_fields
+from ludic.types.rollout import json_number
 
 PROTOCOL = 1
 """Number of this protocol. Both ends must have the same."""
@@ -278,18 +278,22 @@ _OURS: dict[str, type[LudicError]] = {
     for kind in (ConfigError, EnvContractError, MissingExtra, ResetNeeded, SnapshotUnsupported, UnknownName)
 }
 """Errors that arrive as the type that was raised: callers handle them."""
+_SENT = ("error", "message", "traceback", "user_traceback", "place")
+"""Fields of a `Failure` that a worker sends; another change of them needs another PROTOCOL."""
 
 
-def error_to_wire(error: BaseException) -> list[Any]:
+def error_to_wire(error: BaseException) -> list[str]:
     failure = Failure.from_exception(error)
     ours = next((name for name, kind in _OURS.items() if isinstance(error, kind)), "")
-    return [*plain_fields(failure).values(), ours]
+    return [*(getattr(failure, name) for name in _SENT), ours]
 
 
-def error_from_wire(stored: list[Any]) -> LudicError:
+def error_from_wire(stored: list[str]) -> LudicError:
     """The error that a worker sent: one of Ludic's as itself, any other as an EnvWorkerError that holds its `Failure`."""
-    *fields, ours = stored
-    failure = Failure(**dict(zip(Failure.__dataclass_fields__, fields, strict=True)))
+    kind_of_error, message, traceback, user_traceback, place, ours = stored
+    failure = Failure(
+        error=kind_of_error, message=message, traceback=traceback, user_traceback=user_traceback, place=place
+    )
     kind = _OURS.get(ours)
     if kind is None:
         return EnvWorkerError(failure)

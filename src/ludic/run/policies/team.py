@@ -126,7 +126,7 @@ class Team:
         env = run.env.make(env_arguments(run.config.env, None if samples is None else samples[0]))
         limit = run.config.rollouts.max_failed_share
         evaluator = PolicyEvaluator(
-            setup.engine(seed=run.seed, max_failed_share=limit, purpose="evaluating"),
+            setup.engine(seed=run.seed, max_failed_share=limit, max_unscored_share=limit, purpose="evaluating"),
             requests_fn=lambda: requests,
             max_steps=run.max_steps,
             timeout_s=run.trainer.eval_timeout_s,

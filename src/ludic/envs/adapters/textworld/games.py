@@ -36,9 +36,14 @@ def require_package() -> None:
 def make_game(settings: str, seed: int) -> "Game":
     """The game of a seed; `settings` is JSON: {"level"} for a treasure hunt, else rooms, objects, quest_length, quest_breadth.
 
-    Episodes of a group ask for theirs at the same moment: the first generates it, the others wait."""
-    with _GENERATING:
+    Episodes of a group ask for theirs at the same moment: the first generates it, the others wait for that game alone."""
+    with _lock_of(settings, seed):
         return _generated(settings, seed)
+
+
+@lru_cache(maxsize=512)
+def _lock_of(settings: str, seed: int) -> threading.Lock:
+    return threading.Lock()
 
 
 @lru_cache(maxsize=512)  # generating a game takes half a second
@@ -47,7 +52,7 @@ def _generated(settings: str, seed: int) -> "Game":
     textworld = _package("textworld")
     options = textworld.GameOptions()
     options.seeds = seed
-    with GlobalRandom(seed).installed():
+    with _GENERATING, GlobalRandom(seed).installed():
         try:
             if asked["level"] is not None:
                 hunts = _package("textworld.challenges.tw_treasure_hunter.treasure_hunter")

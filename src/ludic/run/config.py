@@ -180,6 +180,13 @@ class AgentSettings:
     action."""
     parser_set: Arguments = field(default_factory=dict)
     """Argument of the parser, such as tag=move for xml_tag."""
+    protocol: str | None = None
+    """What runs the turns of an episode (`ludic parts protocol`), or file.py:Class, or a function, which is called with those of
+    agent, agents (by role), client, model and chat_template that it has as parameters. Default: single_agent, or multi_agent for
+    an env with several roles."""
+    protocol_set: Arguments = field(default_factory=dict)
+    """Argument of the protocol, such as 'delegates={"solver": "solves one sub-task"}' for delegating
+    (docs/algorithms/fold_grpo.md)."""
     system_prompt: str | None = None
     """Instead of the one that the env suggests."""
     max_tokens: int | None = None
@@ -198,6 +205,8 @@ class AgentSettings:
             raise ConfigError(
                 f"agent_command = {self.agent_command!r} is the whole agent; leave agent and agent_set out, or the command."
             )
+        if self.protocol_set and self.protocol is None:
+            raise ConfigError("protocol_set holds arguments of a protocol, but none is named; give --protocol.")
         if self.tools and "tools" in self.agent_set:
             raise ConfigError("Tools were given twice, as --tools and as --agent-set tools=…; give --tools alone.")
 

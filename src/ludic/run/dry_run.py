@@ -20,6 +20,7 @@ from ludic.run.model import (
     make_template,
 )
 from ludic.run.parts import (
+    check_protocol,
     eval_samples,
     first_env,
     make_algorithm,
@@ -45,6 +46,7 @@ def plan_lines(run: ResolvedRun, start: ResumePoint) -> list[str]:
         return [*_policy_lines(run), *_task_lines(run), *_feature_lines(run), _start_line(run, start)]
     check_teacher(run, make_algorithm(run))
     check_source(run)
+    check_protocol(run)
     if run.envs:
         whole = f"{run.shown_batches}: {run.num_batches * total:,} episodes."
         lines = [f"{env.name}, {env.share:.0%}: {' '.join(_task_lines(env.run, env.share))}" for env in run.envs]

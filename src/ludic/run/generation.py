@@ -39,6 +39,7 @@ from ludic.run.model import ServedPolicy, load_policy, load_tokenizer, local_eng
 from ludic.run.parts import (
     EnvsEvaluator,
     EpisodeSetup,
+    check_protocol,
     first_env,
     make_algorithm,
     make_episode_setup,
@@ -220,6 +221,7 @@ class EmbeddedGeneration(Generation):
         Generation.check(run)
         for own in run.each:
             first_env(own)
+        check_protocol(run)
 
     def _serve(self) -> ServedPolicy:
         run = self._run

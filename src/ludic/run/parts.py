@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ludic import registry
-from ludic.agents import Agent
+from ludic.agents import Agent, CallAgent, ToolAgent
 from ludic.batch_gen import (
     GRPORequestStrategy,
     IdentityStrategy,
@@ -44,17 +44,26 @@ from ludic.eval import EngineEvaluator, Grading
 from ludic.gateway.agents import AgentCommand, AgentFunction, OutsideAgent, is_agent_function
 from ludic.gateway.protocol import GatewayProtocol
 from ludic.gateway.session import SessionLimits
-from ludic.inference import ChatTemplate
-from ludic.interaction import InteractionProtocol, MultiAgentProtocol, Policies, RoleAssignment, SingleAgentProtocol
+from ludic.inference import ByteTemplate, ChatTemplate, HermesToolParser, ScriptedClient
+from ludic.interaction import (
+    Delegate,
+    DelegatingProtocol,
+    InteractionProtocol,
+    MultiAgentProtocol,
+    Policies,
+    RoleAssignment,
+    SingleAgentProtocol,
+    TaskEnv,
+)
 from ludic.interaction.base import AnyEnv
 from ludic.judges import LazyJudge
 from ludic.rewards import RenamedScorer, Rewards, as_scorer
 from ludic.rewards.shaping import SoftOverlong
 from ludic.run.config import AgentSettings, AlgoSettings, EnvSettings, RewardSettings
-from ludic.run.entries import RecordedEntry
+from ludic.run.entries import DelegateEntry, RecordedEntry
 from ludic.run.folder import METRICS, wandb_id
 from ludic.run.resolve import EnvFactory, Parts, ResolvedRun, open_reduction
-from ludic.run.settings import values_of
+from ludic.run.settings import converted, values_of
 from ludic.sandbox.backends import BACKEND_VARIABLE
 from ludic.training import (
     JSONLLogger,
@@ -77,6 +86,7 @@ from ludic.types import (
     RolloutRequest,
     Scorer,
     TrainingLogger,
+    UnknownName,
     derive_seed,
 )
 from ludic.types.interfaces import BatchingClient
@@ -367,12 +377,151 @@ def protocol_factory(
         return _gateway_protocol(outside, agent, agent_ids, template, model, parts)
     if parts.reward is not None or parts.policies:
         raise ConfigError("reward= and policies= are for an agent that is a function or a command (docs/gateway.md).")
+    if agent.protocol is not None:
+        return _named_protocol(agent.protocol, agent, agent_ids, template, model, parts)
     make_agent = agent_factory(agent, template, model, parts)
     if len(agent_ids) == 1:
         return lambda client: SingleAgentProtocol(make_agent(client), stop_on_parse_error=agent.unreadable == "stop")
     if agent.unreadable == "stop":
         raise ConfigError(f"unreadable=stop is for envs with one agent; this one has {', '.join(agent_ids)}.")
     return lambda client: MultiAgentProtocol({agent_id: make_agent(client) for agent_id in agent_ids})
+
+
+_OFFERED = frozenset({"agent", "agents", "client", "model", "chat_template"})
+"""What a named protocol is called with, where it has such a parameter."""
+
+
+def _named_protocol(
+    id: str, agent: AgentSettings, agent_ids: Sequence[str], template: ChatTemplate, model: str, parts: Parts
+) -> Callable[[ChatClient], InteractionProtocol]:
+    """Makes the protocol of the settings, with agents of the settings where it takes some."""
+    factory, arguments = registry.protocols.spec(id).load(), dict(agent.protocol_set)
+    takes = _parameters(factory)
+    roles = ", ".join(agent_ids)
+    if takes.isdisjoint({"agent", "agents", "client"}):
+        raise ConfigError(
+            f"protocol = {id!r} has none of the parameters agent, agents and client, so no model would play. Add one."
+        )
+    if "agent" in takes and len(agent_ids) != 1:
+        raise ConfigError(f"protocol = {id!r} runs one agent, but the env has {roles}. Take multi_agent.")
+    for name in arguments:
+        if name not in takes - _OFFERED:
+            raise UnknownName.among(f"argument of the protocol {id}", name, sorted(takes - _OFFERED))
+    if agent.unreadable == "stop" and "client" not in takes:
+        if "stop_on_parse_error" not in takes:
+            raise ConfigError(
+                f"unreadable=stop is for protocols that stop on it; {id} goes on. Give --unreadable go_on."
+            )
+        arguments.setdefault("stop_on_parse_error", True)
+    entries = _delegates(id, agent, parts) if "delegates" in takes and _delegates_tasks(factory) else {}
+    made_of = {name: _sub_agent(entry, agent, entries, template, model, parts) for name, entry in entries.items()}
+    tools = [DelegatingProtocol.tool(_as_delegates(entries))] if entries else []
+    make_agent = agent_factory(agent, template, model, parts, external_tools=tools)
+
+    def make(client: ChatClient) -> InteractionProtocol:
+        given: dict[str, Any] = {"client": client, "model": model, "chat_template": template}
+        if "agent" in takes:
+            given["agent"] = make_agent(client)
+        if "agents" in takes:
+            given["agents"] = {agent_id: make_agent(client) for agent_id in agent_ids}
+        if entries:
+            given["delegates"] = _as_delegates(entries, {name: partial(make, client) for name, make in made_of.items()})
+        made = registry.protocols.make(id, **arguments | {name: given[name] for name in given if name in takes})
+        if not isinstance(made, InteractionProtocol):
+            raise ConfigError(
+                f"protocol = {id!r} makes a {type(made).__name__}; it must be an InteractionProtocol of ludic.interaction."
+            )
+        return made
+
+    return make
+
+
+def _parameters(factory: Callable[..., Any]) -> set[str]:
+    """Names of the parameters; of a class that passes unknown ones on, also those of its bases."""
+    parameters = inspect.signature(factory).parameters
+    passes_on = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    bases = factory.__mro__[1:-1] if passes_on and isinstance(factory, type) else ()
+    own = {one.name for one in parameters.values() if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
+    return own | (_parameters(bases[0]) if bases else set())
+
+
+def _delegates_tasks(factory: Callable[..., Any]) -> bool:
+    return isinstance(factory, type) and issubclass(factory, DelegatingProtocol)
+
+
+def _delegates(id: str, agent: AgentSettings, parts: Parts) -> dict[str, DelegateEntry]:
+    """The sub-agents of the settings; ConfigError unless there are some and the agent can call them."""
+    given = agent.protocol_set.get("delegates")
+    if not given or not isinstance(given, Mapping):
+        raise ConfigError(
+            f'protocol = {id!r} needs sub-agents: --protocol-set \'delegates={{"solver": "solves one sub-task"}}\', or a table '
+            "for each in a file (docs/algorithms/fold_grpo.md)."
+        )
+    if not _hands_calls_on(_named_agent(agent, parts)):
+        raise ConfigError(
+            f"protocol = {id!r} is called as a tool, and agent = {agent.agent!r} calls none that a protocol runs. Take react."
+        )
+    tables = {name: {"description": one} if isinstance(one, str) else one for name, one in given.items()}
+    found: dict[str, DelegateEntry] = converted(tables, dict[str, DelegateEntry], "protocol_set.delegates")
+    return found
+
+
+def _hands_calls_on(agent: Any) -> bool:
+    """Whether the agent leaves calls of external tools to its protocol."""
+    return isinstance(agent, type) and issubclass(agent, ToolAgent) and not issubclass(agent, CallAgent)
+
+
+def _as_delegates(
+    entries: Mapping[str, DelegateEntry], make_agents: Mapping[str, Callable[[], Agent]] | None = None
+) -> dict[str, Delegate]:
+    def uncalled() -> Agent:
+        raise AssertionError("these describe the tool; they start no episode")
+
+    return {
+        name: Delegate(
+            make_agent=uncalled if make_agents is None else make_agents[name],
+            make_env=TaskEnv if entry.env is None else registry.envs.spec(entry.env).load(),
+            max_steps=entry.max_steps,
+            description=entry.description,
+        )
+        for name, entry in entries.items()
+    }
+
+
+def _sub_agent(
+    entry: DelegateEntry,
+    agent: AgentSettings,
+    entries: Mapping[str, DelegateEntry],
+    template: ChatTemplate,
+    model: str,
+    parts: Parts,
+) -> Callable[[ChatClient], Agent]:
+    """Makes agents of one kind of sub-agent."""
+    delegates_too = agent.protocol_set.get("max_depth", 1) > 1
+    own = replace(
+        agent,
+        agent=entry.agent or ("react" if entry.tools or delegates_too else "agent"),
+        agent_set=entry.agent_set,
+        tools=entry.tools,
+        parser=entry.parser,
+        parser_set=entry.parser_set,
+        system_prompt=entry.system_prompt,
+        protocol=None,
+        protocol_set={},
+    )
+    may_call = delegates_too and _hands_calls_on(_named_agent(own, Parts()))
+    tools = [DelegatingProtocol.tool(_as_delegates(entries))] if may_call else []
+    return agent_factory(own, template, model, Parts(context=parts.context), external_tools=tools)
+
+
+def check_protocol(run: ResolvedRun) -> None:
+    """ConfigError if the protocol of the settings cannot be made for an env of the run."""
+    for own in run.each:
+        agent = own.config.agent
+        if agent.protocol is not None and own.parts.protocol is None:
+            template = ByteTemplate(tool_parser=HermesToolParser())
+            make = protocol_factory(agent, first_env(own).agent_ids, template, "checked", own.parts)
+            make(ScriptedClient(lambda request: ""))
 
 
 def uses_gateway(agent: AgentSettings, parts: Parts) -> bool:
@@ -390,6 +539,11 @@ def outside_agent(agent: AgentSettings, parts: Parts) -> OutsideAgent | None:
     """The agent that makes its model calls over HTTP; None if it is one of ludic.agents."""
     if not uses_gateway(agent, parts):
         return None
+    if agent.protocol is not None:
+        raise ConfigError(
+            f"protocol = {agent.protocol!r} runs agents of ludic.agents; an agent that is a function or a command runs its own "
+            "turns. Leave one out."
+        )
     if agent.tools or parts.tools:
         raise ConfigError(
             "--tools are for agents of ludic.agents; an agent that is a function or a command has its own."
@@ -429,9 +583,14 @@ def _gateway_protocol(
 
 
 def agent_factory(
-    agent: AgentSettings, template: ChatTemplate, model: str, parts: Parts | None = None
+    agent: AgentSettings,
+    template: ChatTemplate,
+    model: str,
+    parts: Parts | None = None,
+    *,
+    external_tools: Sequence[Any] = (),
 ) -> Callable[[ChatClient], Agent]:
-    """Makes a new agent, with a new context, for each episode."""
+    """Makes a new agent, with a new context, for each episode. `external_tools` are run by its protocol."""
     parts = parts or Parts()
     parser = parts.parser or registry.parsers.make(agent.parser or "raw", **agent.parser_set)
     arguments = dict(agent.agent_set) | ({"tools": agent.tools} if agent.tools else {})
@@ -440,6 +599,8 @@ def agent_factory(
             arguments[scope] = [registry.tools.make(name) for name in arguments[scope]]
     if parts.tools:
         arguments["tools"] = [*arguments.get("tools", ()), *parts.tools]
+    if external_tools:
+        arguments["external_tools"] = [*arguments.get("external_tools", ()), *external_tools]
     if agent.cut_off == "read":
         arguments["reject_incomplete_completions"] = False
 
@@ -578,8 +739,24 @@ def _played_algorithm(run: ResolvedRun) -> RLAlgorithm:
         )
     if uses_gateway(run.config.agent, run.parts):
         given = with_episode_credit(given)  # a session with several threads counts once
+    _check_sub_agents(given, run)
     given = given if run.parts.loss is None else replace(given, loss=run.parts.loss)
     return _regularised(_corrected(given, config), config)
+
+
+def _check_sub_agents(algorithm: RLAlgorithm, run: ResolvedRun) -> None:
+    """ConfigError if the rollouts of sub-agents would be compared in groups, which have no fixed size."""
+    from ludic.training.credit_assignment import FoldedReturn
+    from ludic.training.credit_assignment.grouping import GroupRule
+
+    named, rule = run.config.agent.protocol, algorithm.credit_assigner
+    if named is None or run.parts.protocol is not None or not _delegates_tasks(registry.protocols.spec(named).load()):
+        return
+    if isinstance(rule, GroupRule) and not isinstance(rule, FoldedReturn) and not rule.allow_partial:
+        raise ConfigError(
+            f"protocol = {named!r} adds rollouts of sub-agents, which algo = {run.config.algo.algo!r} would compare in groups of "
+            f"{rule.group_size}, but their number differs. Take fold_grpo, which credits them as their parent."
+        )
 
 
 def _trained_roles(settings: AlgoSettings) -> tuple[str, ...]:

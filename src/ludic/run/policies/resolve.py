@@ -118,7 +118,7 @@ def _check_features(config: RunConfig, parts: Parts) -> None:
         "updates_per_batch": trainer.updates_per_batch > 1,
         "mini_batches": trainer.mini_batches > 1,
         "quantize_base": config.model.quantize_base,
-        "protocol=": parts.protocol,
+        "protocol": config.agent.protocol,
         "source=": parts.source,
         "algo= as an object": parts.algorithm,
         "model= as an object": parts.model,

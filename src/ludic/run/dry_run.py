@@ -25,11 +25,11 @@ from ludic.run.parts import (
     first_env,
     make_algorithm,
     make_rewards,
-    outside_agent,
     train_samples,
     train_stream,
 )
 from ludic.run.policies.team import check_team
+from ludic.run.protocols.agents import outside_agent
 from ludic.run.resolve import ResolvedRun
 from ludic.run.sources import check_source
 from ludic.types import ConfigError

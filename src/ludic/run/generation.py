@@ -44,9 +44,9 @@ from ludic.run.parts import (
     make_algorithm,
     make_episode_setup,
     make_evaluator,
-    outside_agent,
     play,
 )
+from ludic.run.protocols.agents import outside_agent
 from ludic.run.resolve import PREFERENCE_ALGORITHMS, ResolvedRun
 from ludic.run.sources import check_source, make_league, make_source, with_league, with_recorded, with_replay
 from ludic.training import RLAlgorithm

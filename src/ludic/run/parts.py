@@ -1,4 +1,4 @@
-"""From a resolved run to its parts: agents, requests, the algorithm, the batch source, the evaluator, loggers.
+"""From a resolved run to its parts: episodes, requests, the algorithm, the batch source, the evaluator, loggers.
 
 The first half (episodes) is free of training, and `ludic eval` uses it too; the model itself is in model.py. Loads without torch:
 `ludic eval --base-url` needs none.
@@ -6,7 +6,6 @@ The first half (episodes) is free of training, and `ludic eval` uses it too; the
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
 import weakref
@@ -18,7 +17,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ludic import registry
-from ludic.agents import Agent, CallAgent, ToolAgent
 from ludic.batch_gen import (
     GRPORequestStrategy,
     IdentityStrategy,
@@ -41,29 +39,19 @@ from ludic.batch_gen.requests.streams import (
 )
 from ludic.envs.workers import EnvPool
 from ludic.eval import EngineEvaluator, Grading
-from ludic.gateway.agents import AgentCommand, AgentFunction, OutsideAgent, is_agent_function
-from ludic.gateway.protocol import GatewayProtocol
-from ludic.gateway.session import SessionLimits
 from ludic.inference import ByteTemplate, ChatTemplate, HermesToolParser, ScriptedClient
-from ludic.interaction import (
-    Delegate,
-    DelegatingProtocol,
-    InteractionProtocol,
-    MultiAgentProtocol,
-    Policies,
-    RoleAssignment,
-    SingleAgentProtocol,
-    TaskEnv,
-)
+from ludic.interaction import DelegatingProtocol, InteractionProtocol, Policies, RoleAssignment
 from ludic.interaction.base import AnyEnv
 from ludic.judges import LazyJudge
 from ludic.rewards import RenamedScorer, Rewards, as_scorer
 from ludic.rewards.shaping import SoftOverlong
 from ludic.run.config import AgentSettings, AlgoSettings, EnvSettings, RewardSettings
-from ludic.run.entries import DelegateEntry, RecordedEntry
+from ludic.run.entries import RecordedEntry
 from ludic.run.folder import METRICS, wandb_id
+from ludic.run.protocols.agents import uses_gateway
+from ludic.run.protocols.factory import delegates_tasks, protocol_factory
 from ludic.run.resolve import EnvFactory, Parts, ResolvedRun, open_reduction
-from ludic.run.settings import converted, values_of
+from ludic.run.settings import values_of
 from ludic.sandbox.backends import BACKEND_VARIABLE
 from ludic.training import (
     JSONLLogger,
@@ -79,14 +67,12 @@ from ludic.types import (
     ConfigError,
     EnvSpec,
     InferenceSpec,
-    MissingExtra,
     ProtocolSpec,
     ReturnSpec,
     Rollout,
     RolloutRequest,
     Scorer,
     TrainingLogger,
-    UnknownName,
     derive_seed,
 )
 from ludic.types.interfaces import BatchingClient
@@ -366,154 +352,6 @@ def _scorer(settings: RewardSettings, name: str, id: str, max_tokens: int | None
     return as_scorer(made, name if is_renamed or not isinstance(made, Scorer) else None)
 
 
-def protocol_factory(
-    agent: AgentSettings, agent_ids: Sequence[str], template: ChatTemplate, model: str, parts: Parts
-) -> Callable[[ChatClient], InteractionProtocol]:
-    make = parts.protocol
-    if make is not None:
-        return lambda client: make(client=client, model=model, chat_template=template)
-    outside = outside_agent(agent, parts)
-    if outside is not None:
-        return _gateway_protocol(outside, agent, agent_ids, template, model, parts)
-    if parts.reward is not None or parts.policies:
-        raise ConfigError("reward= and policies= are for an agent that is a function or a command (docs/gateway.md).")
-    if agent.protocol is not None:
-        return _named_protocol(agent.protocol, agent, agent_ids, template, model, parts)
-    make_agent = agent_factory(agent, template, model, parts)
-    if len(agent_ids) == 1:
-        return lambda client: SingleAgentProtocol(make_agent(client), stop_on_parse_error=agent.unreadable == "stop")
-    if agent.unreadable == "stop":
-        raise ConfigError(f"unreadable=stop is for envs with one agent; this one has {', '.join(agent_ids)}.")
-    return lambda client: MultiAgentProtocol({agent_id: make_agent(client) for agent_id in agent_ids})
-
-
-_OFFERED = frozenset({"agent", "agents", "client", "model", "chat_template"})
-"""What a named protocol is called with, where it has such a parameter."""
-
-
-def _named_protocol(
-    id: str, agent: AgentSettings, agent_ids: Sequence[str], template: ChatTemplate, model: str, parts: Parts
-) -> Callable[[ChatClient], InteractionProtocol]:
-    """Makes the protocol of the settings, with agents of the settings where it takes some."""
-    factory, arguments = registry.protocols.spec(id).load(), dict(agent.protocol_set)
-    takes = _parameters(factory)
-    roles = ", ".join(agent_ids)
-    if takes.isdisjoint({"agent", "agents", "client"}):
-        raise ConfigError(
-            f"protocol = {id!r} has none of the parameters agent, agents and client, so no model would play. Add one."
-        )
-    if "agent" in takes and len(agent_ids) != 1:
-        raise ConfigError(f"protocol = {id!r} runs one agent, but the env has {roles}. Take multi_agent.")
-    for name in arguments:
-        if name not in takes - _OFFERED:
-            raise UnknownName.among(f"argument of the protocol {id}", name, sorted(takes - _OFFERED))
-    if agent.unreadable == "stop" and "client" not in takes:
-        if "stop_on_parse_error" not in takes:
-            raise ConfigError(
-                f"unreadable=stop is for protocols that stop on it; {id} goes on. Give --unreadable go_on."
-            )
-        arguments.setdefault("stop_on_parse_error", True)
-    entries = _delegates(id, agent, parts) if "delegates" in takes and _delegates_tasks(factory) else {}
-    made_of = {name: _sub_agent(entry, agent, entries, template, model, parts) for name, entry in entries.items()}
-    tools = [DelegatingProtocol.tool(_as_delegates(entries))] if entries else []
-    make_agent = agent_factory(agent, template, model, parts, external_tools=tools)
-
-    def make(client: ChatClient) -> InteractionProtocol:
-        given: dict[str, Any] = {"client": client, "model": model, "chat_template": template}
-        if "agent" in takes:
-            given["agent"] = make_agent(client)
-        if "agents" in takes:
-            given["agents"] = {agent_id: make_agent(client) for agent_id in agent_ids}
-        if entries:
-            given["delegates"] = _as_delegates(entries, {name: partial(make, client) for name, make in made_of.items()})
-        made = registry.protocols.make(id, **arguments | {name: given[name] for name in given if name in takes})
-        if not isinstance(made, InteractionProtocol):
-            raise ConfigError(
-                f"protocol = {id!r} makes a {type(made).__name__}; it must be an InteractionProtocol of ludic.interaction."
-            )
-        return made
-
-    return make
-
-
-def _parameters(factory: Callable[..., Any]) -> set[str]:
-    """Names of the parameters; of a class that passes unknown ones on, also those of its bases."""
-    parameters = inspect.signature(factory).parameters
-    passes_on = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    bases = factory.__mro__[1:-1] if passes_on and isinstance(factory, type) else ()
-    own = {one.name for one in parameters.values() if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
-    return own | (_parameters(bases[0]) if bases else set())
-
-
-def _delegates_tasks(factory: Callable[..., Any]) -> bool:
-    return isinstance(factory, type) and issubclass(factory, DelegatingProtocol)
-
-
-def _delegates(id: str, agent: AgentSettings, parts: Parts) -> dict[str, DelegateEntry]:
-    """The sub-agents of the settings; ConfigError unless there are some and the agent can call them."""
-    given = agent.protocol_set.get("delegates")
-    if not given or not isinstance(given, Mapping):
-        raise ConfigError(
-            f'protocol = {id!r} needs sub-agents: --protocol-set \'delegates={{"solver": "solves one sub-task"}}\', or a table '
-            "for each in a file (docs/algorithms/fold_grpo.md)."
-        )
-    if not _hands_calls_on(_named_agent(agent, parts)):
-        raise ConfigError(
-            f"protocol = {id!r} is called as a tool, and agent = {agent.agent!r} calls none that a protocol runs. Take react."
-        )
-    tables = {name: {"description": one} if isinstance(one, str) else one for name, one in given.items()}
-    found: dict[str, DelegateEntry] = converted(tables, dict[str, DelegateEntry], "protocol_set.delegates")
-    return found
-
-
-def _hands_calls_on(agent: Any) -> bool:
-    """Whether the agent leaves calls of external tools to its protocol."""
-    return isinstance(agent, type) and issubclass(agent, ToolAgent) and not issubclass(agent, CallAgent)
-
-
-def _as_delegates(
-    entries: Mapping[str, DelegateEntry], make_agents: Mapping[str, Callable[[], Agent]] | None = None
-) -> dict[str, Delegate]:
-    def uncalled() -> Agent:
-        raise AssertionError("these describe the tool; they start no episode")
-
-    return {
-        name: Delegate(
-            make_agent=uncalled if make_agents is None else make_agents[name],
-            make_env=TaskEnv if entry.env is None else registry.envs.spec(entry.env).load(),
-            max_steps=entry.max_steps,
-            description=entry.description,
-        )
-        for name, entry in entries.items()
-    }
-
-
-def _sub_agent(
-    entry: DelegateEntry,
-    agent: AgentSettings,
-    entries: Mapping[str, DelegateEntry],
-    template: ChatTemplate,
-    model: str,
-    parts: Parts,
-) -> Callable[[ChatClient], Agent]:
-    """Makes agents of one kind of sub-agent."""
-    delegates_too = agent.protocol_set.get("max_depth", 1) > 1
-    own = replace(
-        agent,
-        agent=entry.agent or ("react" if entry.tools or delegates_too else "agent"),
-        agent_set=entry.agent_set,
-        tools=entry.tools,
-        parser=entry.parser,
-        parser_set=entry.parser_set,
-        system_prompt=entry.system_prompt,
-        protocol=None,
-        protocol_set={},
-    )
-    may_call = delegates_too and _hands_calls_on(_named_agent(own, Parts()))
-    tools = [DelegatingProtocol.tool(_as_delegates(entries))] if may_call else []
-    return agent_factory(own, template, model, Parts(context=parts.context), external_tools=tools)
-
-
 def check_protocol(run: ResolvedRun) -> None:
     """ConfigError if the protocol of the settings cannot be made for an env of the run."""
     for own in run.each:
@@ -521,103 +359,9 @@ def check_protocol(run: ResolvedRun) -> None:
         if agent.protocol is not None and own.parts.protocol is None:
             template = ByteTemplate(tool_parser=HermesToolParser())
             make = protocol_factory(agent, first_env(own).agent_ids, template, "checked", own.parts)
-            make(ScriptedClient(lambda request: ""))
-
-
-def uses_gateway(agent: AgentSettings, parts: Parts) -> bool:
-    """Whether the agent is a function or a command, which makes its model calls over HTTP."""
-    if parts.protocol is not None:
-        return False
-    return agent.agent_command is not None or is_agent_function(_named_agent(agent, parts))
-
-
-def _named_agent(agent: AgentSettings, parts: Parts) -> Any:
-    return parts.agent or (registry.agents.spec(agent.agent).load() if agent.agent is not None else None)
-
-
-def outside_agent(agent: AgentSettings, parts: Parts) -> OutsideAgent | None:
-    """The agent that makes its model calls over HTTP; None if it is one of ludic.agents."""
-    if not uses_gateway(agent, parts):
-        return None
-    if agent.protocol is not None:
-        raise ConfigError(
-            f"protocol = {agent.protocol!r} runs agents of ludic.agents; an agent that is a function or a command runs its own "
-            "turns. Leave one out."
-        )
-    if agent.tools or parts.tools:
-        raise ConfigError(
-            "--tools are for agents of ludic.agents; an agent that is a function or a command has its own."
-        )
-    if importlib.util.find_spec("aiohttp") is None:
-        raise MissingExtra("serve", "An agent that is a function or a command")
-    if agent.agent_command is not None:
-        return AgentCommand(agent.agent_command, sandbox=agent.agent_sandbox, binds=agent.agent_bind)
-    return AgentFunction(_named_agent(agent, parts), agent.agent_set)
-
-
-def _gateway_protocol(
-    outside: OutsideAgent,
-    agent: AgentSettings,
-    agent_ids: Sequence[str],
-    template: ChatTemplate,
-    model: str,
-    parts: Parts,
-) -> Callable[[ChatClient], InteractionProtocol]:
-    if len(agent_ids) != 1:
-        raise ConfigError(
-            f"The agent {outside.name} plays envs with one agent; this one has {', '.join(agent_ids)}. Take an agent of "
-            "ludic.agents."
-        )
-    parser = parts.parser or registry.parsers.make(agent.parser or "raw", **agent.parser_set)
-    return lambda client: GatewayProtocol(
-        outside,
-        client=client,
-        model=model,
-        chat_template=template,
-        reward=parts.reward,
-        policies=parts.policies,
-        limits=SessionLimits(max_calls=agent.agent_max_calls, max_tokens=agent.agent_max_tokens),
-        system_prompt=agent.system_prompt,
-        parser=parser,
-    )
-
-
-def agent_factory(
-    agent: AgentSettings,
-    template: ChatTemplate,
-    model: str,
-    parts: Parts | None = None,
-    *,
-    external_tools: Sequence[Any] = (),
-) -> Callable[[ChatClient], Agent]:
-    """Makes a new agent, with a new context, for each episode. `external_tools` are run by its protocol."""
-    parts = parts or Parts()
-    parser = parts.parser or registry.parsers.make(agent.parser or "raw", **agent.parser_set)
-    arguments = dict(agent.agent_set) | ({"tools": agent.tools} if agent.tools else {})
-    for scope in ("tools", "external_tools"):
-        if scope in arguments:
-            arguments[scope] = [registry.tools.make(name) for name in arguments[scope]]
-    if parts.tools:
-        arguments["tools"] = [*arguments.get("tools", ()), *parts.tools]
-    if external_tools:
-        arguments["external_tools"] = [*arguments.get("external_tools", ()), *external_tools]
-    if agent.cut_off == "read":
-        arguments["reject_incomplete_completions"] = False
-
-    def make_agent(client: ChatClient) -> Agent:
-        make_context = parts.context or partial(registry.contexts.make, agent.context)
-        context = make_context(system_prompt=agent.system_prompt, **agent.context_set)
-        agent_class = parts.agent or partial(registry.agents.make, agent.agent or "agent")
-        made: Agent = agent_class(
-            client=client, model=model, ctx=context, parser=parser, chat_template=template, **arguments
-        )
-        if not isinstance(made, Agent):
-            raise ConfigError(
-                f"agent = {agent.agent!r} makes a {type(made).__name__}; it must be an Agent of ludic.agents."
-            )
-        return made
-
-    return make_agent
+            made = make(ScriptedClient(lambda request: ""))
+            for delegate in made.delegates.values() if isinstance(made, DelegatingProtocol) else ():
+                delegate.make_agent()
 
 
 # --- requests --------------------------------------------------------------------------------------------------
@@ -750,7 +494,7 @@ def _check_sub_agents(algorithm: RLAlgorithm, run: ResolvedRun) -> None:
     from ludic.training.credit_assignment.grouping import GroupRule
 
     named, rule = run.config.agent.protocol, algorithm.credit_assigner
-    if named is None or run.parts.protocol is not None or not _delegates_tasks(registry.protocols.spec(named).load()):
+    if named is None or run.parts.protocol is not None or not delegates_tasks(registry.protocols.spec(named).load()):
         return
     if isinstance(rule, GroupRule) and not isinstance(rule, FoldedReturn) and not rule.allow_partial:
         raise ConfigError(

@@ -8,7 +8,8 @@ from ludic.inference import ByteTemplate, HermesToolParser, ScriptedClient
 from ludic.interaction import DelegatingProtocol, MultiAgentProtocol, SingleAgentProtocol
 from ludic.run import build
 from ludic.run.config import AgentSettings, EnvSettings, RunConfig
-from ludic.run.parts import make_episode_setup, protocol_factory
+from ludic.run.parts import make_episode_setup
+from ludic.run.protocols.factory import protocol_factory
 from ludic.run.resolve import Parts, env_factory
 from ludic.run.settings import read_toml
 from ludic.types import ConfigError, InferenceSpec, UnknownName, load_rollouts
@@ -182,6 +183,8 @@ async def test_sub_agents_delegate_further_where_the_depth_allows_it(depth, num_
         ([*FOLD[:-2]], "Take fold_grpo"),
         (["--protocol", "single_agent", "--protocol-set", "max_external_round=1"], "Did you mean 'max_external_rounds'"),
         (["--protocol", "delegating", "--protocol-set", 'delegates={"a": {"step": 1}}', "--algo", "fold_grpo"], "'step'"),
+        ([*FOLD[:2], "--protocol-set", 'delegates={"a": {"agent": "reac"}}', *FOLD[4:]], "Did you mean 'react'"),
+        ([*FOLD[:2], "--protocol-set", 'delegates={"a": {"env": "own.py:Ordr"}}', *FOLD[4:]], "Did you mean 'Order'"),
         (["--protocol-set", "note=1"], "none is named; give --protocol"),
         (["--protocol", "own.py:nothing"], "none of the parameters agent, agents and client"),
         (["--protocol", "own.py:number"], "makes a int; it must be an InteractionProtocol"),

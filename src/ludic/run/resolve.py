@@ -417,7 +417,7 @@ def _check_engine(config: RunConfig, parts: Parts) -> None:
             f"bitwise needs engine = 'local', where sampler and trainer make the same calls on one machine; the engine is "
             f"{rollouts.engine!r}. Leave bitwise out, or use engine = 'local'."
         )
-    if config.algo.teacher is not None and config.is_pipeline:
+    if config.all_teachers and config.is_pipeline:
         raise ConfigError(
             "A teacher is not there for engine = 'pipeline'; use local or vllm, or wrap the learner's source yourself "
             "(TeacherAnnotatedBatchSource)."
@@ -543,6 +543,7 @@ def _check_stored_kind(config: RunConfig, parts: Parts) -> None:
         "curriculum": rollouts.curriculum,
         "filter": config.algo.filter,
         "teacher": config.algo.teacher,
+        "[teachers]": config.teachers,
         "[[envs]]": config.envs,
         "[[recorded]]": config.recorded,
         "league_every": config.league.league_every,

@@ -116,6 +116,7 @@ def _check_features(config: RunConfig, parts: Parts) -> None:
         "dynamic_sampling": rollouts.dynamic_sampling,
         "curriculum": rollouts.curriculum,
         "teacher": config.algo.teacher,
+        "[teachers]": config.teachers,
         "updates_per_batch": trainer.updates_per_batch > 1,
         "mini_batches": trainer.mini_batches > 1,
         "quantize_base": config.model.quantize_base,

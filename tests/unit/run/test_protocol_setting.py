@@ -1,6 +1,8 @@
 """`ludic train --protocol`: who runs the turns of an episode. Everything is real, the models are tiny or scripted."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +13,7 @@ from ludic.run.config import AgentSettings, EnvSettings, RunConfig
 from ludic.run.parts import make_episode_setup
 from ludic.run.protocols.factory import protocol_factory
 from ludic.run.resolve import Parts, env_factory
-from ludic.run.settings import read_toml
+from ludic.run.settings import read_toml, with_values
 from ludic.types import ConfigError, InferenceSpec, UnknownName, load_rollouts
 from tests.unit.cli.train_parts import AGENT, CASES, RUN, SMALL, command_in
 from tests.unit.run.test_parts_as_objects import Letter
@@ -233,6 +235,30 @@ def test_each_env_of_several_may_have_its_own_protocol(ludic, tmp_path):
         ("Letter", "one"),
         ("Cases", None),
     }
+
+
+@pytest.mark.parametrize("page", ["fold_grpo", "mopd"])
+def test_the_file_of_a_page_is_a_file_of_settings(page, tmp_path):
+    text = (Path(__file__).parents[3] / "docs" / "algorithms" / f"{page}.md").read_text()
+    (block,) = re.findall(r"^```toml\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    (tmp_path / "run.toml").write_text(block)
+    config = read_toml(RunConfig, tmp_path / "run.toml")
+    if page == "mopd":
+        assert config.algo.algo == "mopd" and set(config.teachers) == {entry.label for entry in config.envs}
+        return
+    (tmp_path / "my_env.py").write_text(OWN.replace("class Order", "class Task"))
+    settings = with_values(
+        config, {"protocol_set": _with_env(config.agent.protocol_set, tmp_path / "my_env.py:Task")}
+    ).agent
+    template = ByteTemplate(tool_parser=HermesToolParser())
+    made = protocol_factory(settings, ["x"], template, "scripted", Parts())(ScriptedClient([""]))
+    assert (made.max_children, made.max_child_tokens, made.delegates["scout"].max_steps) == (4, 2048, 2)
+
+
+def _with_env(arguments: dict, place: Path) -> dict:
+    scout = arguments["delegates"]["scout"]
+    assert scout["env"] == "my_env.py:Task"
+    return arguments | {"delegates": {"scout": scout | {"env": str(place)}}}
 
 
 def test_build_takes_a_name_or_an_object():

@@ -1,5 +1,6 @@
 """`ludic train --protocol`: who runs the turns of an episode. Everything is real, the models are tiny or scripted."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -7,13 +8,15 @@ from pathlib import Path
 import pytest
 
 from ludic.inference import ByteTemplate, HermesToolParser, ScriptedClient
+from ludic.inference.openai_client import messages_of
 from ludic.interaction import DelegatingProtocol, MultiAgentProtocol, SingleAgentProtocol
 from ludic.run import build
 from ludic.run.config import AgentSettings, EnvSettings, RunConfig
-from ludic.run.parts import make_episode_setup
+from ludic.run.parts import make_algorithm, make_episode_setup
 from ludic.run.protocols.factory import protocol_factory
-from ludic.run.resolve import Parts, env_factory
+from ludic.run.resolve import Parts, env_factory, resolve
 from ludic.run.settings import read_toml, with_values
+from ludic.run.sources import make_source
 from ludic.types import ConfigError, InferenceSpec, UnknownName, load_rollouts
 from tests.unit.cli.train_parts import AGENT, CASES, RUN, SMALL, command_in
 from tests.unit.run.test_parts_as_objects import Letter
@@ -94,6 +97,10 @@ def test_a_class_of_a_file_runs_the_episodes_with_the_agent_of_the_settings(ludi
     assert rollouts[0].agent_steps[0].prompt_messages[0]["content"] == "Shout."
     written = read_toml(RunConfig, tmp_path / "runs" / "first" / "config.toml").agent
     assert (written.protocol, written.protocol_set) == ("own.py:Noted", {"note": "seen"})
+    assert ludic("eval", "runs/first", "--num-tasks", "2").code == 0
+    files = (tmp_path / "runs" / "eval").rglob("rollouts/*.jsonl*")
+    evaluated = [rollout for file in files for rollout in load_rollouts(file)]
+    assert len(evaluated) >= 2 and {rollout.meta["note"] for rollout in evaluated} == {"seen"}
 
 
 def test_a_function_that_takes_the_client_makes_its_own_agent(ludic, tmp_path):
@@ -124,7 +131,7 @@ def test_multi_agent_may_be_named(ludic):
 
 def sub_agents(**delegates):
     settings = AgentSettings(
-        agent="react", parser="xml_tag", parser_set={"tag": "answer"}, max_tokens=64, system_prompt="Lead.",
+        agent="react", parser="xml_tag", parser_set={"tag": "answer"}, max_tokens=200, system_prompt="Lead.",
         protocol="delegating", protocol_set={"delegates": delegates, "max_children": 2},
     )  # fmt: skip
     return settings
@@ -170,6 +177,33 @@ async def test_sub_agents_delegate_further_where_the_depth_allows_it(depth, num_
     rollouts = await played(settings, replies)
     assert len(rollouts) == num_rollouts and [r.failure for r in rollouts] == [None] * num_rollouts
     assert max(rollout.meta["depth"] for rollout in rollouts) == depth
+
+
+async def test_samples_of_sub_agents_are_trained_with_the_weight_of_their_parent():
+    answers = itertools.cycle(["<answer>A</answer>", "<answer>a</answer>"])
+
+    def reply(request):
+        task = messages_of(request.prompt_token_ids)[-1]["content"]
+        return {"a": order("poet", "rain"), "rain": "grey"}.get(task) or next(answers)
+
+    settings = sub_agents(poet="writes one line")
+    values = {
+        "id": env_factory(Letter).id,
+        "model": "tiny",
+        "algo": "fold_grpo",
+        "group_size": 4,
+        "rollouts_per_update": 4,
+    }
+    run = resolve(with_values(RunConfig(agent=settings), values), env_factory(Letter))
+    client, template = ScriptedClient(reply), ByteTemplate(tool_parser=HermesToolParser())
+    setup = make_episode_setup(run.config.env, run.config.agent, run.env, client, template, "scripted")
+    batch = await make_source(run, setup, make_algorithm(run), jsonl_path=None).next_batch()
+    weights = [
+        {item.origin.episode: set(item.token_weights.tolist()) for item in batch.items if item.origin.delegate == who}
+        for who in (None, "poet")
+    ]
+    assert len(weights[0]) == 4 and weights[0] == weights[1]
+    assert {round(weight) for own in weights[0].values() for weight in own} == {-1, 1}
 
 
 # --- what is refused ---

@@ -11,7 +11,7 @@ import pytest
 from ludic.inference import HFChatTemplate, ScriptedClient
 from ludic.interaction import SingleAgentProtocol
 from ludic.run import RunConfig
-from ludic.run.parts import agent_factory
+from ludic.run.protocols.agents import agent_factory
 from ludic.run.settings import with_values
 from tests import programs
 from tests.fakes import RecordingClient

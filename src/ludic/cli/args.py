@@ -156,13 +156,14 @@ def _is_number(text: str) -> bool:
 
 
 def _is_in_a_file_only(setting: Setting) -> bool:
-    return setting.entry is not None or setting.section in FILE_SECTIONS
+    return setting.is_section or setting.section in FILE_SECTIONS
 
 
 def _refuse_flag(setting: Setting, args: Sequence[str]) -> None:
     if any(arg.partition("=")[0].replace("_", "-") == setting.flag for arg in args):
-        where = f"[[{setting.name}]]" if setting.entry is not None else f"{setting.name} = … under [{setting.section}]"
+        where = f"[[{setting.name}]]" if setting.is_section else f"{setting.name} = … under [{setting.section}]"
         where = f"[{setting.name}.NAME]" if setting.has_names else where
+        where = f"[{setting.name}]" if setting.is_section and setting.entry is None else where
         raise ConfigError(f"{setting.flag} is no flag; write {where} in a file, and give the file as TARGET.")
 
 

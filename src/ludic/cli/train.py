@@ -136,7 +136,7 @@ def _how_to_learn_slower(run: "Run") -> str:
 
 def _opening(run: "Run", *, resume: bool) -> list[str]:
     config, start = run.config, run.starting_point(resume=resume)
-    teacher = "" if config.algo.teacher is None else f", taught by {config.algo.teacher}"
+    teacher = f", taught by {' and '.join(config.all_teachers)}" if config.all_teachers else ""
     several = "" if config.trainer.steps_per_batch == 1 else f", {config.trainer.steps_per_batch} on each batch"
     preferences = config.rollouts.preferences
     what = " and ".join(config.env_ids) if preferences is None else f"from {preferences}"

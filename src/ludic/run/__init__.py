@@ -2,8 +2,9 @@
 
 `cli`, examples and notebooks import it; it may import everything but `cli` and `minimal`. Start with run.py (`build`, `Run`), then
 config.py (settings), resolve.py (every default filled in), generation.py (where samples come from, and the teacher). parts.py makes
-agents, requests and loggers, model.py loads weights, vllm.py serves them, folder.py is the run folder, settings.py reads and writes
-TOML; dry_run.py and export.py are `--dry-run` and `ludic export`.
+requests, the algorithm and loggers, protocols/ agents and protocols, policies/ runs with several policies. model.py loads weights,
+vllm.py serves them, folder.py is the run folder, settings.py reads and writes TOML; dry_run.py and export.py are `--dry-run` and
+`ludic export`.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -52,6 +52,11 @@ def check_name(name: str | None, pattern: str = r"[\w.+-]+") -> None:
         )
 
 
+def is_served(model: str | None) -> bool:
+    """Whether a setting names a server instead of a model."""
+    return model is not None and model.startswith(("http://", "https://"))
+
+
 # --- sections that training and evaluation share ---------------------------------------------------------------
 
 
@@ -180,6 +185,13 @@ class AgentSettings:
     action."""
     parser_set: Arguments = field(default_factory=dict)
     """Argument of the parser, such as tag=move for xml_tag."""
+    protocol: str | None = None
+    """What runs the turns of an episode (`ludic parts protocol`), or file.py:Class. A class or function of yours is called with
+    those of agent, agents (by role), client, model and chat_template that are its parameters. Default: single_agent; multi_agent
+    where the env has several roles."""
+    protocol_set: Arguments = field(default_factory=dict)
+    """Argument of the protocol, such as 'delegates={"solver": "solves one sub-task"}' for delegating
+    (docs/algorithms/fold_grpo.md)."""
     system_prompt: str | None = None
     """Instead of the one that the env suggests."""
     max_tokens: int | None = None
@@ -198,6 +210,8 @@ class AgentSettings:
             raise ConfigError(
                 f"agent_command = {self.agent_command!r} is the whole agent; leave agent and agent_set out, or the command."
             )
+        if self.protocol_set and self.protocol is None:
+            raise ConfigError("protocol_set holds arguments of a protocol, but none is named; give --protocol.")
         if self.tools and "tools" in self.agent_set:
             raise ConfigError("Tools were given twice, as --tools and as --agent-set tools=…; give --tools alone.")
 
@@ -282,7 +296,7 @@ class RewardSettings:
 
     @property
     def judge_is_served(self) -> bool:
-        return self.judge is not None and self.judge.startswith(("http://", "https://"))
+        return is_served(self.judge)
 
     @property
     def named(self) -> list[tuple[str, str]]:
@@ -345,7 +359,7 @@ class AlgoSettings:
 
     @property
     def teacher_is_served(self) -> bool:
-        return self.teacher is not None and self.teacher.startswith(("http://", "https://"))
+        return is_served(self.teacher)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -543,6 +557,9 @@ class RunConfig:
     run: RunSettings = field(default_factory=RunSettings)
     league: LeagueSettings = field(default_factory=LeagueSettings)
     replay: ReplaySettings = field(default_factory=ReplaySettings)
+    teachers: dict[str, str] = field(default_factory=dict)
+    """Instead of --teacher: domain -> model, as for --teacher. A domain is the name of an entry of [[envs]], or what stored
+    rollouts say (docs/algorithms/mopd.md)."""
     envs: tuple[EnvEntry, ...] = ()
     recorded: tuple[RecordedEntry, ...] = ()
     policies: dict[str, PolicyEntry] = field(default_factory=dict)
@@ -590,6 +607,21 @@ class RunConfig:
             if len(set(names)) != len(names):
                 raise ConfigError(f'[[{what}]] has the names {", ".join(names)}; give each entry its own name = "…".')
         check_policies(self.policies)
+        self._check_teachers()
+
+    def _check_teachers(self) -> None:
+        for domain, teacher in self.teachers.items():
+            if is_served(teacher):
+                refuse_login(f"[teachers] {domain}", teacher, PUT_LOGIN)
+        if self.teachers and self.algo.teacher is not None:
+            raise ConfigError(
+                f"teacher = {self.algo.teacher!r} teaches all samples, and [teachers] has one for each domain. Leave one out."
+            )
+
+    @property
+    def all_teachers(self) -> tuple[str, ...]:
+        """The only teacher, or that of each domain; empty where there is none."""
+        return tuple(self.teachers.values()) if self.algo.teacher is None else (self.algo.teacher,)
 
     @property
     def env_ids(self) -> tuple[str, ...]:

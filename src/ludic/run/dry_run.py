@@ -20,15 +20,16 @@ from ludic.run.model import (
     make_template,
 )
 from ludic.run.parts import (
+    check_protocol,
     eval_samples,
     first_env,
     make_algorithm,
     make_rewards,
-    outside_agent,
     train_samples,
     train_stream,
 )
 from ludic.run.policies.team import check_team
+from ludic.run.protocols.agents import outside_agent
 from ludic.run.resolve import ResolvedRun
 from ludic.run.sources import check_source
 from ludic.types import ConfigError
@@ -45,6 +46,7 @@ def plan_lines(run: ResolvedRun, start: ResumePoint) -> list[str]:
         return [*_policy_lines(run), *_task_lines(run), *_feature_lines(run), _start_line(run, start)]
     check_teacher(run, make_algorithm(run))
     check_source(run)
+    check_protocol(run)
     if run.envs:
         whole = f"{run.shown_batches}: {run.num_batches * total:,} episodes."
         lines = [f"{env.name}, {env.share:.0%}: {' '.join(_task_lines(env.run, env.share))}" for env in run.envs]

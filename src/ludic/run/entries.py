@@ -1,4 +1,5 @@
-"""Settings that only a file has: several envs, recorded rollouts, replay, a league. docs/ludic-train.md has one file for each."""
+"""Tables of the settings: several envs, recorded rollouts, replay, a league (docs/ludic-train.md has a file for each), and
+sub-agents."""
 
 import re
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ class EnvEntry:
     tools: tuple[str, ...] = ()
     parser: str | None = None
     parser_set: Arguments = field(default_factory=dict)
+    protocol: str | None = None
+    protocol_set: Arguments = field(default_factory=dict)
     system_prompt: str | None = None
     max_tokens: int | None = None
     algo: str | None = None
@@ -58,6 +61,28 @@ class EnvEntry:
     @property
     def label(self) -> str:
         return self.name or re.split(r"[:/]", self.id)[-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelegateEntry:
+    """A kind of sub-agent, for the protocol delegating: a table in protocol_set.delegates, or its description alone. Its model and
+    context are those of the run."""
+
+    description: str = ""
+    """What the parent is told of it."""
+    env: str | None = None
+    """file.py:Class, which is called with the text of the sub-task. Default: the reply is the answer."""
+    max_steps: int = 1
+    agent: str | None = None
+    """Default: agent; react where there are tools, or where it may delegate too (max_depth above 1)."""
+    agent_set: Arguments = field(default_factory=dict)
+    tools: tuple[str, ...] = ()
+    parser: str = "raw"
+    parser_set: Arguments = field(default_factory=dict)
+    system_prompt: str | None = None
+
+    def __post_init__(self) -> None:
+        at_least(1, max_steps=self.max_steps)
 
 
 @dataclass(frozen=True, kw_only=True)

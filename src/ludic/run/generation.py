@@ -18,9 +18,11 @@ from typing import Any
 
 from ludic.batch_gen import (
     AsyncRolloutBatchSource,
+    DomainTeachers,
     PreferenceBatchSource,
     RolloutBatchSource,
     TeacherAnnotatedBatchSource,
+    Teachers,
 )
 from ludic.batch_gen.pipeline.connection import require_redis
 from ludic.batch_gen.pipeline.queue import ExperienceQueue
@@ -33,19 +35,28 @@ from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot
 from ludic.models.loading import LoadedModel
 from ludic.models.lora import dense_parameters
-from ludic.run.config import AgentSettings, ModelSettings, RunConfig, given_redis, redis_url, required_servers
+from ludic.run.config import (
+    AgentSettings,
+    ModelSettings,
+    RunConfig,
+    given_redis,
+    is_served,
+    redis_url,
+    required_servers,
+)
 from ludic.run.folder import WEIGHTS, ResumePoint, rollouts_file
 from ludic.run.model import ServedPolicy, load_policy, load_tokenizer, local_engine, make_template, serve_locally
 from ludic.run.parts import (
     EnvsEvaluator,
     EpisodeSetup,
+    check_protocol,
     first_env,
     make_algorithm,
     make_episode_setup,
     make_evaluator,
-    outside_agent,
     play,
 )
+from ludic.run.protocols.agents import outside_agent
 from ludic.run.resolve import PREFERENCE_ALGORITHMS, ResolvedRun
 from ludic.run.sources import check_source, make_league, make_source, with_league, with_recorded, with_replay
 from ludic.training import RLAlgorithm
@@ -195,10 +206,10 @@ class EmbeddedGeneration(Generation):
         played = make_source(run, self._episodes, self.algorithm, jsonl_path=path, league=league, spans_by=template)
         source = with_replay(run, with_recorded(run, played, loaded.tokenizer))
         if self.algorithm.loss.needs.teacher_kl is not None:
-            self.teacher = load_teacher(run)
-        elif run.config.algo.teacher is not None:
-            scorer, fingerprint = teacher_scorer(run, self._closing), tokenizer_fingerprint(loaded.tokenizer)
-            source = TeacherAnnotatedBatchSource(source, scorer, tokenizer_fingerprint=fingerprint)
+            self.teacher = load_teacher(run, run.config.all_teachers[0])
+        elif run.config.all_teachers:
+            teachers, fingerprint = make_teachers(run, self._closing), tokenizer_fingerprint(loaded.tokenizer)
+            source = TeacherAnnotatedBatchSource(source, teachers, tokenizer_fingerprint=fingerprint)
         source = source if run.parts.source is None else run.parts.source(source)
         versions = run.trainer.steps_per_batch
         self._played = played
@@ -220,6 +231,7 @@ class EmbeddedGeneration(Generation):
         Generation.check(run)
         for own in run.each:
             first_env(own)
+        check_protocol(run)
 
     def _serve(self) -> ServedPolicy:
         run = self._run
@@ -303,58 +315,102 @@ def _preferences(run: ResolvedRun, template: ChatTemplate) -> PreferenceBatchSou
     )
 
 
-# --- teachers (`--teacher`) -------------------------------------------------------------------------------------
+# --- teachers (`--teacher`, `[teachers]`) -----------------------------------------------------------------------
 
 
 def check_teacher(run: ResolvedRun, algorithm: RLAlgorithm) -> None:
     """ConfigError unless a teacher is given exactly where the algorithm needs one, and can answer what the loss needs."""
     settings, asks = run.config.algo, algorithm.needs_teacher_logps or algorithm.loss.needs.teacher_kl is not None
-    if asks and settings.teacher is None:
+    teachers, served = run.config.all_teachers, [each for each in run.config.all_teachers if is_served(each)]
+    if asks and not teachers:
         raise ConfigError(
             f"algo = {settings.algo!r} learns from a teacher: give --teacher, a model as for --model or the URL of a vLLM server."
         )
-    if settings.teacher is not None and not asks:
+    if teachers and not asks:
         raise ConfigError(
-            f"teacher = {settings.teacher!r}, but algo = {settings.algo!r} learns from rewards alone. Take opd or grpo_opd."
+            f"teacher = {' and '.join(map(repr, teachers))}, but algo = {settings.algo!r} learns from rewards alone. Take opd, "
+            "grpo_opd or mopd."
         )
-    if settings.teacher_is_served and algorithm.loss.needs.teacher_kl is not None:
+    if run.config.teachers and algorithm.loss.needs.teacher_kl is not None:
         raise ConfigError(
-            f"{settings.teacher} scores tokens, but algo_set kl compares whole distributions, which takes a teacher in this "
+            "[teachers] score tokens, but algo_set kl compares whole distributions with one teacher. Give --teacher, or kl=sampled."
+        )
+    if served and algorithm.loss.needs.teacher_kl is not None:
+        raise ConfigError(
+            f"{served[0]} scores tokens, but algo_set kl compares whole distributions, which takes a teacher in this "
             "process. Give a model instead of a URL, or kl=sampled."
         )
-    if settings.teacher_is_served and run.sampling.temperature != 1:
+    if served and run.sampling.temperature != 1:
         raise ConfigError(
-            f"{settings.teacher} is a vLLM server, which scores tokens at temperature 1, but temperature = "
+            f"{served[0]} is a vLLM server, which scores tokens at temperature 1, but temperature = "
             f"{run.sampling.temperature:g}. Give --temperature 1, or a model instead of a URL."
         )
 
+    _check_domains(run)
 
-def load_teacher(run: ResolvedRun) -> LoadedModel:
-    """The teacher as a frozen model in this process."""
+
+def _check_domains(run: ResolvedRun) -> None:
+    """ConfigError unless each env of several has its teacher; stored rollouts say their domains themselves."""
+    teachers, domains, config = run.config.teachers, [env.name for env in run.envs], run.config
+    if not teachers or config.rollouts.rollouts:
+        return
+    if not domains:
+        raise ConfigError(
+            "[teachers] has a teacher for each entry of [[envs]], by its name; for one env give --teacher."
+        )
+    if missing := [name for name in domains if name not in teachers]:
+        raise ConfigError(
+            f"[teachers] has none for {', '.join(missing)}, an entry of [[envs]]. Give each one a teacher."
+        )
+    if unused := [name for name in teachers if name not in domains and not config.recorded]:
+        raise ConfigError(
+            f"[teachers] has one for {', '.join(unused)}, but the entries of [[envs]] are {', '.join(domains)}. Take their names."
+        )
+
+
+def load_teacher(run: ResolvedRun, teacher: str) -> LoadedModel:
+    """A teacher as a frozen model in this process."""
     model = run.config.model
-    loaded = load_policy(ModelSettings(model=run.config.algo.teacher or "", device=model.device, dtype=model.dtype))
+    loaded = load_policy(ModelSettings(model=teacher, device=model.device, dtype=model.dtype))
     return replace(loaded, model=loaded.model.eval().requires_grad_(False))
 
 
-def teacher_scorer(run: ResolvedRun, stack: ExitStack) -> TeacherScorer:
+def make_teachers(run: ResolvedRun, stack: ExitStack) -> TeacherScorer | Teachers:
+    """What scores the samples: the only teacher, or that of each domain. Domains with the same model share it."""
+    made = {teacher: _teacher_scorer(run, teacher, stack) for teacher in dict.fromkeys(run.config.all_teachers)}
+    if not run.config.teachers:
+        return made[run.config.all_teachers[0]]
+    return DomainTeachers({domain: made[teacher] for domain, teacher in run.config.teachers.items()})
+
+
+def _teacher_scorer(run: ResolvedRun, teacher: str, stack: ExitStack) -> TeacherScorer:
     """Scores tokens with the teacher: an engine in this process, or a vLLM server; closed with the stack."""
-    settings, longest = run.config.algo, run.trainer.max_seq_len
-    if not settings.teacher_is_served:
-        engine = local_engine(load_teacher(run), max_length=longest, kv_tokens=longest)  # scoring needs no cache
+    longest = run.trainer.max_seq_len
+    if not is_served(teacher):
+        engine = local_engine(
+            load_teacher(run, teacher), max_length=longest, kv_tokens=longest
+        )  # scoring needs no cache
         stack.callback(engine.close)
         return LocalTeacher(engine)
     from ludic.inference.vllm.client import VLLMChatClient
 
-    client = VLLMChatClient(servers=[settings.teacher or ""])
+    client = VLLMChatClient(servers=[teacher])
     stack.callback(lambda: run_sync(client.close()))
     model = run_sync(client.control_get(client.servers[0], "/v1/models"))["data"][0]
-    place = settings.teacher_tokenizer or model.get("root") or model["id"]  # files that the server was started with
+    place = (
+        run.config.algo.teacher_tokenizer or model.get("root") or model["id"]
+    )  # files that the server was started with
     try:
         tokenizer = load_tokenizer(ModelSettings(model=str(Path(place))))
     except ConfigError as error:
         raise ConfigError(
-            f"The teacher at {settings.teacher} serves {model['id']!r} from {place!r}, whose tokenizer cannot be read here: "
-            f"{error} Give --teacher-tokenizer, the folder or hub id of the teacher."
+            f"The teacher at {teacher} serves {model['id']!r} from {place!r}, whose tokenizer cannot be read here: "
+            f"{error} "
+            + (
+                "Start its server with one that can."
+                if run.config.teachers
+                else "Give --teacher-tokenizer, its folder or hub id."
+            )
         ) from error
     return VLLMTeacher(client, model["id"], tokenizer)
 

@@ -33,7 +33,7 @@ from ludic.models.vision.inputs import (
     load_image_processor,
     vision_modules,
 )
-from ludic.run.config import CHECKPOINTS, ModelSettings, RunConfig
+from ludic.run.config import CHECKPOINTS, ModelSettings, RunConfig, is_served
 from ludic.run.folder import CONFIG, METRICS, policy_folders
 from ludic.run.policies.entry import PolicyEntry
 from ludic.run.resolve import default_name
@@ -196,6 +196,10 @@ def with_pinned_checkpoints(config: RunConfig) -> RunConfig:
         values["fork_from"] = checkpoint_in(config.model.fork_from) or config.model.fork_from
     if config.algo.teacher is not None and not config.algo.teacher_is_served:
         values["teacher"] = str(checkpoint_in(Path(config.algo.teacher)) or config.algo.teacher)
+    values["teachers"] = {
+        domain: teacher if is_served(teacher) else str(checkpoint_in(Path(teacher)) or teacher)
+        for domain, teacher in config.teachers.items()
+    }
     if config.algo.reference is not None:
         values["reference"] = str(checkpoint_in(Path(config.algo.reference)) or config.algo.reference)
     if config.reward.judge is not None and not config.reward.judge_is_served:

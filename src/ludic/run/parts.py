@@ -1,4 +1,4 @@
-"""From a resolved run to its parts: agents, requests, the algorithm, the batch source, the evaluator, loggers.
+"""From a resolved run to its parts: episodes, requests, the algorithm, the batch source, the evaluator, loggers.
 
 The first half (episodes) is free of training, and `ludic eval` uses it too; the model itself is in model.py. Loads without torch:
 `ludic eval --base-url` needs none.
@@ -6,7 +6,6 @@ The first half (episodes) is free of training, and `ludic eval` uses it too; the
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
 import weakref
@@ -18,7 +17,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ludic import registry
-from ludic.agents import Agent
 from ludic.batch_gen import (
     GRPORequestStrategy,
     IdentityStrategy,
@@ -41,11 +39,8 @@ from ludic.batch_gen.requests.streams import (
 )
 from ludic.envs.workers import EnvPool
 from ludic.eval import EngineEvaluator, Grading
-from ludic.gateway.agents import AgentCommand, AgentFunction, OutsideAgent, is_agent_function
-from ludic.gateway.protocol import GatewayProtocol
-from ludic.gateway.session import SessionLimits
-from ludic.inference import ChatTemplate
-from ludic.interaction import InteractionProtocol, MultiAgentProtocol, Policies, RoleAssignment, SingleAgentProtocol
+from ludic.inference import ByteTemplate, ChatTemplate, HermesToolParser, ScriptedClient
+from ludic.interaction import DelegatingProtocol, InteractionProtocol, Policies, RoleAssignment
 from ludic.interaction.base import AnyEnv
 from ludic.judges import LazyJudge
 from ludic.rewards import RenamedScorer, Rewards, as_scorer
@@ -53,6 +48,8 @@ from ludic.rewards.shaping import SoftOverlong
 from ludic.run.config import AgentSettings, AlgoSettings, EnvSettings, RewardSettings
 from ludic.run.entries import RecordedEntry
 from ludic.run.folder import METRICS, wandb_id
+from ludic.run.protocols.agents import uses_gateway
+from ludic.run.protocols.factory import delegates_tasks, protocol_factory
 from ludic.run.resolve import EnvFactory, Parts, ResolvedRun, open_reduction
 from ludic.run.settings import values_of
 from ludic.sandbox.backends import BACKEND_VARIABLE
@@ -70,7 +67,6 @@ from ludic.types import (
     ConfigError,
     EnvSpec,
     InferenceSpec,
-    MissingExtra,
     ProtocolSpec,
     ReturnSpec,
     Rollout,
@@ -358,107 +354,16 @@ def _scorer(settings: RewardSettings, name: str, id: str, max_tokens: int | None
     return as_scorer(made, name if is_renamed or not isinstance(made, Scorer) else None)
 
 
-def protocol_factory(
-    agent: AgentSettings, agent_ids: Sequence[str], template: ChatTemplate, model: str, parts: Parts
-) -> Callable[[ChatClient], InteractionProtocol]:
-    make = parts.protocol
-    if make is not None:
-        return lambda client: make(client=client, model=model, chat_template=template)
-    outside = outside_agent(agent, parts)
-    if outside is not None:
-        return _gateway_protocol(outside, agent, agent_ids, template, model, parts)
-    if parts.reward is not None or parts.policies:
-        raise ConfigError("reward= and policies= are for an agent that is a function or a command (docs/gateway.md).")
-    make_agent = agent_factory(agent, template, model, parts)
-    if len(agent_ids) == 1:
-        return lambda client: SingleAgentProtocol(make_agent(client), stop_on_parse_error=agent.unreadable == "stop")
-    if agent.unreadable == "stop":
-        raise ConfigError(f"unreadable=stop is for envs with one agent; this one has {', '.join(agent_ids)}.")
-    return lambda client: MultiAgentProtocol({agent_id: make_agent(client) for agent_id in agent_ids})
-
-
-def uses_gateway(agent: AgentSettings, parts: Parts) -> bool:
-    """Whether the agent is a function or a command, which makes its model calls over HTTP."""
-    if parts.protocol is not None:
-        return False
-    return agent.agent_command is not None or is_agent_function(_named_agent(agent, parts))
-
-
-def _named_agent(agent: AgentSettings, parts: Parts) -> Any:
-    return parts.agent or (registry.agents.spec(agent.agent).load() if agent.agent is not None else None)
-
-
-def outside_agent(agent: AgentSettings, parts: Parts) -> OutsideAgent | None:
-    """The agent that makes its model calls over HTTP; None if it is one of ludic.agents."""
-    if not uses_gateway(agent, parts):
-        return None
-    if agent.tools or parts.tools:
-        raise ConfigError(
-            "--tools are for agents of ludic.agents; an agent that is a function or a command has its own."
-        )
-    if importlib.util.find_spec("aiohttp") is None:
-        raise MissingExtra("serve", "An agent that is a function or a command")
-    if agent.agent_command is not None:
-        return AgentCommand(agent.agent_command, sandbox=agent.agent_sandbox, binds=agent.agent_bind)
-    return AgentFunction(_named_agent(agent, parts), agent.agent_set)
-
-
-def _gateway_protocol(
-    outside: OutsideAgent,
-    agent: AgentSettings,
-    agent_ids: Sequence[str],
-    template: ChatTemplate,
-    model: str,
-    parts: Parts,
-) -> Callable[[ChatClient], InteractionProtocol]:
-    if len(agent_ids) != 1:
-        raise ConfigError(
-            f"The agent {outside.name} plays envs with one agent; this one has {', '.join(agent_ids)}. Take an agent of "
-            "ludic.agents."
-        )
-    parser = parts.parser or registry.parsers.make(agent.parser or "raw", **agent.parser_set)
-    return lambda client: GatewayProtocol(
-        outside,
-        client=client,
-        model=model,
-        chat_template=template,
-        reward=parts.reward,
-        policies=parts.policies,
-        limits=SessionLimits(max_calls=agent.agent_max_calls, max_tokens=agent.agent_max_tokens),
-        system_prompt=agent.system_prompt,
-        parser=parser,
-    )
-
-
-def agent_factory(
-    agent: AgentSettings, template: ChatTemplate, model: str, parts: Parts | None = None
-) -> Callable[[ChatClient], Agent]:
-    """Makes a new agent, with a new context, for each episode."""
-    parts = parts or Parts()
-    parser = parts.parser or registry.parsers.make(agent.parser or "raw", **agent.parser_set)
-    arguments = dict(agent.agent_set) | ({"tools": agent.tools} if agent.tools else {})
-    for scope in ("tools", "external_tools"):
-        if scope in arguments:
-            arguments[scope] = [registry.tools.make(name) for name in arguments[scope]]
-    if parts.tools:
-        arguments["tools"] = [*arguments.get("tools", ()), *parts.tools]
-    if agent.cut_off == "read":
-        arguments["reject_incomplete_completions"] = False
-
-    def make_agent(client: ChatClient) -> Agent:
-        make_context = parts.context or partial(registry.contexts.make, agent.context)
-        context = make_context(system_prompt=agent.system_prompt, **agent.context_set)
-        agent_class = parts.agent or partial(registry.agents.make, agent.agent or "agent")
-        made: Agent = agent_class(
-            client=client, model=model, ctx=context, parser=parser, chat_template=template, **arguments
-        )
-        if not isinstance(made, Agent):
-            raise ConfigError(
-                f"agent = {agent.agent!r} makes a {type(made).__name__}; it must be an Agent of ludic.agents."
-            )
-        return made
-
-    return make_agent
+def check_protocol(run: ResolvedRun) -> None:
+    """ConfigError if the protocol of the settings cannot be made for an env of the run."""
+    for own in run.each:
+        agent = own.config.agent
+        if agent.protocol is not None and own.parts.protocol is None:
+            template = ByteTemplate(tool_parser=HermesToolParser())
+            make = protocol_factory(agent, first_env(own).agent_ids, template, "checked", own.parts)
+            made = make(ScriptedClient(lambda request: ""))
+            for delegate in made.delegates.values() if isinstance(made, DelegatingProtocol) else ():
+                delegate.make_agent()
 
 
 # --- requests --------------------------------------------------------------------------------------------------
@@ -580,8 +485,24 @@ def _played_algorithm(run: ResolvedRun) -> RLAlgorithm:
         )
     if uses_gateway(run.config.agent, run.parts):
         given = with_episode_credit(given)  # a session with several threads counts once
+    _check_sub_agents(given, run)
     given = given if run.parts.loss is None else replace(given, loss=run.parts.loss)
     return _regularised(_corrected(given, config), config)
+
+
+def _check_sub_agents(algorithm: RLAlgorithm, run: ResolvedRun) -> None:
+    """ConfigError if the rollouts of sub-agents would be compared in groups, which have no fixed size."""
+    from ludic.training.credit_assignment import FoldedReturn
+    from ludic.training.credit_assignment.grouping import GroupRule
+
+    named, rule = run.config.agent.protocol, algorithm.credit_assigner
+    if named is None or run.parts.protocol is not None or not delegates_tasks(registry.protocols.spec(named).load()):
+        return
+    if isinstance(rule, GroupRule) and not isinstance(rule, FoldedReturn) and not rule.allow_partial:
+        raise ConfigError(
+            f"protocol = {named!r} adds rollouts of sub-agents, which algo = {run.config.algo.algo!r} would compare in groups of "
+            f"{rule.group_size}, but their number differs. Take fold_grpo, which credits them as their parent."
+        )
 
 
 def _trained_roles(settings: AlgoSettings) -> tuple[str, ...]:

@@ -360,7 +360,7 @@ def _resolve_several(config: RunConfig, parts: Parts) -> ResolvedRun:
 def config_of_entry(config: RunConfig, entry: EnvEntry) -> RunConfig:
     """The settings of a run with this env alone. A part that an entry names comes with the entry's arguments."""
     values: dict[str, Any] = {"id": entry.id, "set": entry.set, "data": entry.data}
-    for part in ("agent", "parser", "algo"):
+    for part in ("agent", "parser", "protocol", "algo"):
         if (named := getattr(entry, part)) is not None:
             values |= {part: named, f"{part}_set": getattr(entry, f"{part}_set")}
         elif arguments := getattr(entry, f"{part}_set"):
@@ -391,7 +391,8 @@ def resolve_play(config: T, suggested: Suggested) -> T:
     agent_set = suggested.agent_args if takes_suggested else {}
     parser_set = suggested.parser_args if given["parser"] is None else {}
     max_tokens = given["max_tokens"] or suggested.max_tokens
-    agent = "react" if given["tools"] and suggested.agent == "agent" else suggested.agent
+    needs_tools = given["tools"] or given["protocol"] == "delegating"
+    agent = "react" if needs_tools and suggested.agent == "agent" else suggested.agent
     agent = given["agent"] if not takes_suggested else agent
     return with_values(
         config,
@@ -416,7 +417,7 @@ def _check_engine(config: RunConfig, parts: Parts) -> None:
             f"bitwise needs engine = 'local', where sampler and trainer make the same calls on one machine; the engine is "
             f"{rollouts.engine!r}. Leave bitwise out, or use engine = 'local'."
         )
-    if config.algo.teacher is not None and config.is_pipeline:
+    if config.all_teachers and config.is_pipeline:
         raise ConfigError(
             "A teacher is not there for engine = 'pipeline'; use local or vllm, or wrap the learner's source yourself "
             "(TeacherAnnotatedBatchSource)."
@@ -500,6 +501,11 @@ def _check_tasks(config: RunConfig, group_size: int) -> None:
         raise ConfigError(
             f"league_every needs an engine that can keep copies of the weights: local, not {rollouts.engine!r}."
         )
+    if config.league.league_every and config.agent.protocol is not None:
+        raise ConfigError(
+            f"league_every seats the policy and its snapshots by its own protocol, so protocol = {config.agent.protocol!r} has no "
+            "meaning. Leave one out."
+        )
     if config.league.league_every and rollouts.curriculum is not None:
         raise ConfigError(
             "league_every draws the opponents of new tasks; with a curriculum a task comes again. Give one."
@@ -537,6 +543,7 @@ def _check_stored_kind(config: RunConfig, parts: Parts) -> None:
         "curriculum": rollouts.curriculum,
         "filter": config.algo.filter,
         "teacher": config.algo.teacher,
+        "[teachers]": config.teachers,
         "[[envs]]": config.envs,
         "[[recorded]]": config.recorded,
         "league_every": config.league.league_every,

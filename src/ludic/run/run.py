@@ -323,17 +323,17 @@ def build(
     logger: Any = None,
     reward: Any = None,
     policies: Mapping[str, Any] | None = None,
-    protocol: Callable[..., Any] | None = None,
+    protocol: str | Callable[..., Any] | None = None,
     source: Callable[[BatchSource], BatchSource] | None = None,
     reducers: Mapping[str, Reducer] | None = None,
     **settings: Any,
 ) -> Run:
     """A run from a config, from settings by name (every flag of `ludic train`, with underscores), or from both: settings win.
 
-    env, agent, context, parser, tools, algo, model and logger take a name or an object: an env class, an agent class, a
+    env, agent, context, parser, protocol, tools, algo, model and logger take a name or an object: an env class, an agent class, a
     parser, callables as tools, an RLAlgorithm, a `LoadedModel` or a torch model with its `tokenizer`, TrainingLoggers. `loss`
-    replaces the algorithm's, `protocol` the agent with all its parts; `source` wraps the source of fresh rollouts; `reducers`
-    are further metrics (`Parts` in resolve.py). An agent may also be a function that makes its model calls over HTTP
+    replaces the algorithm's, an object as `protocol` the agent with all its parts; `source` wraps the source of fresh rollouts;
+    `reducers` are further metrics (`Parts` in resolve.py). An agent may also be a function that makes its model calls over HTTP
     (docs/gateway.md); a function as `reward` and clients as `policies` are for it. `policies` is otherwise a table of settings by
     name, and all of them learn (docs/multi_policy.md). `reward` is otherwise a list of names, reward functions and
     scorers (docs/rewards.md). data and eval_data take a file, a list of samples, or a function that generates them. Settings are
@@ -355,6 +355,7 @@ def build(
         "agent": _part(agent),
         "context": _part(context),
         "parser": _part(parser),
+        "protocol": _part(protocol),
         "algo": _part(algo),
         "model": _model(model, tokenizer),
         "tools": _several(tools),
@@ -368,7 +369,7 @@ def build(
         values["id"] = ""
     values["tools"] = (*config.agent.tools, *values["tools"])
     objects = {_PARTS.get(name, name): part for name, (_, part) in given.items() if part is not None}
-    objects |= {"loss": loss, "protocol": protocol, "source": source, "reducers": reducers or {}}
+    objects |= {"loss": loss, "source": source, "reducers": reducers or {}}
     objects |= {"reward": reward if callable(reward) else None, "policies": policies or {}}
     config = with_pinned_checkpoints(with_given(config, values))
     return Run(resolve_run(config, factory, Parts(**objects)))

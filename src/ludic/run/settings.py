@@ -51,9 +51,14 @@ class Setting:
         return f"--{self.name.replace('_', '-')}"
 
     @property
+    def is_section(self) -> bool:
+        """Whether it is a whole section of the file: tables with names or in a list, or pairs such as `[teachers]`."""
+        return self.path == (self.section,)
+
+    @property
     def holds_arguments(self) -> bool:
         """Whether it holds the keyword arguments of a part, `name=value` again and again on the command line."""
-        return typing.get_origin(self.kind) is dict and self.entry is None
+        return typing.get_origin(self.kind) is dict and not self.is_section
 
     @property
     def has_names(self) -> bool:
@@ -81,8 +86,9 @@ def _settings_of(cls: Any) -> tuple[Setting, ...]:
             found += [_setting(cls, section, field.name, (section, field.name)) for field in dataclasses.fields(kind)]
             for name, path in added.get(section, {}).items():
                 found.append(_setting(cls, section, name, tuple(path.split("."))))
-        elif (entry := Setting(section, section, (section,), kind, "").entry) is not None:
-            found.append(Setting(section, section, (section,), kind, entry.__doc__))
+        elif typing.get_origin(kind) in (tuple, dict):
+            made = Setting(section, section, (section,), kind, docs_of(cls).get(section, ""))
+            found.append(made if made.entry is None else dataclasses.replace(made, help=made.entry.__doc__))
     return tuple(found)
 
 
@@ -213,8 +219,8 @@ def from_table(cls: type[T], content: Mapping[str, Any], where: str) -> T:
     values: dict[str, Any] = {}
     for section, table in content.items():
         only = next(iter(by_section.get(section, {}).values()), None)
-        if only is not None and only.entry is not None:
-            shown = section if only.has_names else f"[[{section}]]"
+        if only is not None and only.is_section:
+            shown = f"[[{section}]]" if typing.get_origin(only.kind) is tuple else section
             values[section] = converted(table, only.kind, f"{where}: {shown}")
             continue
         if section not in by_section or not isinstance(table, dict):
@@ -289,7 +295,9 @@ def kind_name(kind: Any) -> str:
     if origin is tuple:
         return f"a list, each {kind_name(inner[0])}"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path, as text"}
-    return "a table" if origin is dict else names[kind]
+    if origin is dict:
+        return "a table" if inner[1] is Any else f"a table whose values are {kind_name(inner[1])}"
+    return names[kind]
 
 
 def to_toml(config: Any) -> str:
@@ -297,6 +305,13 @@ def to_toml(config: Any) -> str:
     lines: list[str] = []
     section = ""
     for setting in settings_of(type(config)):
+        if setting.is_section and setting.entry is None:
+            pairs = setting.value_in(config).items()
+            lines += (
+                ["", f"[{setting.name}]", *(f"{_toml_key(k)} = {toml_value(v)}" for k, v in pairs)] if pairs else []
+            )
+            section = ""
+            continue
         if setting.entry is not None:
             found = setting.value_in(config)
             named = found.items() if setting.has_names else [("", each) for each in found]

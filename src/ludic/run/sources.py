@@ -36,7 +36,6 @@ from ludic.run.parts import (
     PLAYED,
     PROTOCOL,
     EpisodeSetup,
-    agent_factory,
     env_arguments,
     first_env,
     make_algorithm,
@@ -48,6 +47,7 @@ from ludic.run.parts import (
     train_samples,
     train_stream,
 )
+from ludic.run.protocols.agents import agent_factory
 from ludic.run.resolve import ResolvedRun
 from ludic.types import (
     BatchSource,

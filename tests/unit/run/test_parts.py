@@ -16,12 +16,12 @@ from ludic.run.config import AgentSettings, EnvSettings, ModelSettings, RunConfi
 from ludic.run.model import dtype_of, load_policy, make_template, serve_locally
 from ludic.run.parts import (
     EpisodeSetup,
-    agent_factory,
     fixed_requests,
     make_algorithm,
     make_episode_setup,
     train_requests,
 )
+from ludic.run.protocols.agents import agent_factory
 from ludic.run.resolve import ResolvedRun, env_factory, resolve
 from ludic.run.settings import with_values
 from ludic.run.sources import make_source

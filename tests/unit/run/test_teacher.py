@@ -1,15 +1,20 @@
-"""`ludic train --teacher`: a teacher in the process or behind a server, and what does not go together. Everything is real but vLLM."""
+"""`ludic train` with a teacher in the process or behind a server, or one for each domain, and what does not go together. Everything
+is real but vLLM."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from ludic.batch_gen import DomainTeachers
 from ludic.models.tiny import character_tokenizer, tiny_llama
+from ludic.run import build
 from ludic.run.config import AlgoSettings, RunConfig
+from ludic.run.generation import make_teachers
 from ludic.run.settings import read_toml
 from ludic.training.loggers import read_metrics
-from ludic.types import ConfigError
-from tests.unit.cli.train_parts import RUN, command_in
+from ludic.types import ConfigError, SampleOrigin, SAWItem
+from tests.unit.cli.train_parts import CASES, RUN, SMALL, command_in
 
 
 @pytest.fixture
@@ -97,3 +102,82 @@ def test_only_a_url_is_a_served_teacher():
     assert not AlgoSettings(teacher="org/http-model").teacher_is_served
     with pytest.raises(ConfigError, match="behind a URL"):
         AlgoSettings(teacher_tokenizer="folder")
+
+
+# --- a teacher for each domain ---
+
+TWO_ENVS = """
+[[envs]]
+id = "letter.py:Letter"
+name = "letters"
+
+[[envs]]
+id = "letter.py:Flat"
+name = "flats"
+"""
+TEACHERS = '\n[teachers]\nletters = "taught"\nflats = "other"\n'
+TWO = ["run.toml", *SMALL, "--rollouts-per-update", "16", "--steps", "2", "--name", "first", "--dtype", "float32"]
+
+
+@pytest.mark.parametrize("algo", ["mopd", "opd"])
+def test_each_domain_has_its_teacher(ludic, tmp_path, monkeypatch, algo):
+    scored = []
+    teacher_for = DomainTeachers.teacher_for
+
+    def noted(self, item):
+        scored.append((item.origin.domain, self.domains, teacher_for(self, item)))
+        return scored[-1][-1]
+
+    monkeypatch.setattr(DomainTeachers, "teacher_for", noted)
+    save_teacher(tmp_path / "taught")
+    save_teacher(tmp_path / "other")
+    (tmp_path / "run.toml").write_text(TWO_ENVS + TEACHERS)
+    ended = ludic("train", *TWO, "--algo", algo)
+    assert ended.code == 0, ended.err
+    assert "taught by taught and other" in ended.out
+    chosen = {(domain, id(teacher)) for domain, _, teacher in scored}
+    assert {domain for domain, _ in chosen} == {"letters", "flats"} and len({teacher for _, teacher in chosen}) == 2
+    assert len(chosen) == 2 and len(logged(tmp_path / "runs" / "first", "train/teacher_kl")) == 2
+    config = read_toml(RunConfig, tmp_path / "runs" / "first" / "config.toml")
+    assert config.teachers == {"letters": "taught", "flats": "other"}
+    assert ludic("train", "runs/first", "--resume", "--steps", "3").code == 0
+
+
+def test_domains_with_the_same_model_share_it_and_a_run_is_its_newest_checkpoint(ludic, tmp_path):
+    assert ludic("train", *RUN).code == 0
+    (tmp_path / "run.toml").write_text(TWO_ENVS + '\n[teachers]\nletters = "runs/first"\nflats = "runs/first"\n')
+    run = build(read_toml(RunConfig, tmp_path / "run.toml"), algo="mopd", model="tiny", max_tokens=1)
+    assert set(run.config.teachers.values()) == {"runs/first/checkpoints/step_000002"}
+    with ExitStack() as stack:
+        teachers = make_teachers(run.resolved, stack)
+        made = [teachers.teacher_for(item_of(domain)) for domain in ("letters", "flats")]
+        assert made[0] is made[1]
+
+
+def item_of(domain: str) -> SAWItem:
+    return SAWItem([0, 1], None, [0, 1], 1.0, origin=SampleOrigin(rollout_id="r", domain=domain))
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "says"),
+    [
+        (TWO_ENVS + TEACHERS, [], "learns from rewards alone"),
+        (TWO_ENVS + TEACHERS, ["--algo", "mopd", "--teacher", "taught"], "[teachers] has one for each domain. Leave one out"),
+        (TWO_ENVS + TEACHERS, ["--algo", "opd", "--algo-set", "kl=reverse"], "with one teacher. Give --teacher"),
+        (TWO_ENVS + TEACHERS.replace("other", "http://h"), ["--algo", "mopd", "--temperature", "0.7"], "http://h is a vLLM"),
+        (TWO_ENVS + TEACHERS.replace("other", "http://a:b@h"), ["--algo", "mopd"], "[teachers] flats"),
+        (TWO_ENVS + TEACHERS.replace("flats", "flat"), ["--algo", "mopd"], "has none for flats"),
+        (TWO_ENVS + TEACHERS + 'more = "taught"', ["--algo", "mopd"], "one for more, but the entries of [[envs]] are letters"),
+        (TWO_ENVS + "\n[teachers]\nletters = 1", ["--algo", "mopd"], "expected a table whose values are text"),
+        ('[env]\nid = "letter.py:Letter"' + TEACHERS, ["--algo", "mopd"], "for one env give --teacher"),
+        ('[env]\nid = "letter.py:Letter"' + TEACHERS, ["--algo", "mopd", "--engine", "pipeline"], "not there for engine"),
+        ('[env]\nid = "cases.py:Cases"\n[policies.a]\n[policies.b]' + TEACHERS, ["--algo", "mopd"], "not go with [teachers]"),
+        (TWO_ENVS, ["--teachers", "letters=tiny"], "write [teachers] in a file"),
+    ],
+)  # fmt: skip
+def test_invalid_tables_of_teachers_are_refused_before_loading(ludic, tmp_path, file, flags, says):
+    (tmp_path / "run.toml").write_text(file)
+    (tmp_path / "cases.py").write_text(CASES)
+    for how in ([], ["--dry-run"]):
+        ended = ludic("train", *TWO, *flags, *how)
+        assert ended.code == 2 and says in " ".join(ended.err.split()), ended.err

@@ -7,8 +7,9 @@ from itertools import product
 from typing import Any
 
 from ludic.run.config import RunConfig
-from ludic.run.parts import eval_samples, first_env, train_samples, uses_gateway
+from ludic.run.parts import eval_samples, first_env, train_samples
 from ludic.run.policies.entry import POLICIES, PolicyEntry
+from ludic.run.protocols.agents import uses_gateway
 from ludic.run.resolve import EnvFactory, NamedPolicy, Parts, ResolvedRun, default_name, resolve
 from ludic.run.settings import values_of, with_values
 from ludic.types import ConfigError
@@ -115,10 +116,11 @@ def _check_features(config: RunConfig, parts: Parts) -> None:
         "dynamic_sampling": rollouts.dynamic_sampling,
         "curriculum": rollouts.curriculum,
         "teacher": config.algo.teacher,
+        "[teachers]": config.teachers,
         "updates_per_batch": trainer.updates_per_batch > 1,
         "mini_batches": trainer.mini_batches > 1,
         "quantize_base": config.model.quantize_base,
-        "protocol=": parts.protocol,
+        "protocol": config.agent.protocol,
         "source=": parts.source,
         "algo= as an object": parts.algorithm,
         "model= as an object": parts.model,

@@ -33,7 +33,6 @@ from ludic.run.model import (
 )
 from ludic.run.parts import (
     EpisodeSetup,
-    agent_factory,
     env_arguments,
     eval_requests,
     eval_samples,
@@ -42,6 +41,7 @@ from ludic.run.parts import (
     request_strategy,
 )
 from ludic.run.policies.resolve import league_seatings, past
+from ludic.run.protocols.agents import agent_factory
 from ludic.run.resolve import NamedPolicy, ResolvedRun
 from ludic.run.sources import check_source, make_filter, make_league, seated_requests
 from ludic.training import Trainer

@@ -1,0 +1,84 @@
+"""The agents of the settings: `agent_factory` for those of ludic.agents, `outside_agent` for functions and commands."""
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from ludic import registry
+from ludic.agents import Agent
+from ludic.gateway.agents import AgentCommand, AgentFunction, OutsideAgent, is_agent_function
+from ludic.inference import ChatTemplate
+from ludic.run.config import AgentSettings
+from ludic.run.resolve import Parts
+from ludic.types import ChatClient, ConfigError, MissingExtra
+
+
+def uses_gateway(agent: AgentSettings, parts: Parts) -> bool:
+    """Whether the agent is a function or a command, which makes its model calls over HTTP."""
+    if parts.protocol is not None:
+        return False
+    return agent.agent_command is not None or is_agent_function(named_agent(agent, parts))
+
+
+def named_agent(agent: AgentSettings, parts: Parts) -> Any:
+    """The class or function that the settings name, or that was given as an object; None where there is a command."""
+    return parts.agent or (registry.agents.spec(agent.agent).load() if agent.agent is not None else None)
+
+
+def outside_agent(agent: AgentSettings, parts: Parts) -> OutsideAgent | None:
+    """The agent that makes its model calls over HTTP; None if it is one of ludic.agents."""
+    if not uses_gateway(agent, parts):
+        return None
+    if agent.protocol is not None:
+        raise ConfigError(
+            f"protocol = {agent.protocol!r} runs agents of ludic.agents; an agent that is a function or a command runs its own "
+            "turns. Leave one out."
+        )
+    if agent.tools or parts.tools:
+        raise ConfigError(
+            "--tools are for agents of ludic.agents; an agent that is a function or a command has its own."
+        )
+    if importlib.util.find_spec("aiohttp") is None:
+        raise MissingExtra("serve", "An agent that is a function or a command")
+    if agent.agent_command is not None:
+        return AgentCommand(agent.agent_command, sandbox=agent.agent_sandbox, binds=agent.agent_bind)
+    return AgentFunction(named_agent(agent, parts), agent.agent_set)
+
+
+def agent_factory(
+    agent: AgentSettings,
+    template: ChatTemplate,
+    model: str,
+    parts: Parts | None = None,
+    *,
+    external_tools: Sequence[Any] = (),
+) -> Callable[[ChatClient], Agent]:
+    """Makes a new agent, with a new context, for each episode. `external_tools` are run by its protocol."""
+    parts = parts or Parts()
+    parser = parts.parser or registry.parsers.make(agent.parser or "raw", **agent.parser_set)
+    arguments = dict(agent.agent_set) | ({"tools": agent.tools} if agent.tools else {})
+    for scope in ("tools", "external_tools"):
+        if scope in arguments:
+            arguments[scope] = [registry.tools.make(name) for name in arguments[scope]]
+    if parts.tools:
+        arguments["tools"] = [*arguments.get("tools", ()), *parts.tools]
+    if external_tools:
+        arguments["external_tools"] = [*arguments.get("external_tools", ()), *external_tools]
+    if agent.cut_off == "read":
+        arguments["reject_incomplete_completions"] = False
+
+    def make_agent(client: ChatClient) -> Agent:
+        make_context = parts.context or partial(registry.contexts.make, agent.context)
+        context = make_context(system_prompt=agent.system_prompt, **agent.context_set)
+        agent_class = parts.agent or partial(registry.agents.make, agent.agent or "agent")
+        made: Agent = agent_class(
+            client=client, model=model, ctx=context, parser=parser, chat_template=template, **arguments
+        )
+        if not isinstance(made, Agent):
+            raise ConfigError(
+                f"agent = {agent.agent!r} makes a {type(made).__name__}; it must be an Agent of ludic.agents."
+            )
+        return made
+
+    return make_agent

@@ -1,0 +1,210 @@
+"""The protocol of the settings: the one that suits env and agent, or the one that `--protocol` names."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ludic import registry
+from ludic.agents import Agent, CallAgent, ToolAgent
+from ludic.gateway.agents import OutsideAgent
+from ludic.gateway.protocol import GatewayProtocol
+from ludic.gateway.session import SessionLimits
+from ludic.inference import ChatTemplate
+from ludic.interaction import (
+    Delegate,
+    DelegatingProtocol,
+    InteractionProtocol,
+    MultiAgentProtocol,
+    SingleAgentProtocol,
+    TaskEnv,
+)
+from ludic.run.config import AgentSettings
+from ludic.run.entries import DelegateEntry
+from ludic.run.protocols.agents import agent_factory, named_agent, outside_agent
+from ludic.run.resolve import Parts
+from ludic.run.settings import converted
+from ludic.types import ChatClient, ConfigError, UnknownName
+
+
+def protocol_factory(
+    agent: AgentSettings, agent_ids: Sequence[str], template: ChatTemplate, model: str, parts: Parts
+) -> Callable[[ChatClient], InteractionProtocol]:
+    """Makes a new protocol, with new agents, for each episode of an env with these roles."""
+    make = parts.protocol
+    if make is not None:
+        return lambda client: make(client=client, model=model, chat_template=template)
+    outside = outside_agent(agent, parts)
+    if outside is not None:
+        return _gateway_protocol(outside, agent, agent_ids, template, model, parts)
+    if parts.reward is not None or parts.policies:
+        raise ConfigError("reward= and policies= are for an agent that is a function or a command (docs/gateway.md).")
+    if agent.protocol is not None:
+        return _named_protocol(agent.protocol, agent, agent_ids, template, model, parts)
+    make_agent = agent_factory(agent, template, model, parts)
+    if len(agent_ids) == 1:
+        return lambda client: SingleAgentProtocol(make_agent(client), stop_on_parse_error=agent.unreadable == "stop")
+    if agent.unreadable == "stop":
+        raise ConfigError(f"unreadable=stop is for envs with one agent; this one has {', '.join(agent_ids)}.")
+    return lambda client: MultiAgentProtocol({agent_id: make_agent(client) for agent_id in agent_ids})
+
+
+_OFFERED = frozenset({"agent", "agents", "client", "model", "chat_template"})
+"""What a named protocol is called with, where it has such a parameter."""
+
+
+def _named_protocol(
+    id: str, agent: AgentSettings, agent_ids: Sequence[str], template: ChatTemplate, model: str, parts: Parts
+) -> Callable[[ChatClient], InteractionProtocol]:
+    """Makes the protocol of the settings, with agents of the settings where it takes some."""
+    factory, arguments = registry.protocols.spec(id).load(), dict(agent.protocol_set)
+    takes = _parameters(factory)
+    roles = ", ".join(agent_ids)
+    if takes.isdisjoint({"agent", "agents", "client"}):
+        raise ConfigError(
+            f"protocol = {id!r} has none of the parameters agent, agents and client, so no model would play. Add one."
+        )
+    if "agent" in takes and len(agent_ids) != 1:
+        raise ConfigError(f"protocol = {id!r} runs one agent, but the env has {roles}. Take multi_agent.")
+    for name in arguments:
+        if name not in takes - _OFFERED:
+            raise UnknownName.among(f"argument of the protocol {id}", name, sorted(takes - _OFFERED))
+    if agent.unreadable == "stop" and "client" not in takes:
+        if "stop_on_parse_error" not in takes:
+            raise ConfigError(
+                f"unreadable=stop is for protocols that stop on it; {id} goes on. Give --unreadable go_on."
+            )
+        arguments.setdefault("stop_on_parse_error", True)
+    entries = _delegates(id, agent, parts) if "delegates" in takes and delegates_tasks(factory) else {}
+    sub_agents = {name: _sub_agent(entry, agent, entries, template, model, parts) for name, entry in entries.items()}
+    tools = [DelegatingProtocol.tool(_as_delegates(entries))] if entries else []
+    make_agent = agent_factory(agent, template, model, parts, external_tools=tools)
+
+    def make(client: ChatClient) -> InteractionProtocol:
+        given: dict[str, Any] = {"client": client, "model": model, "chat_template": template}
+        if "agent" in takes:
+            given["agent"] = make_agent(client)
+        if "agents" in takes:
+            given["agents"] = {agent_id: make_agent(client) for agent_id in agent_ids}
+        if entries:
+            given["delegates"] = _as_delegates(
+                entries, {name: partial(one, client) for name, one in sub_agents.items()}
+            )
+        made = registry.protocols.make(id, **arguments | {name: given[name] for name in given if name in takes})
+        if not isinstance(made, InteractionProtocol):
+            raise ConfigError(
+                f"protocol = {id!r} makes a {type(made).__name__}; it must be an InteractionProtocol of ludic.interaction."
+            )
+        return made
+
+    return make
+
+
+def _parameters(factory: Callable[..., Any]) -> set[str]:
+    """Names of the parameters; of a class that passes unknown ones on, also those of its bases."""
+    parameters = inspect.signature(factory).parameters
+    passes_on = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    bases = factory.__mro__[1:-1] if passes_on and isinstance(factory, type) else ()
+    own = {one.name for one in parameters.values() if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
+    return own | (_parameters(bases[0]) if bases else set())
+
+
+def _gateway_protocol(
+    outside: OutsideAgent,
+    agent: AgentSettings,
+    agent_ids: Sequence[str],
+    template: ChatTemplate,
+    model: str,
+    parts: Parts,
+) -> Callable[[ChatClient], InteractionProtocol]:
+    if len(agent_ids) != 1:
+        raise ConfigError(
+            f"The agent {outside.name} plays envs with one agent; this one has {', '.join(agent_ids)}. Take an agent of "
+            "ludic.agents."
+        )
+    parser = parts.parser or registry.parsers.make(agent.parser or "raw", **agent.parser_set)
+    return lambda client: GatewayProtocol(
+        outside,
+        client=client,
+        model=model,
+        chat_template=template,
+        reward=parts.reward,
+        policies=parts.policies,
+        limits=SessionLimits(max_calls=agent.agent_max_calls, max_tokens=agent.agent_max_tokens),
+        system_prompt=agent.system_prompt,
+        parser=parser,
+    )
+
+
+# --- sub-agents ---
+
+
+def delegates_tasks(factory: Callable[..., Any]) -> bool:
+    """Whether its episodes have rollouts of sub-agents."""
+    return isinstance(factory, type) and issubclass(factory, DelegatingProtocol)
+
+
+def _delegates(id: str, agent: AgentSettings, parts: Parts) -> dict[str, DelegateEntry]:
+    """The sub-agents of the settings; ConfigError unless there are some and the agent can call them."""
+    given = agent.protocol_set.get("delegates")
+    if not given or not isinstance(given, Mapping):
+        raise ConfigError(
+            f'protocol = {id!r} needs sub-agents: --protocol-set \'delegates={{"solver": "solves one sub-task"}}\', or a table '
+            "for each in a file (docs/algorithms/fold_grpo.md)."
+        )
+    if not _hands_calls_on(named_agent(agent, parts)):
+        raise ConfigError(
+            f"protocol = {id!r} is called as a tool, and agent = {agent.agent!r} calls none that a protocol runs. Take react."
+        )
+    tables = {name: {"description": one} if isinstance(one, str) else one for name, one in given.items()}
+    found: dict[str, DelegateEntry] = converted(tables, dict[str, DelegateEntry], "protocol_set.delegates")
+    return found
+
+
+def _hands_calls_on(agent: Any) -> bool:
+    """Whether the agent leaves calls of external tools to its protocol."""
+    return isinstance(agent, type) and issubclass(agent, ToolAgent) and not issubclass(agent, CallAgent)
+
+
+def _as_delegates(
+    entries: Mapping[str, DelegateEntry], make_agents: Mapping[str, Callable[[], Agent]] | None = None
+) -> dict[str, Delegate]:
+    def uncalled() -> Agent:
+        raise AssertionError("these describe the tool; they start no episode")
+
+    return {
+        name: Delegate(
+            make_agent=uncalled if make_agents is None else make_agents[name],
+            make_env=TaskEnv if entry.env is None else registry.envs.spec(entry.env).load(),
+            max_steps=entry.max_steps,
+            description=entry.description,
+        )
+        for name, entry in entries.items()
+    }
+
+
+def _sub_agent(
+    entry: DelegateEntry,
+    agent: AgentSettings,
+    entries: Mapping[str, DelegateEntry],
+    template: ChatTemplate,
+    model: str,
+    parts: Parts,
+) -> Callable[[ChatClient], Agent]:
+    """Makes agents of one kind of sub-agent."""
+    delegates_too = agent.protocol_set.get("max_depth", 1) > 1
+    own = replace(
+        agent,
+        agent=entry.agent or ("react" if entry.tools or delegates_too else "agent"),
+        agent_set=entry.agent_set,
+        tools=entry.tools,
+        parser=entry.parser,
+        parser_set=entry.parser_set,
+        system_prompt=entry.system_prompt,
+        protocol=None,
+        protocol_set={},
+    )
+    may_call = delegates_too and _hands_calls_on(named_agent(own, Parts()))
+    tools = [DelegatingProtocol.tool(_as_delegates(entries))] if may_call else []
+    return agent_factory(own, template, model, Parts(context=parts.context), external_tools=tools)

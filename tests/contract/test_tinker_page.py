@@ -57,6 +57,7 @@ def test_the_program_for_the_minimal_loop_runs(fake: FakeTinker):
     assert fake.asked("sessions/session-0/finish")
 
 
+@pytest.mark.slow
 def test_the_program_of_the_servers_page_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

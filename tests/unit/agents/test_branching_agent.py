@@ -164,6 +164,7 @@ class Sampled:
         raise RuntimeError("not served")
 
 
+@pytest.mark.slow
 async def test_fold_grpo_trains_parents_and_branches_of_real_episodes():
     model = tiny_llama(max_position_embeddings=8192)
     replies = iter([*BRANCHED, *BRANCHED[:-1], "<a>5</a>"])

@@ -141,6 +141,7 @@ def test_a_file_is_rescored_by_a_judge(played: Path, judge: str):
     assert number(r"judge/calls (\S+)", again.output) == 0, "all verdicts were in the file"
 
 
+@pytest.mark.slow
 def test_a_judge_with_tools_is_a_reward(played: Path, judge: str):
     (program,) = re.findall(r"^```python\n(# checker\.py\n.*?)^```$", JUDGES_PAGE.read_text(), re.DOTALL | re.MULTILINE)
     Path("checker.py").write_text(program.replace("http://127.0.0.1:8000/v1", judge))

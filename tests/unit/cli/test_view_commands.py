@@ -159,6 +159,7 @@ def test_runs_that_differ_in_their_seed_are_one_curve(said, tmp_path):
     assert "Written" in said("plot", *files, "--metric", "train/loss", "--seeds", "--out", tmp_path / "curve.png")
 
 
+@pytest.mark.slow
 def test_plot_against_the_seconds_that_updates_took(said, tmp_path):
     pytest.importorskip("matplotlib")
     start = {"step": 0, "eval/step": 0.0, "eval/accuracy": 0.1}

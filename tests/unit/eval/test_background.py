@@ -212,6 +212,7 @@ def train_until_killed(folder, save_every: int, num_steps: int) -> None:
 @pytest.mark.parametrize(
     ("save_every", "num_steps", "evaluated"), [(5, 7, [2, 5, 6]), (2, 4, [2, 4])]
 )  # the checkpoint is of a later step than the lost evaluation; of the same, which is the last
+@pytest.mark.slow
 async def test_an_evaluation_lost_by_a_kill_is_made_again_once(tmp_path, save_every, num_steps, evaluated):
     killed = forked.call(train_until_killed, tmp_path, save_every, num_steps)
     await asyncio.to_thread(killed.join)

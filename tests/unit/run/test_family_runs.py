@@ -18,6 +18,7 @@ ONE_OF_EACH_KIND = ["llama", "qwen3_moe", "falcon_h1"]
 
 
 @pytest.mark.parametrize("name", cases(FAMILIES, default=ONE_OF_EACH_KIND))
+@pytest.mark.slow
 def test_one_update_moves_weights_and_the_checkpoint_has_them(name, tmp_path):
     model, folder, tokenizer = family_model(name), tmp_path / "model", character_tokenizer()
     model.config.eos_token_id, model.config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id

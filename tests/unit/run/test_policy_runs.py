@@ -190,6 +190,7 @@ def test_adapters_share_their_base_and_a_frozen_policy_stays(ludic):
     assert not are_equal(saved("first", "ann"), saved("first", "bob")), "different adapters from the start"
 
 
+@pytest.mark.slow
 def test_an_assistant_learns_beside_a_frozen_user_simulator(ludic):
     Path("tasks.jsonl").write_text(
         '{"goal": "Order a red car.", "answer": "red"}\n{"goal": "Go home.", "answer": "home"}\n'
@@ -369,6 +370,7 @@ def test_resume_from_the_newest_step_that_all_policies_have_equals_undisturbed(l
 
 
 @pytest.mark.parametrize("policies", [PAIR, []], ids=["several policies", "one policy"])
+@pytest.mark.slow
 def test_the_last_evaluation_is_made_again_if_a_kill_has_ended_it(ludic, policies):
     once = [*SMALL, *policies, *EVALUATED, "--steps", "2"]
     done(ludic("train", *once, "--eval-in-background", "--name", "first"))

@@ -87,6 +87,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_class_of_a_file_runs_the_episodes_with_the_agent_of_the_settings(ludic, tmp_path):
     flags = ["--protocol", "own.py:Noted", "--protocol-set", "note=seen", "--system-prompt", "Shout."]
     ended = ludic("train", *RUN, *flags)
@@ -103,6 +104,7 @@ def test_a_class_of_a_file_runs_the_episodes_with_the_agent_of_the_settings(ludi
     assert len(evaluated) >= 2 and {rollout.meta["note"] for rollout in evaluated} == {"seen"}
 
 
+@pytest.mark.slow
 def test_a_function_that_takes_the_client_makes_its_own_agent(ludic, tmp_path):
     assert ludic("train", *RUN, "--protocol", "own.py:whole").code == 0
     assert ludic("train", *RUN[:-1], "plain").code == 0
@@ -111,6 +113,7 @@ def test_a_function_that_takes_the_client_makes_its_own_agent(ludic, tmp_path):
     assert own["train/loss"] == plain["train/loss"] and own["train/grad_norm"] == plain["train/grad_norm"]
 
 
+@pytest.mark.slow
 def test_fold_grpo_trains_with_sub_agents(ludic, tmp_path):
     flags = [*FOLD, "--max-tokens", "8", "--agent-set", "tools_in_prompt=false"]
     shown = ludic("train", *RUN, *flags, "--dry-run")
@@ -121,6 +124,7 @@ def test_fold_grpo_trains_with_sub_agents(ludic, tmp_path):
     assert json.loads(rows[-1])["step"] == 2
 
 
+@pytest.mark.slow
 def test_multi_agent_may_be_named(ludic):
     ended = ludic("train", "cases.py:Cases", *SMALL, "--steps", "1", "--lr", "1e-2", "--protocol", "multi_agent")
     assert ended.code == 0, ended.err
@@ -257,6 +261,7 @@ def test_policies_and_a_league_seat_agents_by_themselves(ludic, tmp_path):
 # --- files, several envs, Python ---
 
 
+@pytest.mark.slow
 def test_each_env_of_several_may_have_its_own_protocol(ludic, tmp_path):
     (tmp_path / "run.toml").write_text(
         '[[envs]]\nid = "letter.py:Letter"\nprotocol = "own.py:Noted"\nprotocol_set = {note = "one"}\n'

@@ -120,6 +120,7 @@ TWO = ["run.toml", *SMALL, "--rollouts-per-update", "16", "--steps", "2", "--nam
 
 
 @pytest.mark.parametrize("algo", ["mopd", "opd"])
+@pytest.mark.slow
 def test_each_domain_has_its_teacher(ludic, tmp_path, monkeypatch, algo):
     scored = []
     teacher_for = DomainTeachers.teacher_for
@@ -143,6 +144,7 @@ def test_each_domain_has_its_teacher(ludic, tmp_path, monkeypatch, algo):
     assert ludic("train", "runs/first", "--resume", "--steps", "3").code == 0
 
 
+@pytest.mark.slow
 def test_domains_with_the_same_model_share_it_and_a_run_is_its_newest_checkpoint(ludic, tmp_path):
     assert ludic("train", *RUN).code == 0
     (tmp_path / "run.toml").write_text(TWO_ENVS + '\n[teachers]\nletters = "runs/first"\nflats = "runs/first"\n')

@@ -60,6 +60,7 @@ def test_a_dry_run_counts_the_parameters_of_the_vision_tower_too(tmp_path):
     assert num_parameters(ModelSettings(model=str(folder))) == number
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_a_model_that_writes_no_text_says_so(tmp_path):
     folder = save_tiny_vision(tmp_path / "model", width=32)
     (folder / "config.json").write_text('{"model_type": "vit"}')

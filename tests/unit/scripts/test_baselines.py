@@ -47,6 +47,7 @@ def write(settings: baselines.Settings, name: str, rows: list[dict[str, float]])
     (settings.results / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
+@pytest.mark.slow
 def test_every_command_is_accepted_and_asks_for_the_same_rollouts(settings, capsys):
     baselines.write_questions(settings)
     assert baselines.question_file(settings).read_text().count("\n") == 4  # of 2 × 16 rollouts, eight each

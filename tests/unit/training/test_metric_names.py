@@ -34,6 +34,7 @@ async def logged(trainer, engine, *, updates=1):
 
 
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.slow
 async def test_every_metric_of_a_preset_is_listed(name):
     engine = LocalEngine(tiny_llama(), Vocabulary(), max_model_len=64, kv_tokens=1024)
     stats = await logged(*trainer_of(name, LocalTeacher(engine), 0))

@@ -269,6 +269,7 @@ class BrokenEvaluator:
 
 
 @pytest.mark.parametrize("best_metric", [None, "eval/mean_reward"])
+@pytest.mark.slow
 def test_failed_last_evaluation_is_raised_after_all_policies_are_saved(tmp_path, best_metric):
     cfg = TrainerConfig(eval_every_n_steps=1, eval_in_background=True)
     with players(folder=tmp_path) as table:

@@ -155,6 +155,19 @@ async def test_a_batch_that_could_not_be_scored_is_skipped_with_a_warning(caplog
     assert "failed on 2 episodes" in caplog.text and "1 of max_empty_batches=8" in caplog.text
 
 
+async def test_a_batch_of_which_most_could_not_be_scored_is_trained_on_with_a_warning(caplog):
+    for broken in ({1, 2}, {1, 2, 3}):
+        source = RolloutBatchSource(
+            make_engine(rewards=Rewards([Breaks(broken)])),
+            requests_fn=lambda: [request() for _ in range(4)],
+            algorithm=ALGORITHM,
+            max_steps=1,
+            concurrency=1,
+        )
+        assert (await fetch(source, ALGORITHM, TrainerConfig(), step=0)).items
+    assert caplog.text.count("failed on 3 of 4 episodes") == 1 and "failed on 2 of 4" not in caplog.text
+
+
 async def test_a_judge_that_never_answers_ends_the_run_after_the_limit_of_empty_batches():
     engine = make_engine(rewards=Rewards([Breaks(range(100))]))
     source = RolloutBatchSource(engine, requests_fn=lambda: [request()], algorithm=ALGORITHM, max_steps=1)

@@ -62,12 +62,22 @@ Describe: TypeAlias = Callable[[PreparedBatch], dict[str, float]]
 # --- prepare ---
 
 
+def _warn_of_missing_scores(prepared: PreparedBatch) -> None:
+    unscored, total = (float(prepared.meta.get(name, 0)) for name in ("num_unscored", "target_rollouts"))
+    if unscored > total / 2 > 0:
+        logger.warning(
+            "A judge or reward function failed on %d of %d episodes: this update trains on the few that are left. The first "
+            "failure is logged above.", unscored, total,
+        )  # fmt: skip
+
+
 async def fetch(source: BatchSource, algo: RLAlgorithm, cfg: TrainerConfig, step: int) -> PreparedBatch:
     """The next batch that has anything to train on."""
     left_out: dict[str, float] = {}
     for number in range(1, cfg.max_empty_batches + 1):
         prepared = prepare(await source.next_batch(), algo, cfg, step)
         if prepared.items:
+            _warn_of_missing_scores(prepared)
             return prepared
         counts = prepared.counts | {name: float(prepared.meta.get(name, 0)) for name in _OF_ROLLOUTS}
         if counts["num_unscored"]:

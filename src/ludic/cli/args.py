@@ -161,9 +161,14 @@ def _is_in_a_file_only(setting: Setting) -> bool:
 
 def _refuse_flag(setting: Setting, args: Sequence[str]) -> None:
     if any(arg.partition("=")[0].replace("_", "-") == setting.flag for arg in args):
-        where = f"[[{setting.name}]]" if setting.is_section else f"{setting.name} = … under [{setting.section}]"
-        where = f"[{setting.name}.NAME]" if setting.has_names else where
-        where = f"[{setting.name}]" if setting.is_section and setting.entry is None else where
+        if setting.is_section and setting.entry is None:
+            where = f"[{setting.name}]"
+        elif setting.has_names:
+            where = f"[{setting.name}.NAME]"
+        elif setting.is_section:
+            where = f"[[{setting.name}]]"
+        else:
+            where = f"{setting.name} = … under [{setting.section}]"
         raise ConfigError(f"{setting.flag} is no flag; write {where} in a file, and give the file as TARGET.")
 
 

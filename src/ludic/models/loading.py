@@ -42,7 +42,7 @@ def load_model(
     """`source` is a transformers (or peft) model object, a path or hub id, a GGUF file, "smollm2-135m", "tiny" or a config.json.
 
     A config.json gives random weights from `seed` and the tokenizer beside it. "tiny" has random weights too, a token per
-    character, and float32 unless `dtype` is given. A model that is loaded here drops nothing out.
+    character, and float32 unless `dtype` is given. A model that is loaded here has no dropout.
     """
     if not isinstance(source, (str, Path)):
         _check_matches(source, dtype, device)
@@ -111,8 +111,8 @@ def _from_config(path: Path, tokenizer: Any, dtype: torch.dtype, device: torch.d
 
 
 def without_dropout(model: Any) -> Any:
-    """The model, which drops nothing in training mode: with dropout (GPT-2 has it) a trainer computes other log-probs than the
-    sampler did. Its config says so, too, since some models (Falcon) read it in every pass."""
+    """The model with every dropout set to 0: with it (GPT-2 has some) a trainer computes other log-probs than the sampler did. Its
+    config changes, too, since some models (Falcon) read it in every pass."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0

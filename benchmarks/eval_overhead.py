@@ -3,7 +3,7 @@
 The evaluation runs as the command does, without its printing: agents, chat template, tokenizer, parser, grading, the file of
 rollouts, the report. Then the same prompts go straight to the engine, all at once, each for as many tokens as its episode
 sampled, with the same seeds. Both passes begin with an empty prompt cache and alternate. The first evaluation is shown by itself:
-it includes what an engine does once (on a GPU: compiling, capturing graphs).
+it includes what an engine does once (on a GPU: compiling, capturing graphs). `--profile` says where it spends its time.
 
     .venv/bin/python benchmarks/eval_overhead.py                                                     # a CPU, a minute
     .venv/bin/python benchmarks/eval_overhead.py --model Qwen/Qwen2.5-Coder-1.5B-Instruct --episodes 1276 --max-tokens 512  # a GPU
@@ -11,11 +11,15 @@ it includes what an engine does once (on a GPU: compiling, capturing graphs).
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import statistics
+import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,6 +71,45 @@ class Recorder:
         raise RuntimeError("an evaluation changes no weights")
 
 
+class Stacks:
+    """Looks every few milliseconds where each thread is. Waiting threads are left out."""
+
+    EVERY_S = 0.005
+    IDLE = ("wait", "select", "poll", "accept", "_worker", "get", "acquire", "recv", "readinto", "_recv")
+
+    def __init__(self) -> None:
+        self.seen: Counter[tuple[str, str]] = Counter()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> "Stacks":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._done.wait(self.EVERY_S):
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
+            for ident, frame in sys._current_frames().items():
+                if ident == threading.get_ident() or frame.f_code.co_name in self.IDLE:
+                    continue
+                name, functions = names.get(ident, "?"), set()
+                while frame is not None:
+                    path = Path(frame.f_code.co_filename)
+                    functions.add(f"{'/'.join(path.parts[-2:])}:{frame.f_code.co_name}")
+                    frame = frame.f_back
+                self.seen.update((name, function) for function in functions)
+
+    def show(self, count: int) -> None:
+        """The functions under which most time was spent, callers included."""
+        print("seconds  thread, function (with what it calls)")
+        for (name, function), times in self.seen.most_common(count):
+            print(f"{times * self.EVERY_S:7.2f}  {name}, {function}")
+
+
 async def timed(engine: LocalEngine, work: Callable[[], Awaitable[int]]) -> Pass:
     engine.new_version()  # empties the prompt cache
     cpu_s, began = time.process_time(), time.perf_counter()
@@ -74,7 +117,9 @@ async def timed(engine: LocalEngine, work: Callable[[], Awaitable[int]]) -> Pass
     return Pass(num_tokens, time.perf_counter() - began, time.process_time() - cpu_s)
 
 
-async def run_passes(args: list[str], folder: Path, num_rounds: int) -> tuple[list[Pass], list[Pass]]:
+async def run_passes(
+    args: list[str], folder: Path, num_rounds: int, *, profiled: bool = False
+) -> tuple[list[Pass], list[Pass]]:
     """(evaluations, the engine alone); the first evaluation has no counterpart."""
     command, config = read_command(args)
     found = env_factory(command.target)
@@ -112,7 +157,10 @@ async def run_passes(args: list[str], folder: Path, num_rounds: int) -> tuple[li
 
         folder.mkdir(exist_ok=True)
         with long_lived_objects_exempt():
-            evaluations, alone = [await timed(engine, evaluation)], []
+            with Stacks() if profiled else contextlib.nullcontext() as stacks:
+                evaluations, alone = [await timed(engine, evaluation)], []
+            if stacks is not None:
+                stacks.show(70)
             for _ in range(num_rounds):
                 alone.append(await timed(engine, engine_alone))
                 evaluations.append(await timed(engine, evaluation))
@@ -148,6 +196,7 @@ def main() -> None:
     arguments.add_argument("--concurrency", type=int, help="episodes at a time; by default all")
     arguments.add_argument("--max-tokens", type=int, default=512 if on_gpu else 64)
     arguments.add_argument("--rounds", type=int, default=3)
+    arguments.add_argument("--profile", action="store_true", help="say where the first evaluation spends its time")
     options = arguments.parse_args()
     with tempfile.TemporaryDirectory() as made:
         data = options.data or Path(made) / "questions.jsonl"
@@ -156,7 +205,9 @@ def main() -> None:
         args = ["gsm8k", "--model", options.model, "--data", str(data), "--num-tasks", str(options.episodes),
                 "--temperature", "1.0", "--max-tokens", str(options.max_tokens),
                 "--concurrency", str(options.concurrency or options.episodes)]  # fmt: skip
-        evaluations, alone = asyncio.run(run_passes(args, Path(made) / "eval", options.rounds))
+        evaluations, alone = asyncio.run(
+            run_passes(args, Path(made) / "eval", options.rounds, profiled=options.profile)
+        )
     print(
         f"{options.model}, {options.episodes} episodes on {'a GPU' if on_gpu else 'a CPU'}, torch {torch.__version__}\n"
     )

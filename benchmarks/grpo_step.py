@@ -61,8 +61,9 @@ TRL_MICRO_BATCH = {"tiny": 8, "135m": 64}
 
 
 class OneQuestion(SingleAgentEnv):
-    """A question of `length` bytes. No two rewards are equal, so that every group counts."""
+    """A question of `length` bytes. No two rewards are equal, so that every group counts. Like `gsm8k` it needs no thread."""
 
+    blocking = False
     numbers = itertools.count()
 
     def __init__(self, length: int) -> None:
@@ -82,6 +83,8 @@ class OneQuestion(SingleAgentEnv):
 
 class SlowQuestion(OneQuestion):
     """Its answer is graded for `seconds`."""
+
+    blocking = False
 
     def __init__(self, length: int, seconds: float) -> None:
         super().__init__(length)
@@ -116,8 +119,8 @@ def protocol(client: LocalEngine) -> SingleAgentProtocol:
 class Questions:
     """New prompts for every step."""
 
-    def __init__(self, count: int, num_new: int) -> None:
-        self._next, self._count = 0, count
+    def __init__(self, count: int, num_new: int, env: EnvSpec) -> None:
+        self._next, self._count, self._env = 0, count, env
         self._inference = InferenceSpec(
             sampling=SamplingParams(temperature=1.0, max_tokens=num_new, ignore_eos=True),
             return_=ReturnSpec.for_rl(),
@@ -127,7 +130,7 @@ class Questions:
         self._next += self._count
         return [
             RolloutRequest(
-                env=EnvSpec("question"),
+                env=self._env,
                 protocol=ProtocolSpec("single"),
                 env_seed=self._next + i,
                 inference=self._inference,
@@ -152,21 +155,17 @@ class OurStep:
         length = -(-(options.prompt_tokens + options.new_tokens) // 256) * 256
         self.client = LocalEngine(self._model, ByteTokenizer(), max_sequences=num_samples, max_model_len=length)
         template = len(ByteTemplate().apply([{"role": "user", "content": ""}]).prompt_token_ids)
-        length_of_question = options.prompt_tokens - template
-
-        def question() -> OneQuestion:
-            if options.env_seconds:
-                return SlowQuestion(length_of_question, options.env_seconds)
-            return OneQuestion(length_of_question)
-
+        question = {"length": options.prompt_tokens - template}
+        slow = {"seconds": options.env_seconds} if options.env_seconds else {}
+        env = EnvSpec("question", {**question, **slow})
         engine = RolloutEngine(
-            env_registry={"question": question},
+            env_registry={"question": SlowQuestion if slow else OneQuestion},
             protocol_registry={"single": lambda: protocol(self.client)},
         )
         algorithm = make_grpo(group_size=options.group)
         self._source = RolloutBatchSource(
             engine,
-            requests_fn=Questions(options.prompts, options.new_tokens),
+            requests_fn=Questions(options.prompts, options.new_tokens, env),
             algorithm=algorithm,
             strategy=GRPORequestStrategy(options.group),
             max_steps=1,

@@ -9,8 +9,10 @@ their many small kernels; the compiled code exists only in the graphs, and the m
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +34,8 @@ from ludic.models.execution import CAPTURING, decoder_layers, raise_recompile_li
 from ludic.models.experts import Routers
 from ludic.models.packed_attention import varlen_attention
 from ludic.types import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 class PackedState:
@@ -138,6 +142,7 @@ class CUDARunner:
         self._owners: list[Sequence | None] = []
         """The sequence of each row."""
         self._graphs: dict[_Kernels, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._is_capturable = True
         new = lambda *shape, dtype=torch.long: torch.zeros(*shape, dtype=dtype, device="cuda")  # noqa: E731
         rows = max_sequences
         self._rows = DecodeRows(
@@ -321,9 +326,9 @@ class CUDARunner:
             rows.tables[:bucket].gather(1, (positions // size)[:, None])[:, 0] * size + positions % size
         )
         num_slots = self._upload_slots(owners, bucket)
-        graph, logits = self._graph(self._choose_kernels(owners, bucket, num_slots))
+        one_round = self._round(self._choose_kernels(owners, bucket, num_slots))
         for _ in range(num_rounds):
-            graph.replay()
+            logits = one_round()
         return self._reading(
             owners, rows.out_tokens[:num_rounds, :count], rows.out_logprobs[:num_rounds, :count], logits[:count]
         )
@@ -434,11 +439,32 @@ class CUDARunner:
 
     # --- graphs ---
 
-    def _graph(self, kernels: _Kernels) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        if kernels not in self._graphs:
-            with CAPTURING, self._layers if self._layers is not None else contextlib.nullcontext():
-                self._graphs[kernels] = self._capture(kernels)
-        return self._graphs[kernels]
+    def _round(self, kernels: _Kernels) -> Callable[[], Tensor]:
+        """Decodes a token for every row and returns its logits: from a graph, or launched kernel by kernel where a model's code
+        cannot be captured, as that of experts in fp32."""
+        with CAPTURING, self._layers if self._layers is not None else contextlib.nullcontext():
+            if self._is_capturable and kernels not in self._graphs:
+                try:
+                    self._graphs[kernels] = self._capture(kernels)
+                except RuntimeError as error:
+                    if self._fused is not None or isinstance(error, torch.OutOfMemoryError):
+                        raise
+                    self._is_capturable = False
+                    reason = str(error).partition("\n")[0]
+                    logger.warning("Decoding runs without CUDA graphs, which is slower for small batches: %s", reason)
+        if not self._is_capturable:
+            return partial(self._launched_round, kernels)
+        graph, logits = self._graphs[kernels]
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return replay
+
+    def _launched_round(self, kernels: _Kernels) -> Tensor:
+        with CAPTURING, self._layers if self._layers is not None else contextlib.nullcontext():
+            return self._one_round(kernels)
 
     def _capture(self, kernels: _Kernels) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         rows = self._rows
@@ -446,20 +472,22 @@ class CUDARunner:
         saved = [buffer.clone() for buffer in changed]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(
-                2 if self._layers is not None else 1
-            ):  # compile kernels and allocate buffers before the capture
-                self._one_round(kernels)
-                rows.rounds.zero_()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        memory_pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
-        # thread_local: the trainer allocates in another thread meanwhile, which would invalidate a capture in the default mode.
-        with torch.cuda.graph(graph, pool=memory_pool, capture_error_mode="thread_local"):
-            logits = self._one_round(kernels)
-        for buffer, value in zip(changed, saved, strict=True):
-            buffer.copy_(value)
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(
+                    2 if self._layers is not None else 1
+                ):  # compile kernels and allocate buffers before the capture
+                    self._one_round(kernels)
+                    rows.rounds.zero_()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            memory_pool = next(iter(self._graphs.values()))[0].pool() if self._graphs else None
+            # thread_local: the trainer allocates in another thread meanwhile, which would invalidate a capture in the default mode.
+            with torch.cuda.graph(graph, pool=memory_pool, capture_error_mode="thread_local"):
+                logits = self._one_round(kernels)
+        finally:
+            for buffer, value in zip(changed, saved, strict=True):
+                buffer.copy_(value)
         return graph, logits
 
     def _one_round(self, kernels: _Kernels) -> Tensor:

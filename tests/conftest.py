@@ -5,10 +5,14 @@ machine, with `pytest -n 2 --dist loadfile --write-seconds tests`. A test that i
 `make test-all` runs is marked `extended` (tests/extended.py).
 """
 
+import ast
+import functools
 import gc
 import json
 import os
 import platform
+import sys
+import threading
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +70,19 @@ hypothesis.settings.register_profile(  # a busy machine is no failure
     "ludic", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("ludic")
+if sys.version_info < (
+    3,
+    11,
+    5,
+):  # there, two threads that parse at once raise SystemError, and showing a traceback parses
+    _parse, _parsing = ast.parse, threading.RLock()
+
+    @functools.wraps(_parse)
+    def _parse_alone(*args: Any, **kwargs: Any) -> Any:
+        with _parsing:
+            return _parse(*args, **kwargs)
+
+    ast.parse = _parse_alone
 gc.disable()  # until everything is imported: nothing is garbage yet, and going through it takes seconds
 
 

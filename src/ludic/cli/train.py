@@ -193,7 +193,8 @@ def _closing(run: "Run", result: "TrainResult", status: str) -> list[str]:
         evaluate = f"ludic eval {folder}" if run.config.env_ids else f"ludic eval ENV --model {folder}"
         if run.resolved.policies:
             evaluate = f"ludic eval {saved.parents[1]}"
-        lines += [] if is_script else [f"Next: {evaluate}", f"      {how} --steps {2 * steps}"]
+        further = [f"      {how} --steps {2 * steps}"] if run.config.checkpoint.save_optimizer else []
+        lines += [] if is_script else [f"Next: {evaluate}", *further]
     for name in run.resolved.trained_names or ("",):
         verdict = why_nothing_was_learned(list(metrics_with(folder, "train/grad_norm", name)))
         lines += [] if verdict is None else ["", f"{name}: {verdict}" if name else verdict]

@@ -281,7 +281,7 @@ class _ChosenLogps(torch.autograd.Function):
         logps = torch.empty_like(normaliser)
         entropy = torch.empty_like(normaliser) if with_entropy else torch.empty(0, device=hidden.device)
         kernels = _kernels(hidden, softcap, candidates)
-        read = _fused(_read) if hidden.is_cuda else _read
+        read = _fused(_read) if hidden.is_cuda and kernels is None else _read
         for here in chunks(num_tokens, weight.shape[0], GPU_CHUNK_ELEMENTS if hidden.is_cuda else _CHUNK_ELEMENTS):
             logits = raw_logits(hidden[here], narrow_weight, bias)
             if kernels is not None:
@@ -303,7 +303,7 @@ class _ChosenLogps(torch.autograd.Function):
     def backward(ctx: Any, grad_logps: Tensor, grad_entropy: Tensor) -> Any:
         hidden, weight, bias, targets, scale, normaliser, entropy = ctx.saved_tensors
         kernels = _kernels(hidden, ctx.softcap, ctx.candidates)
-        slope = _fused(logits_slope) if hidden.is_cuda else logits_slope
+        slope = _fused(logits_slope) if hidden.is_cuda and kernels is None else logits_slope
 
         def grad_of(here: slice, logits: Tensor) -> Tensor:
             of_entropy = (entropy[here], grad_entropy[here]) if ctx.with_entropy else None
@@ -446,5 +446,6 @@ def times_log(probs: Tensor, log_probs: Tensor) -> Tensor:
 
 @cache
 def _fused(function: Any) -> Any:
-    """Compiled into one kernel at the first use on a GPU, instead of a dozen passes over memory."""
+    """Compiled into one kernel at the first use on a GPU, instead of a dozen passes over memory. Importing the compiler alone takes
+    a second and a half."""
     return torch.compile(function, dynamic=True)

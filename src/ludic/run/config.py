@@ -590,6 +590,7 @@ class RunConfig:
         "run": {
             "checkpoint_every": "checkpoint.every_n_steps",
             "checkpoint_keep": "checkpoint.max_to_keep",
+            "save_optimizer": "checkpoint.save_optimizer",
             "best_metric": "checkpoint.best_metric",
             "best_mode": "checkpoint.best_mode",
         },
@@ -642,8 +643,8 @@ class RunConfig:
 
 
 MAY_CHANGE_ON_RESUME = frozenset(
-    {"steps", "logger", "name", "runs", "checkpoint_every", "checkpoint_keep", "best_metric", "best_mode", "save_rollouts",
-     "save_tokens", "max_failed_share", "concurrency", "threads", "device", "micro_token_budget", "share_prefixes",
+    {"steps", "logger", "name", "runs", "checkpoint_every", "checkpoint_keep", "save_optimizer", "best_metric", "best_mode",
+     "save_rollouts", "save_tokens", "max_failed_share", "concurrency", "threads", "device", "micro_token_budget", "share_prefixes",
      "gradient_checkpointing", "offload_activations", "context_parallel", "compile", "bitwise", "eval_every",
      "eval_at_start", "eval_in_background", "eval_episodes", "eval_pass_k", "eval_data", "eval_temperature",
      "eval_concurrency", "eval_timeout_s", "redis", "episode_timeout", "env_timeout", "env_workers", "env_memory_mb",

@@ -246,7 +246,7 @@ class CheckpointConfig:
 
     output_dir: str | Path
     every_n_steps: int = 0
-    """0 saves only when asked to."""
+    """0 saves when training ends, and when asked to."""
     max_to_keep: int | None = 2
     """How many of the newest stay, beside the best; None keeps all."""
     keep_every: int = 0

@@ -135,6 +135,17 @@ def test_a_damaged_run_goes_on_from_its_newest_undamaged_checkpoint(ludic, tmp_p
 
 
 @pytest.mark.slow
+def test_without_the_optimizer_a_run_leaves_weights_and_cannot_be_resumed(ludic, tmp_path):
+    ended = ludic("train", *RUN, "--no-save-optimizer", "--checkpoint-every", "0")
+    assert ended.code == 0 and "--resume" not in ended.out, ended.out + ended.err
+    (saved,) = (tmp_path / "runs" / "first" / "checkpoints").glob("step_*")
+    assert (saved / "model.safetensors").exists() and not list(saved.glob("*optimizer*"))
+    resumed = ludic("train", "runs/first", "--resume", "--steps", "3")
+    assert resumed.code == 2 and "holds no optimizer" in resumed.err and "--model" in resumed.err, resumed.err
+    forked = ludic("train", *RUN, "--model", "runs/first", "--name", "second", "--steps", "1")
+    assert forked.code == 0, forked.err
+
+
 def test_a_schedule_that_ends_elsewhere_is_another_run(ludic):
     ludic("train", *RUN, "--schedule", "linear")
     refused = ludic("train", "runs/first", "--resume", "--steps", "4")

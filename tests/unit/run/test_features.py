@@ -116,6 +116,9 @@ def test_dynamic_sampling_resumes(ludic):
 # --- stragglers ---
 
 
+@pytest.mark.extended(
+    covered_by="tests/unit/batch_gen/test_stragglers.py::test_a_batch_closes_without_the_slow_group_which_is_in_the_next"
+)
 def test_updates_begin_before_the_last_episodes_and_train_on_them_later(ludic):
     close = ["--close-batch-at", "0.5", "--rollouts-per-update", "16", "--max-tokens", "4", "--max-lag", "2"]
     done(ludic("train", *RUN, *close, "--steps", "3"))

@@ -21,6 +21,7 @@ from ludic.judges import GroupJudge, PairwiseJudge
 from ludic.rewards import Rewards
 from ludic.training import make_grpo
 from ludic.training.metric_names import METRICS
+from tests.extended import cases
 from tests.unit.judges.cases import judge_model
 from tests.unit.judges.test_group_judges import by_length, longer_wins
 from tests.unit.training.bandit import BanditRequests, bandit_trainer, tiny_llama, unexplained
@@ -33,7 +34,7 @@ async def logged(trainer, engine, *, updates=1):
     return {name: 0.0 for stats in names for name in stats}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", cases(RECIPES, default=["grpo", "gdpo", "ppo", "opd", "spo", "dpo", "sft"]))
 @pytest.mark.slow
 async def test_every_metric_of_a_preset_is_listed(name):
     engine = LocalEngine(tiny_llama(), Vocabulary(), max_model_len=64, kv_tokens=1024)

@@ -176,7 +176,7 @@ class CheckpointManager:
         return (
             f"Could not write {target}: {type(error).__name__}: {error}. {before} {free:.0f} MiB are free there: if that is "
             f"too little, free some, choose another output_dir, lower max_to_keep (now {self.config.max_to_keep}), or set "
-            "save_optimizer=False."
+            "save_optimizer=False (`--no-save-optimizer`)."
         )
 
     def _together(self, action: Callable[[], Result]) -> list[Result]:

@@ -259,7 +259,8 @@ def read_optimizer_values(folder: Path) -> dict[str, Any]:
     values = read_values(folder, 0).get(OPTIMIZER)
     if values is None:
         raise CheckpointError(
-            f"{folder} holds no optimizer (save_optimizer=False). Pass optimizer=None to continue with a fresh one."
+            f"{folder} holds no optimizer (save_optimizer=False), so training cannot go on as it was. Start a new run from its "
+            "weights (`ludic train … --model RUN`), or pass optimizer=None in code."
         )
     if type(values) is dict and type(values.get("state")) is dict and type(values.get("param_groups")) is list:
         return values

@@ -17,6 +17,7 @@ pytestmark = [
 ]
 
 from ludic.distributed import VllmAdapterPublisher, WeightPushError, create_vllm_publisher  # noqa: E402 - after the skip
+from ludic.distributed.publish.vllm_control import VllmControlPlane  # noqa: E402
 from ludic.inference.vllm.client import VLLMChatClient  # noqa: E402
 from ludic.inference.vllm.command import find_vllm  # noqa: E402
 from ludic.inference.vllm_server import VLLMServerProcess, start_vllm_server, wait_for_vllm_health  # noqa: E402
@@ -60,7 +61,7 @@ def servers(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     started = [
         start_vllm_server(
             model_dir, port=0, max_model_len=2048, stream_output=False, gpu_memory_utilization=0.1,
-            extra_args=[*flags, *more], run_folder=tmp_path_factory.mktemp("server"),
+            extra_args=[*flags, "--enable-sleep-mode", *more], run_folder=tmp_path_factory.mktemp("server"),
         )
         for more in ((), LORA)
     ]  # fmt: skip
@@ -146,6 +147,24 @@ def test_pushed_weights_are_served(servers, model_dir, number, transport):
     publisher = create_vllm_publisher(client_of(servers[0]), transport=transport, timeout_s=60.0)
     publisher.publish(dict(dense_parameters(new)), version=number)
     assert_serves(ask(servers[0]), new, old, number)
+
+
+@pytest.mark.parametrize("number, transport", enumerate(("cuda_ipc", "shared_memory"), 6))
+def test_a_sleeping_server_frees_the_gpu_and_a_push_wakes_it(servers, model_dir, number, transport):
+    old = load(model_dir)
+    new = moved(old, number)
+    ask(servers[0])
+    control = VllmControlPlane(client_of(servers[0]))
+    awake = torch.cuda.mem_get_info()[0]
+    control.sleep()
+    freed = torch.cuda.mem_get_info()[0] - awake
+    assert freed > 100 << 20, "its cache alone has 128 MB"
+    publisher = create_vllm_publisher(client_of(servers[0]), transport=transport, timeout_s=60.0)
+    publisher.publish(dict(dense_parameters(new)), version=number)
+    assert_serves(ask(servers[0]), new, old, number)
+    control.sleep()
+    control.wake()
+    assert_serves(ask(servers[0]), new, old, number)  # without a push: the weights were kept
 
 
 def test_nccl_needs_two_gpus_and_the_server_recovers_from_the_attempt(servers, model_dir):

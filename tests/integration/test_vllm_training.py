@@ -69,7 +69,7 @@ def trained_adapter(player, tmp_path_factory) -> Path:
     """A folder with a run that has come to its end."""
     skip_without_vllm()
     folder = tmp_path_factory.mktemp("adapter")
-    command = [*train_command(player, folder, steps=3), "--lora-rank", "4", "--push", "adapter"]
+    command = [*train_command(player, folder, steps=3), "--lora-rank", "4", "--push", "adapter", "--server-sleep"]
     train(command)
     return folder
 
@@ -128,6 +128,9 @@ def test_grpo_on_tic_tac_toe_learns_from_the_weights_it_pushed(pushed, request):
     assert set(range(len(steps))) <= set(versions) <= set(range(len(steps) + 1)), (
         "one for each update, and one under way"
     )
+    if pushed == "adapter":
+        (log,) = (folder / "run" / "server").glob("server-*.log")
+        assert log.read_text().count("sleep mode is not supported on CPU") == 6, "asleep and woken, once per update"
 
 
 @pytest.mark.extended(

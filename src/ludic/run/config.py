@@ -398,6 +398,9 @@ class RolloutSettings:
     """For vllm: the file with the servers' control token, or the run folder it is in. Default: $LUDIC_CONTROL_TOKEN."""
     server_memory: float = 0.4
     """For vllm: the share of the GPU's memory that a server started for the run may take; the trainer has the rest."""
+    server_sleep: bool = False
+    """For vllm: a server started for the run frees the GPU's memory while the trainer computes, so that server_memory may be most
+    of it (docs/serving.md). Not with max_lag."""
     server_quantization: Literal["fp8"] | None = None
     """For vllm: a server started for the run rounds its weights to 8 bits when they arrive; watch logp_difference_abs
     (docs/memory.md)."""
@@ -649,7 +652,8 @@ MAY_CHANGE_ON_RESUME = frozenset(
      "eval_at_start", "eval_in_background", "eval_episodes", "eval_pass_k", "eval_data", "eval_temperature",
      "eval_concurrency", "eval_timeout_s", "redis", "episode_timeout", "env_timeout", "env_workers", "env_memory_mb",
      "env_server", "sandbox", "actors", "max_waiting", "acknowledge", "max_restarts", "server", "control_token",
-     "server_memory", "server_hung_after", "judge_key_env", "judge_concurrency", "judge_cache", "judge_device", "transport"}
+     "server_memory", "server_sleep", "server_hung_after", "judge_key_env", "judge_concurrency", "judge_cache", "judge_device",
+     "transport"}
 )  # fmt: skip
 """Settings with which a run stays the same run."""
 

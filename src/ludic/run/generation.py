@@ -254,6 +254,14 @@ class EmbeddedGeneration(Generation):
 class VLLMGeneration(EmbeddedGeneration):
     """vLLM answers the agents; it gets the weights after every update."""
 
+    def __init__(self, run: ResolvedRun, loaded: LoadedModel, start: ResumePoint) -> None:
+        super().__init__(run, loaded, start)
+        if run.config.rollouts.server_sleep:
+            from ludic.run.vllm import SleepAfterBatch, VLLMChatClient
+
+            assert isinstance(self._served.client, VLLMChatClient), "what serve_on_vllm makes"
+            self.source = SleepAfterBatch(self.source, self._served.client)
+
     def _serve(self) -> ServedPolicy:
         from ludic.run.vllm import serve_on_vllm
 

@@ -497,6 +497,15 @@ def _check_tasks(config: RunConfig, group_size: int) -> None:
             f"close_batch_at = {rollouts.close_batch_at:g} trains on episodes that began a batch earlier, so max_lag = {lag} is "
             f"too little: give {per_batch} or more, or leave it out."
         )
+    if rollouts.server_sleep and (rollouts.engine != "vllm" or rollouts.server):
+        raise ConfigError(
+            "server_sleep is for a vLLM server that the run starts: give --engine vllm, without --server, or leave it out."
+        )
+    if rollouts.server_sleep and (rollouts.max_lag or rollouts.close_batch_at < 1):
+        raise ConfigError(
+            "server_sleep frees the server's memory while the trainer computes, but with max_lag or close_batch_at it generates "
+            "meanwhile. Give one of the two."
+        )
     if config.league.league_every and rollouts.engine != "local":
         raise ConfigError(
             f"league_every needs an engine that can keep copies of the weights: local, not {rollouts.engine!r}."

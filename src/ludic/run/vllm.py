@@ -1,5 +1,6 @@
 """Serves the policy with vLLM: servers that were named, or one that is started for the run. Or with named SGLang servers."""
 
+import asyncio
 import contextlib
 import math
 import os
@@ -13,6 +14,7 @@ import torch
 from ludic.distributed import VllmAdapterPublisher, create_vllm_publisher
 from ludic.distributed.publish.adapter import fitting_rank, read_adapter
 from ludic.distributed.publish.sglang import SGLangPublisher
+from ludic.distributed.publish.vllm_control import VllmControlPlane
 from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.inference.sglang.client import SGLangChatClient
 from ludic.inference.vllm.client import VLLMChatClient
@@ -30,8 +32,9 @@ from ludic.run.folder import SERVER
 from ludic.run.model import ServedPolicy
 from ludic.run.resolve import ResolvedRun
 from ludic.training.learner.stop import run_sync
-from ludic.types import ConfigError, PolicyPublisher, shown_url
+from ludic.types import BatchSource, ConfigError, PolicyPublisher, SAWBatch, shown_url
 from ludic.types.errors import RestartLimit, Restarts
+from ludic.types.interfaces import load_into, state_of, tell_version
 
 _START_S = 600.0
 _SERVER_OVERHEAD = 3 << 30
@@ -77,6 +80,30 @@ def serve_on_vllm(run: ResolvedRun, loaded: LoadedModel) -> ServedPolicy:
     return ServedPolicy(client=client, publisher=publisher, close=close, model=model)
 
 
+class SleepAfterBatch:
+    """The batches of `inner`; after each the servers of `client` sleep, until the next push or the next batch."""
+
+    def __init__(self, inner: BatchSource, client: VLLMChatClient) -> None:
+        self._inner, self._control = inner, VllmControlPlane(client)
+
+    async def next_batch(self) -> SAWBatch:
+        await asyncio.to_thread(self._control.wake)  # an update that was skipped has pushed nothing
+        batch = await self._inner.next_batch()
+        await asyncio.to_thread(self._control.sleep)
+        return batch
+
+    get_next_batch = next_batch
+
+    def notify_version(self, version: int) -> None:
+        tell_version(self._inner, version)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": state_of(self._inner)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        load_into(self._inner, state["inner"])
+
+
 def client_of(settings: RolloutSettings, servers: Sequence[str], folder: Path) -> VLLMChatClient:
     """A client with the control token that the settings name; else that of a server which `ludic launch` started for the run."""
     own = folder / SERVER / TOKEN_FILE
@@ -120,6 +147,7 @@ def _start(loaded: LoadedModel, run: ResolvedRun, folder: Path) -> VLLMServerPro
     flags = save_for_server(loaded, folder / "model", is_alone=settings.push == "adapter", quantization=quantization)
     flags += ["--enable-return-routed-experts"] if run.trainer.replay_experts else []
     if torch.cuda.is_available() and not find_vllm().is_cpu:
+        flags += ["--enable-sleep-mode"] if settings.server_sleep else []
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         weights = sum(file.stat().st_size for file in (folder / "model").glob("*.safetensors"))
         flags += cache_flags(settings.server_memory, total, weights)

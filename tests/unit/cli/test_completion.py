@@ -48,7 +48,7 @@ def test_bash_completes_commands_flags_choices_and_parts(scripts):
         "ludic|train|x|--engine|=|v": ["vllm"],
         "ludic|train|x|--engine|=": ["local", "vllm", "sglang", "pipeline"],
         "ludic|train|x|--dry-run|--res": ["--resume"],
-        "ludic|train|--no-save": ["--no-save-rollouts"],
+        "ludic|train|--no-save": ["--no-save-rollouts", "--no-save-optimizer"],
         "ludic|train|--logger|tens": ["tensorboard"],
         "ludic|train|--dry-run|key_": [id for id in registry.list("env") if id.startswith("key_")],
         "ludic|parts|algo": ["algorithm"],

@@ -37,6 +37,8 @@ class AdapterServers(FakeServers):
     async def control_get(self, server, path, params=None, timeout_s=1.0):
         if path == "/weight_info":
             return {"weight_version": self.version[server]}
+        if path == "/is_sleeping":
+            return {"is_sleeping": False}
         return {
             "data": [
                 {"id": "base", "root": "base"},

@@ -44,10 +44,12 @@ class WeightServers(FakeServers):
         self.keeps_cache = False
         self.differing: list[str] = []
         self.pause_mode = ""
+        self.asleep: set[str] = set()
 
     async def control_get(self, server, path, params=None, timeout_s=1.0):
         self.maybe_fail(server, path)
-        return {"/weight_info": {"weight_version": self.version[server]}, "/get_world_size": {"world_size": 1}}[path]
+        answers = {"/weight_info": {"weight_version": self.version[server]}, "/get_world_size": {"world_size": 1}}
+        return {**answers, "/is_sleeping": {"is_sleeping": server in self.asleep}}[path]
 
     def answer(self, server, call, body, params):
         if call == "parameters":
@@ -60,7 +62,13 @@ class WeightServers(FakeServers):
             return {"results": [{"checksums": self.checksums[server], "differing": self.differing}]}
         if call == "/reset_prefix_cache":
             return {"success": not self.keeps_cache}
+        if call == "/sleep":
+            assert params == {"level": "1", "mode": "wait"}, "the weights have to survive, and requests to end"
+            self.asleep.add(server)
+        if call == "/wake_up":
+            self.asleep.remove(server)
         if call == "/pause":
+            assert server not in self.asleep, "nothing can be loaded into memory that is not there"
             self.pause_mode = params["mode"]
         if call == "/update_weights":
             self._take(server, body["update_info"])
@@ -111,6 +119,18 @@ def test_all_servers_complete_a_step_before_the_next_begins():
     assert kinds[::2] == kinds[1::2], "each step on both before the next on either"
     assert servers.log[-2:] == [(server, "/resume") for server in servers.servers]
     assert set(servers.version.values()) == {"2"}
+
+
+def test_a_push_wakes_the_servers_that_sleep():
+    servers = WeightServers("http://127.0.0.1:1", "http://127.0.0.1:2")
+    control = VllmControlPlane(servers)
+    control.sleep()
+    servers.asleep.remove("http://127.0.0.1:2")  # it was restarted meanwhile
+    make(servers).publish(WEIGHTS, version=2)
+    assert not servers.asleep and set(servers.version.values()) == {"2"}
+    assert [server for server, call in servers.log if call == "/wake_up"] == ["http://127.0.0.1:1"]
+    control.wake()
+    assert [call for _, call in servers.log].count("/wake_up") == 1, "all are awake"
 
 
 def test_policy_version_is_the_lowest_of_all_servers():

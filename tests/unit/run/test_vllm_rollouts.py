@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+import ludic.run
 from ludic.inference.vllm.command import VLLMInstall, default_flags
 from ludic.models.tiny import make_tiny
 from ludic.run.config import RunConfig
 from ludic.run.settings import from_table
 from ludic.run.vllm import cache_flags, save_for_server
 from ludic.training.learner.policy import TrainedPolicy
-from ludic.types import ActorTokenLogps
+from ludic.types import ActorTokenLogps, ConfigError
 from tests.unit.training.bandit import hand_trainer, tiny_llama
 from tests.unit.training.samples import random_items
 
@@ -27,6 +28,20 @@ def test_the_setting_becomes_a_flag_of_vllm(tmp_path):
     flags = save_for_server(made, tmp_path, quantization=config.rollouts.server_quantization)
     assert flags[-2:] == ["--quantization", "fp8"]
     assert "--quantization" not in save_for_server(made, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "for a vLLM server that the run starts"),
+        ({"engine": "vllm", "server": ["http://127.0.0.1:9"]}, "for a vLLM server that the run starts"),
+        ({"engine": "vllm", "max_lag": 1}, "it generates meanwhile"),
+        ({"engine": "vllm", "close_batch_at": 0.9}, "it generates meanwhile"),
+    ],
+)
+def test_a_server_sleeps_only_where_it_is_the_runs_own_and_idle_while_the_trainer_computes(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        ludic.run.build(env="key_door", model="tiny", server_sleep=True, **settings)
 
 
 def test_the_cache_is_what_the_servers_share_leaves_beside_its_weights():

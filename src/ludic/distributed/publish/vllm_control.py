@@ -12,6 +12,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, Protocol, TypeAlias
 
+import torch
+
 from ludic.distributed.publish.interfaces import WeightPushError
 from ludic.inference.vllm.transfer import Bucket, WeightMetadata
 from ludic.types import ConfigError, PolicyGone
@@ -105,6 +107,20 @@ class VllmControlPlane:
         self._resume_untouched()
         return "The servers continue with their previous weights."
 
+    # --- memory ---
+
+    def sleep(self) -> None:
+        """Servers finish what they generate, move their weights to the CPU's memory and free their cache. `wake` and every push
+        wake them. On a CPU they only pause."""
+        self._post("/sleep", params={"level": "1", "mode": "wait"})
+
+    def wake(self) -> None:
+        """Wake the servers that sleep. What torch keeps here of freed GPU memory is given back first, since they need it."""
+        asleep = [server for server, answer in self._get("/is_sleeping").items() if answer["is_sleeping"]]
+        if asleep:
+            torch.cuda.empty_cache()
+            self._post("/wake_up", servers=asleep)
+
     # --- for communicators ---
 
     @property
@@ -150,11 +166,12 @@ class VllmControlPlane:
                     raise
 
     def _wait_for_servers(self) -> None:
+        """Until all answer; wakes those that sleep."""
         deadline = time.monotonic() + self._wait_s
         while True:
             try:
                 self._labels()
-                return
+                return self.wake()
             except WeightPushError as error:
                 if time.monotonic() > deadline:
                     raise WeightPushError(

@@ -301,7 +301,7 @@ async def learn(settings: LearnerSettings) -> None:
 def run_example(script: str, settings: Mapping[str, Any]) -> None:
     """examples/pipeline_rl with records: its source and its queue are ones that write down what they do."""
     from ludic.batch_gen import pipeline
-    from ludic.run import generation
+    from ludic.run.generation import pipeline as learner
 
     record = Record(Path(settings["record"]))
     watch_pushes(record)
@@ -333,7 +333,7 @@ def run_example(script: str, settings: Mapping[str, Any]) -> None:
             super().load_state_dict(state)
             record.write(resumed=None)
 
-    generation.PipelineBatchSource = RecordedSource
+    learner.PipelineBatchSource = RecordedSource
     sys.argv = [script, *settings["arguments"]]
     sys.path.insert(0, str(EXAMPLE))
     runpy.run_path(str(EXAMPLE / script), run_name="__main__")

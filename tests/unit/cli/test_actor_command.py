@@ -23,8 +23,8 @@ from ludic.batch_gen.pipeline.source import PipelineBatchSource
 from ludic.batch_gen.pipeline.wire import encode_group
 from ludic.cli.pipeline import actor as run_actor
 from ludic.run import Run
-from ludic.run import generation as run_pipeline
 from ludic.run.config import ModelSettings, PipelineSettings, RunConfig
+from ludic.run.generation import pipeline as run_pipeline
 from ludic.run.generation import pipeline_algorithm
 from ludic.run.model import load_tokenizer, without_adapter
 from ludic.run.resolve import ResolvedRun, env_factory, resolve

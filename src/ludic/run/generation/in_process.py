@@ -1,0 +1,159 @@
+"""Runs whose trainer gets its samples in its own process: it plays the episodes (with the engine here, vLLM or SGLang), or reads
+stored comparisons."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from ludic.batch_gen import (
+    AsyncRolloutBatchSource,
+    PreferenceBatchSource,
+    RolloutBatchSource,
+    TeacherAnnotatedBatchSource,
+)
+from ludic.inference import ByteTemplate, ChatTemplate, tokenizer_fingerprint
+from ludic.inference.local import LocalEngine
+from ludic.models.loading import LoadedModel
+from ludic.run.folder import ResumePoint, rollouts_file
+from ludic.run.generation.base import Generation
+from ludic.run.generation.teachers import load_teacher, make_teachers
+from ludic.run.model import ServedPolicy, serve_locally
+from ludic.run.parts import EpisodeSetup, check_protocol, first_env, make_algorithm
+from ludic.run.protocols.agents import outside_agent
+from ludic.run.resolve import PREFERENCE_ALGORITHMS, ResolvedRun
+from ludic.run.sources import make_league, make_source, with_league, with_recorded, with_replay
+from ludic.types import ConfigError
+
+
+class EmbeddedGeneration(Generation):
+    """The engine in this process plays the episodes."""
+
+    def __init__(self, run: ResolvedRun, loaded: LoadedModel, start: ResumePoint) -> None:
+        super().__init__(run, loaded)
+        self._served = self._serve()
+        self._closing.callback(self._served.close)
+        self._episodes = self._setup(self._served)
+        self.publisher, self.algorithm = self._served.publisher, make_algorithm(run)
+        path = rollouts_file(run.folder, start) if run.config.rollouts.save_rollouts else None
+        league = make_league(run, self._served.client) if isinstance(self._served.client, LocalEngine) else None
+        if league is not None:
+            self._closing.callback(league.close)
+            self._episodes = with_league(run, self._episodes, league, self._template(run.config.agent))
+        template = self._template(run.config.agent) if self.algorithm.needs_message_spans else None
+        played = make_source(run, self._episodes, self.algorithm, jsonl_path=path, league=league, spans_by=template)
+        source = with_replay(run, with_recorded(run, played, loaded.tokenizer))
+        if self.algorithm.loss.needs.teacher_kl is not None:
+            self.teacher = load_teacher(run, run.config.all_teachers[0])
+        elif run.config.all_teachers:
+            teachers, fingerprint = make_teachers(run, self._closing), tokenizer_fingerprint(loaded.tokenizer)
+            source = TeacherAnnotatedBatchSource(source, teachers, tokenizer_fingerprint=fingerprint)
+        source = source if run.parts.source is None else run.parts.source(source)
+        versions = run.trainer.steps_per_batch
+        self._played = played
+        self.source = source
+        if run.max_lag and run.config.rollouts.close_batch_at == 1:
+            self.source = AsyncRolloutBatchSource(source, max_lag=run.max_lag, versions_per_batch=versions)
+
+    @asynccontextmanager
+    async def sampling(self) -> AsyncGenerator[None, None]:
+        async with super().sampling():
+            try:
+                yield
+            finally:
+                if isinstance(self._played, RolloutBatchSource):
+                    await self._played.close()
+
+    @staticmethod
+    def check(run: ResolvedRun) -> None:
+        Generation.check(run)
+        for own in run.each:
+            first_env(own)
+        check_protocol(run)
+
+    def _serve(self) -> ServedPolicy:
+        run = self._run
+        concurrency = max(run.config.rollouts.concurrency or 0, run.trainer.eval_concurrency or 0)
+        return serve_locally(
+            self._loaded,
+            max_length=run.trainer.max_seq_len,
+            concurrency=concurrency or None,
+            bitwise=run.trainer.bitwise,
+            record_experts=run.trainer.replay_experts,
+        )
+
+    def _evaluation(self) -> tuple[ServedPolicy, EpisodeSetup]:
+        return self._served, self._episodes
+
+    def activity(self) -> str:
+        return self._episodes.activity()
+
+
+class VLLMGeneration(EmbeddedGeneration):
+    """vLLM answers the agents; it gets the weights after every update."""
+
+    def __init__(self, run: ResolvedRun, loaded: LoadedModel, start: ResumePoint) -> None:
+        super().__init__(run, loaded, start)
+        if run.config.rollouts.server_sleep:
+            from ludic.run.vllm import SleepAfterBatch, VLLMChatClient
+
+            assert isinstance(self._served.client, VLLMChatClient), "what serve_on_vllm makes"
+            self.source = SleepAfterBatch(self.source, self._served.client)
+
+    def _serve(self) -> ServedPolicy:
+        from ludic.run.vllm import serve_on_vllm
+
+        return serve_on_vllm(self._run, self._loaded)
+
+
+class SGLangGeneration(EmbeddedGeneration):
+    """SGLang servers answer the agents; they get the weights after every update."""
+
+    def _serve(self) -> ServedPolicy:
+        from ludic.run.vllm import serve_on_sglang
+
+        return serve_on_sglang(self._run, self._loaded)
+
+
+class PreferenceGeneration(Generation):
+    """Comparisons of a file (`--preferences`); nothing is played while training. With an env, an engine in this process
+    evaluates."""
+
+    def __init__(self, run: ResolvedRun, loaded: LoadedModel, start: ResumePoint) -> None:
+        super().__init__(run, loaded)
+        self.algorithm, self.publisher = make_algorithm(run), None
+        self.source = _preferences(run, self._template(run.config.agent))
+        self._served: ServedPolicy | None = None
+        if run.config.env.id:
+            self._served = serve_locally(loaded, max_length=run.trainer.max_seq_len)
+            self._closing.callback(self._served.close)
+            self.publisher = self._served.publisher
+
+    @staticmethod
+    def check(run: ResolvedRun) -> None:
+        check_preferences(run)
+        if run.config.env.id:
+            outside_agent(run.config.agent, run.parts)
+            first_env(run)
+
+    def _evaluation(self) -> tuple[ServedPolicy, EpisodeSetup]:
+        if self._served is None:
+            raise ConfigError("An evaluation plays an env, and this run names none. Give one as TARGET, or env=.")
+        return self._served, self._setup(self._served)
+
+
+def check_preferences(run: ResolvedRun) -> PreferenceBatchSource:
+    """The comparisons, read with a template that needs no model; ConfigError for a file that does not suit the algorithm."""
+    source, algo = _preferences(run, ByteTemplate()), run.config.algo.algo
+    if run.parts.algorithm is None and algo in PREFERENCE_ALGORITHMS and (source.kind == "labels") != (algo == "kto"):
+        raise ConfigError(
+            f"{run.config.rollouts.preferences} holds {source.kind}, but algo = {algo!r}: kto learns from labels, dpo and ipo from "
+            "pairs."
+        )
+    return source
+
+
+def _preferences(run: ResolvedRun, template: ChatTemplate) -> PreferenceBatchSource:
+    rollouts = run.config.rollouts
+    assert rollouts.preferences is not None, "generation_of has looked"
+    return PreferenceBatchSource(
+        rollouts.preferences, template, batch_size=rollouts.rollouts_per_update, seed=run.seed, flag="--preferences"
+    )

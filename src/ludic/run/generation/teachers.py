@@ -1,0 +1,112 @@
+"""The teachers of a run (`--teacher`, `[teachers]`): what is checked before anything is loaded, and what scores samples."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from ludic.batch_gen import DomainTeachers, Teachers
+from ludic.inference import LocalTeacher, VLLMTeacher
+from ludic.models.loading import LoadedModel
+from ludic.run.config import ModelSettings, is_served
+from ludic.run.model import load_policy, load_tokenizer, local_engine
+from ludic.run.resolve import ResolvedRun
+from ludic.training import RLAlgorithm
+from ludic.training.learner.stop import run_sync
+from ludic.types import ConfigError, TeacherScorer
+
+
+def check_teacher(run: ResolvedRun, algorithm: RLAlgorithm) -> None:
+    """ConfigError unless a teacher is given exactly where the algorithm needs one, and can answer what the loss needs."""
+    settings, asks = run.config.algo, algorithm.needs_teacher_logps or algorithm.loss.needs.teacher_kl is not None
+    teachers, served = run.config.all_teachers, [each for each in run.config.all_teachers if is_served(each)]
+    if asks and not teachers:
+        raise ConfigError(
+            f"algo = {settings.algo!r} learns from a teacher: give --teacher, a model as for --model or the URL of a vLLM server."
+        )
+    if teachers and not asks:
+        raise ConfigError(
+            f"teacher = {' and '.join(map(repr, teachers))}, but algo = {settings.algo!r} learns from rewards alone. Take opd, "
+            "grpo_opd or mopd."
+        )
+    if run.config.teachers and algorithm.loss.needs.teacher_kl is not None:
+        raise ConfigError(
+            "[teachers] score tokens, but algo_set kl compares whole distributions with one teacher. Give --teacher, or kl=sampled."
+        )
+    if served and algorithm.loss.needs.teacher_kl is not None:
+        raise ConfigError(
+            f"{served[0]} scores tokens, but algo_set kl compares whole distributions, which takes a teacher in this "
+            "process. Give a model instead of a URL, or kl=sampled."
+        )
+    if served and run.sampling.temperature != 1:
+        raise ConfigError(
+            f"{served[0]} is a vLLM server, which scores tokens at temperature 1, but temperature = "
+            f"{run.sampling.temperature:g}. Give --temperature 1, or a model instead of a URL."
+        )
+
+    _check_domains(run)
+
+
+def _check_domains(run: ResolvedRun) -> None:
+    """ConfigError unless each env of several has its teacher; stored rollouts say their domains themselves."""
+    teachers, domains, config = run.config.teachers, [env.name for env in run.envs], run.config
+    if not teachers or config.rollouts.rollouts:
+        return
+    if not domains:
+        raise ConfigError(
+            "[teachers] has a teacher for each entry of [[envs]], by its name; for one env give --teacher."
+        )
+    if missing := [name for name in domains if name not in teachers]:
+        raise ConfigError(
+            f"[teachers] has none for {', '.join(missing)}, an entry of [[envs]]. Give each one a teacher."
+        )
+    if unused := [name for name in teachers if name not in domains and not config.recorded]:
+        raise ConfigError(
+            f"[teachers] has one for {', '.join(unused)}, but the entries of [[envs]] are {', '.join(domains)}. Take their names."
+        )
+
+
+def load_teacher(run: ResolvedRun, teacher: str) -> LoadedModel:
+    """A teacher as a frozen model in this process."""
+    model = run.config.model
+    loaded = load_policy(ModelSettings(model=teacher, device=model.device, dtype=model.dtype))
+    return replace(loaded, model=loaded.model.eval().requires_grad_(False))
+
+
+def make_teachers(run: ResolvedRun, stack: ExitStack) -> TeacherScorer | Teachers:
+    """What scores the samples: the only teacher, or that of each domain. Domains with the same model share it."""
+    made = {teacher: _teacher_scorer(run, teacher, stack) for teacher in dict.fromkeys(run.config.all_teachers)}
+    if not run.config.teachers:
+        return made[run.config.all_teachers[0]]
+    return DomainTeachers({domain: made[teacher] for domain, teacher in run.config.teachers.items()})
+
+
+def _teacher_scorer(run: ResolvedRun, teacher: str, stack: ExitStack) -> TeacherScorer:
+    """Scores tokens with the teacher: an engine in this process, or a vLLM server; closed with the stack."""
+    longest = run.trainer.max_seq_len
+    if not is_served(teacher):
+        engine = local_engine(
+            load_teacher(run, teacher), max_length=longest, kv_tokens=longest
+        )  # scoring needs no cache
+        stack.callback(engine.close)
+        return LocalTeacher(engine)
+    from ludic.inference.vllm.client import VLLMChatClient
+
+    client = VLLMChatClient(servers=[teacher])
+    stack.callback(lambda: run_sync(client.close()))
+    model = run_sync(client.control_get(client.servers[0], "/v1/models"))["data"][0]
+    place = (
+        run.config.algo.teacher_tokenizer or model.get("root") or model["id"]
+    )  # files that the server was started with
+    try:
+        tokenizer = load_tokenizer(ModelSettings(model=str(Path(place))))
+    except ConfigError as error:
+        raise ConfigError(
+            f"The teacher at {teacher} serves {model['id']!r} from {place!r}, whose tokenizer cannot be read here: "
+            f"{error} "
+            + (
+                "Start its server with one that can."
+                if run.config.teachers
+                else "Give --teacher-tokenizer, its folder or hub id."
+            )
+        ) from error
+    return VLLMTeacher(client, model["id"], tokenizer)

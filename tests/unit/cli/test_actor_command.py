@@ -144,7 +144,8 @@ def actors_beside(run: ResolvedRun, *indices: int):
         yield reports
     finally:
         for loop, stop in started:
-            loop.call_soon_threadsafe(stop.set)
+            with contextlib.suppress(RuntimeError):  # an actor ends by itself when the run is finished
+                loop.call_soon_threadsafe(stop.set)
         for thread in threads:
             thread.join(timeout=30)
             assert not thread.is_alive(), "an actor did not stop"

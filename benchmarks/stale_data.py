@@ -33,7 +33,8 @@ from letter_lines import engine_of, lines, tiny_model
 from ludic import registry
 from ludic.inference.local import LocalEngine
 from ludic.run.config import AlgoSettings
-from ludic.run.resolve import open_reduction
+from ludic.run.generation import SAMPLE_BAND, TOKEN_BAND
+from ludic.run.resolve import NEGATIVE_MASK, open_reduction
 from ludic.training import RLAlgorithm, Trainer, TrainerConfig
 from ludic.training.credit_assignment import GroupNormalizedReturn
 from ludic.training.losses import (
@@ -52,8 +53,14 @@ from ludic.training.losses import (
     TokenMask,
     TokenTruncation,
 )
+from ludic.training.losses.corrections import make_correction
 
-ON_POLICY = ("none", "PPO clip", "PPO clip ×4", "decoupled ×4", "grpo", "scalerl", "rloo", "reinforce", "maxrl")
+MASKED = ("cispo", "scalerl", "sapo")
+"""Presets that are also run with the negative sequence mask."""
+ON_POLICY = (
+    "none", "PPO clip", "PPO clip ×4", "decoupled ×4", "grpo", "scalerl", "rloo", "reinforce", "maxrl", "sapo", "gmpo", "dr_grpo",
+    "reinforce_pp", "reinforce_baseline", *(f"{name}{mask} ×4" for name in MASKED for mask in ("", ", negative mask")),
+)  # fmt: skip
 """If every ratio is 1, and all samples are equally long, the other corrections equal none, and the other presets grpo."""
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 GROUP_SIZE = 8
@@ -85,9 +92,10 @@ def preset(name: str, group_size: int = GROUP_SIZE) -> RLAlgorithm:
     return registry.make("algorithm", name, **settings)
 
 
-def masked(name: str) -> RLAlgorithm:
+def masked(name: str, *masks: str) -> RLAlgorithm:
+    """The preset inside the mask that some presets have by default, or inside these."""
     made = preset(name)
-    return replace(made, loss=CorrectedLoss(made.loss, [NegativeSequenceMask(0.05)]))
+    return replace(made, loss=CorrectedLoss(made.loss, [make_correction(mask) for mask in masks or [NEGATIVE_MASK]]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +119,12 @@ class Way:
 
 DPPO_LIMIT = 0.001
 """Of 264 tokens each begins with a probability of 0.004: a limit for words of a language would never act."""
-PRESETS = ("grpo", "dapo", "gspo", "cispo", "scalerl", "sapo", "gmpo", "rloo", "reinforce", "maxrl")
+PRESETS = (
+    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "scalerl", "sapo", "gmpo", "rloo", "reinforce", "reinforce_baseline",
+    "reinforce_pp", "maxrl",
+)  # fmt: skip
+PIPELINE_MASKS = ("token_mask={},{}".format(*TOKEN_BAND), "sequence_mask={},{}".format(*SAMPLE_BAND))
+"""Those of engine = pipeline."""
 WAYS: dict[str, Way] = {
     "none": Way(lambda: corrected()),
     "token-TIS": Way(lambda: corrected(TokenTruncation(2.0))),
@@ -130,7 +143,11 @@ WAYS: dict[str, Way] = {
     "KL": Way(lambda: near_the_first(weighted=False)),
     "weighted KL": Way(lambda: near_the_first(weighted=True)),
     **{name: Way(partial(preset, name)) for name in PRESETS},
-    **{f"{name}, negative mask": Way(partial(masked, name)) for name in ("cispo", "scalerl")},
+    **{f"{name}, negative mask": Way(partial(masked, name)) for name in MASKED},
+    **{f"{name} ×4": Way(partial(preset, name), num_passes=2) for name in MASKED},
+    **{f"{name}, negative mask ×4": Way(partial(masked, name), num_passes=2) for name in MASKED},
+    "cispo, pipeline masks": Way(partial(masked, "cispo", *PIPELINE_MASKS)),
+    "cispo, pipeline and negative masks": Way(partial(masked, "cispo", *PIPELINE_MASKS, NEGATIVE_MASK)),
 }
 
 

@@ -192,6 +192,8 @@ def _field(setting: Setting, value: Any) -> tuple[str, Any, Any]:
         shown |= {"metavar": f"{one}…", "help_behavior_hint": ""}
         if setting.name in _REPEATED:  # `--model a --model b` instead of a list
             shown["metavar"], kind = one, Annotated[kind, tyro.conf.UseAppendAction]
+            if setting.name in _REPLACED:
+                default = dataclasses.field(default=())
     elif typing.get_origin(kind) is tuple:
         shown["metavar"] = "NAME…"
     return setting.name, Annotated[kind, tyro.conf.arg(**shown)], default
@@ -225,8 +227,10 @@ def _with_metavars(arguments: type[A]) -> type[A]:
     return typing.cast(type[A], made)
 
 
-_SINGULAR = {"tools": "TOOL", "server": "URL", "model": "MODEL", "reward": "REWARD"}
-_REPEATED = ("model", "reward")
+_SINGULAR = {"tools": "TOOL", "server": "URL", "model": "MODEL", "reward": "REWARD", "correction": "CORRECTION"}
+_REPEATED = ("model", "reward", "correction")
+_REPLACED = ("correction",)
+"""Of these the ones whose flags replace what the file has; tyro appends to it."""
 
 _PAIRS = tyro.constructors.PrimitiveConstructorSpec(
     nargs="*",

@@ -135,6 +135,8 @@ def _how_to_learn_slower(run: "Run") -> str:
 
 
 def _opening(run: "Run", *, resume: bool) -> list[str]:
+    from ludic.run.dry_run import mask_lines
+
     config, start = run.config, run.starting_point(resume=resume)
     teacher = f", taught by {' and '.join(config.all_teachers)}" if config.all_teachers else ""
     several = "" if config.trainer.steps_per_batch == 1 else f", {config.trainer.steps_per_batch} on each batch"
@@ -152,6 +154,8 @@ def _opening(run: "Run", *, resume: bool) -> list[str]:
         lines.append(
             f"lr {lr:g} is low for a LoRA: on GSM8K 2e-4 learned well, and 5e-5 slowly (docs/results/gsm8k_qwen.md)."
         )
+    if not start.first_step:
+        lines += mask_lines(run.resolved)
     if start.first_step >= config.train.steps:
         lines.append("All updates are done; the last evaluation was interrupted and is made again.")
     elif start.first_step:

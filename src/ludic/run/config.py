@@ -330,9 +330,10 @@ class AlgoSettings:
     """How that KL is estimated (docs/algorithms/README.md)."""
     kl_weighted: bool = False
     """Count the terms of that KL by the ratio of trained to sampled probability: right for samples of older versions too."""
-    correction: tuple[str, ...] = ()
+    correction: tuple[str, ...] = ("auto",)
     """What is done about samples of another policy than the trained one (docs/importance_sampling.md): token_mask,
-    negative_sequence_mask, divergence_mask=0.2, …"""
+    negative_sequence_mask, divergence_mask=0.2, …, which may be repeated; none; or auto: negative_sequence_mask=0.05 for cispo,
+    scalerl and sapo with max_lag or replay above 0, else none."""
     reference: str | None = None
     """The frozen reference, a model as for --model. Default: the weights that the run begins with; of a LoRA run the model under
     the adapter, which takes no memory."""

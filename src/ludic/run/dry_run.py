@@ -30,7 +30,7 @@ from ludic.run.parts import (
 )
 from ludic.run.policies.team import check_team
 from ludic.run.protocols.agents import outside_agent
-from ludic.run.resolve import ResolvedRun
+from ludic.run.resolve import MASKED_WHEN_OLD, NEGATIVE_MASK, ResolvedRun
 from ludic.run.sources import check_source
 from ludic.types import ConfigError
 
@@ -114,10 +114,22 @@ def _task_lines(run: ResolvedRun, share: float = 1.0) -> list[str]:
     return [f"{run.shown_batches} ({groups}): {batches * total:,} episodes, {tasks}.", tokens]
 
 
+def mask_lines(run: ResolvedRun) -> list[str]:
+    """What the default mask of some presets does, and how to leave it out; empty where no preset has it."""
+    masked = {own.config.algo.algo: None for own in run.each if NEGATIVE_MASK in own.config.algo.correction}
+    names = " and ".join(name for name in masked if name in MASKED_WHEN_OLD)
+    where = f"max_lag {run.max_lag}" if run.max_lag else "[replay]"
+    line = (
+        f"With {names}, older samples ({where}) of negative weight do not count once they have become unlikely: {NEGATIVE_MASK}, "
+        "without which reward is lost there. --correction none counts them (docs/importance_sampling.md)."
+    )
+    return [line] if names else []
+
+
 def _feature_lines(run: ResolvedRun) -> list[str]:
     """What the settings add to a plain run."""
     algo, rollouts = run.config.algo, run.config.rollouts
-    lines = []
+    lines = mask_lines(run)
     if (rewards := make_rewards(run.config.reward, run.config.agent, run.parts)) is not None:
         names = dict.fromkeys(["env", *rewards.weights, *(scorer.name for scorer in rewards.scorers)])
         lines.append(f"Rewards: {', '.join(f'{rewards.weight_of(name):g} × {name}' for name in names)}.")

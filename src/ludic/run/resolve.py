@@ -281,6 +281,7 @@ def resolve(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> R
     values: dict[str, Any] = {
         "group_size": size,
         "reduction": None if parts.algorithm is not None else open_reduction(config.algo),
+        "correction": _corrections(config, max_lag, parts),
         "name": name,
     }
     values["max_lag"] = max_lag
@@ -342,9 +343,11 @@ def _resolve_several(config: RunConfig, parts: Parts) -> ResolvedRun:
     )
     first, max_steps = envs[0].run, max(env.run.max_steps for env in envs)
     longest = max(env.run.sampling.max_tokens for env in envs)
+    corrections = {env.run.config.algo.correction for env in envs}
+    same = {"correction": corrections.pop()} if len(corrections) == 1 else {}  # else auto decides for each again
     whole = replace(
         first,
-        config=with_values(config, {"name": name, "max_lag": first.max_lag}),
+        config=with_values(config, {"name": name, "max_lag": first.max_lag, **same}),
         max_steps=max_steps,
         sampling=replace(first.sampling, max_tokens=longest),
         trainer=replace(first.trainer, eval_max_steps=max_steps),
@@ -597,6 +600,28 @@ def open_reduction(algo: AlgoSettings) -> Averaging | None:
 
 _SAYS_THE_REDUCTION = {"reduction", "length_normalize", "constant_length"}
 """Arguments of an algorithm that decide it."""
+
+
+NEGATIVE_MASK = "negative_sequence_mask=0.05"
+MASKED_WHEN_OLD = ("cispo", "scalerl", "sapo")
+"""Presets that lose reward on samples of 4 batches ago, and hold it with NEGATIVE_MASK (docs/results/stale_data_presets.jsonl)."""
+
+
+def _corrections(config: RunConfig, max_lag: int, parts: Parts) -> tuple[str, ...]:
+    """Those of the settings, with the default in the place of auto.
+
+    Several updates on each fresh batch alone are no reason for it: four lose little without the mask and gain little by it ("×4" in
+    the records).
+    """
+    given, none = config.algo.correction, ("none",)
+    if "none" in given and given != none:
+        raise ConfigError(f"correction = {', '.join(given)}: none stands alone. Leave it out, or the others.")
+    is_named = parts.algorithm is None and parts.loss is None  # what an object needs is not known
+    is_old = max_lag > 0 or config.replay.replay > 0
+    is_off = config.is_pipeline and not config.pipeline.corrections
+    needs_it = is_named and is_old and not is_off and config.algo.algo in MASKED_WHEN_OLD
+    default = (NEGATIVE_MASK,) if needs_it else ()
+    return tuple(c for text in given if text != "none" for c in (default if text == "auto" else (text,)))
 
 
 def default_name(config: RunConfig) -> str:

@@ -27,11 +27,11 @@ from ludic.run.config import ModelSettings, PipelineSettings, RunConfig
 from ludic.run.generation import pipeline as run_pipeline
 from ludic.run.generation import pipeline_algorithm
 from ludic.run.model import load_tokenizer, without_adapter
-from ludic.run.resolve import ResolvedRun, env_factory, resolve
+from ludic.run.resolve import NEGATIVE_MASK, ResolvedRun, env_factory, resolve
 from ludic.run.settings import with_values
 from ludic.training.learner import stop as stopping
 from ludic.training.loggers import read_metrics
-from ludic.training.losses import CorrectedLoss
+from ludic.training.losses import CorrectedLoss, NegativeSequenceMask
 from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SampleOrigin, SAWItem
 from tests.redis_fixtures import RedisServer, end_redis, shared_redis, start_redis  # noqa: F401 - a fixture
 from tests.unit.cli.train_parts import AGENT, SMALL, command_in
@@ -81,7 +81,17 @@ def test_pipeline_loss_is_corrected_unless_corrections_is_false():
 
     assert isinstance(loss_of(), CorrectedLoss) and isinstance(loss_of(algo="cispo"), CorrectedLoss)
     assert not isinstance(loss_of(corrections=False), CorrectedLoss)
+    assert not isinstance(loss_of(algo="cispo", corrections=False), CorrectedLoss), "nor the mask of its preset"
     assert not isinstance(loss_of(algo="rft"), CorrectedLoss), "imitation has no ratio to correct"
+
+
+def test_a_preset_keeps_its_default_mask_inside_those_of_the_pipeline():
+    config = with_values(RunConfig(), {"id": "tic_tac_toe", "engine": "pipeline", "algo": "cispo"})
+    run = resolve(config, env_factory("tic_tac_toe"))
+    assert run.config.algo.correction == (NEGATIVE_MASK,)
+    outer = pipeline_algorithm(run).loss
+    assert isinstance(outer, CorrectedLoss) and isinstance(outer.loss, CorrectedLoss)
+    assert [type(each) for each in outer.loss.corrections] == [NegativeSequenceMask]
 
 
 def test_actor_loads_the_base_without_an_adapter():

@@ -12,6 +12,7 @@ import pytest
 from ludic.agents import ReActAgent
 from ludic.batch_gen import RolloutEngine
 from ludic.envs import DatasetQAEnv
+from ludic.eval import evaluate
 from ludic.inference import HFChatTemplate, ScriptedClient
 from ludic.inference.openai_client import OpenAIChatClient
 from ludic.interaction import SingleAgentProtocol
@@ -417,3 +418,32 @@ async def test_a_failing_judge_fails_its_episodes_and_not_the_run():
     assert first.steps[-1].info["scores"]["judge"] == 0.5
     assert failed.failure is not None and failed.failure.error == "JudgeError"
     assert "no readable verdict in 1 tries" in failed.failure.message
+
+
+def verdict_on_the_bandit(prompt: str) -> str:
+    """Asked x, an ASCII character is right; asked y, anything else."""
+    reply = section_in(prompt, "reply")
+    return VERDICT % (10 if (bool(reply) and reply.isascii()) == (section_in(prompt, "task") == "x") else 0)
+
+
+@pytest.mark.slow
+async def test_a_policy_learns_the_bandit_from_verdicts_alone():
+    """The env's own reward has weight 0 while training, and measures what was learned."""
+    from ludic.training import make_grpo
+    from tests.unit.training import bandit
+
+    async def earned(engine) -> float:
+        report = await evaluate(bandit.rollout_engine(engine), bandit.BanditRequests(256)(), concurrency=64)
+        return report.metrics["mean_total_reward"]
+
+    judge = LLMJudge(judge_model(verdict_on_the_bandit), "x asks for an ASCII character, y for another one.")
+    trainer, engine = bandit.bandit_trainer(make_grpo(group_size=8), rewards=Rewards([judge], {"env": 0.0}))
+    before = await earned(engine)
+    history = await bandit.train_until(trainer, bandit.earns(0.95), at_most=40)
+    after = await earned(engine)
+    engine.close()
+    print(f"reward {before:.2f} -> {after:.2f} after {len(history)} updates, {judge.asking.cost.verdicts} verdicts")  # noqa: T201 - docs/judges.md
+    assert before < 0.65 and after > 0.85
+    for stats in history:
+        assert stats["train/reward/env"] == 0.0
+        assert stats["train/reward/judge"] == stats["train/avg_total_reward"]

@@ -2,12 +2,18 @@
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from ludic.run import build
+from ludic.run.config import RunConfig
+from ludic.run.dry_run import mask_lines
+from ludic.run.resolve import MASKED_WHEN_OLD, NEGATIVE_MASK
+from ludic.run.settings import read_toml
 from ludic.training.loggers import read_metrics
 from ludic.types import load_rollouts
 from tests.extended import cases
@@ -229,6 +235,110 @@ def test_corrections_are_named_with_their_numbers(ludic):
 def test_a_correction_that_cannot_be_used_says_why(ludic, name, message):
     ended = ludic("train", *RUN, "--correction", name)
     assert ended.code != 0 and message in ended.err
+
+
+def stored_correction(run: str = "first") -> list[str]:
+    return tomllib.loads(Path("runs", run, "config.toml").read_text())["algo"]["correction"]
+
+
+LAGGED = [*RUN, "--max-lag", "1"]
+
+
+@pytest.mark.parametrize("algo", MASKED_WHEN_OLD)
+def test_a_preset_that_loses_on_old_samples_has_a_mask_there_and_says_so(ludic, algo):
+    planned = done(ludic("train", *LAGGED, "--algo", algo, "--dry-run")).out
+    assert f'correction = ["{NEGATIVE_MASK}"]' in planned
+    assert f"With {algo}, older samples (max_lag 1)" in planned and "--correction none" in planned
+    on_policy = done(ludic("train", *RUN, "--algo", algo, "--dry-run")).out
+    assert "correction = []" in on_policy and "--correction none" not in on_policy
+
+
+def test_the_default_mask_is_trained_with_written_down_and_kept_by_a_resume(ludic):
+    began = done(ludic("train", *LAGGED, "--algo", "cispo")).out
+    assert "older samples (max_lag 1)" in began and "--correction none" in began
+    assert stored_correction() == [NEGATIVE_MASK]
+    assert len(logged("train/correction_zero_frac")) == 2
+    went_on = done(ludic("train", "runs/first", "--resume", "--steps", "3")).out
+    assert "--correction none" not in went_on, "a resumed run cannot change it"
+    assert stored_correction() == [NEGATIVE_MASK] and len(logged("train/correction_zero_frac")) == 3
+    refused = ludic("train", "runs/first", "--resume", "--steps", "4", "--correction", "none")
+    assert refused.code == 2 and "correction" in refused.err
+
+
+def test_a_run_from_before_the_default_mask_goes_on_without_it(ludic):
+    done(ludic("train", *LAGGED, "--algo", "cispo", "--correction", "none"))
+    assert stored_correction() == [], "as runs had it before"
+    done(ludic("train", "runs/first", "--resume", "--steps", "3"))
+    assert stored_correction() == [] and logged("train/correction_zero_frac") == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--max-lag", "1", "--correction", "none"], []),
+        (["--max-lag", "1", "--correction", "token_mask"], ["token_mask"]),
+        (["--max-lag", "1", "--correction", "auto", "--correction", "token_mask"], [NEGATIVE_MASK, "token_mask"]),
+        (["--max-lag", "1", "--algo", "grpo"], []),
+        (["--updates-per-batch", "2", "--mini-batches", "2"], []),
+        (["--close-batch-at", "0.5"], [NEGATIVE_MASK]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_a_choice_of_corrections_is_kept_and_fresh_samples_have_none(ludic, flags, expected):
+    out = done(ludic("train", *RUN, "--algo", "cispo", *flags, "--dry-run")).out
+    settings, plan = out.split("\nModel ", 1)
+    assert tomllib.loads(settings)["algo"]["correction"] == expected
+    assert ("--correction none" in plan) == (NEGATIVE_MASK in expected)
+
+
+def test_corrections_of_flags_replace_those_of_the_file(ludic, tmp_path):
+    (tmp_path / "run.toml").write_text('[env]\nid = "letter.py:Letter"\n[algo]\ncorrection = ["token_mask"]')
+    for flags, expected in (([], ["token_mask"]), (["--correction", "sequence_mask"], ["sequence_mask"])):
+        out = done(ludic("train", "run.toml", "--model", "tiny", *flags, "--dry-run")).out
+        assert tomllib.loads(out.split("\nModel ")[0])["algo"]["correction"] == expected
+
+
+def test_none_beside_a_correction_is_refused(ludic):
+    ended = ludic("train", *RUN, "--correction", "none", "--correction", "token_mask")
+    assert ended.code == 2 and "none stands alone" in ended.err
+
+
+REPLAYED = """
+[[envs]]
+id = "letter.py:Letter"
+{first}
+
+[[envs]]
+id = "letter.py:Flat"
+algo = "cispo"
+group_size = 4
+
+[replay]
+replay = 8
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "written"),
+    [('algo = "cispo"\ngroup_size = 4', [NEGATIVE_MASK]), ('algo = "grpo"\ngroup_size = 4', ["auto"])],
+    ids=["one algorithm", "two"],
+)
+def test_each_of_several_envs_has_the_default_of_its_algorithm(ludic, tmp_path, first, written):
+    (tmp_path / "two.toml").write_text(REPLAYED.format(first=first))
+    run = build(read_toml(RunConfig, tmp_path / "two.toml"), model="tiny", rollouts_per_update=16)
+    assert list(run.config.algo.correction) == written
+    masks = [own.config.algo.correction for own in run.resolved.each]
+    assert masks == [(NEGATIVE_MASK,) if own.config.algo.algo == "cispo" else () for own in run.resolved.each]
+    (line,) = mask_lines(run.resolved)
+    assert line.startswith("With cispo, older samples ([replay])")
+
+
+def test_an_algorithm_or_loss_that_is_an_object_is_left_as_it_is(ludic):
+    from ludic.training import make_cispo
+    from ludic.training.algorithms.cispo import CISPOLoss
+
+    for part in ({"algo": make_cispo(group_size=4)}, {"algo": "cispo", "loss": CISPOLoss()}):
+        assert build(env="letter.py:Letter", model="tiny", max_lag=1, **part).config.algo.correction == ()
 
 
 def test_a_resumed_run_keeps_its_first_weights_as_reference(ludic):

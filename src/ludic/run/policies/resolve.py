@@ -31,11 +31,9 @@ def resolve_run(config: RunConfig, env: EnvFactory, parts: Parts | None = None) 
     size = max(resolve(_config_of(alone, entry), env, parts).group_size for entry in trained)
     alone = with_values(alone, {"group_size": size})
     policies = tuple(_named_policy(alone, policy, entry, env, parts) for policy, entry in config.policies.items())
-    whole = replace(
-        resolve(alone, env, parts),
-        config=with_values(config, {"name": name, "group_size": size, "max_lag": 0}),
-        policies=policies,
-    )
+    whole = resolve(alone, env, parts)
+    filled = {"name": name, "group_size": size, "max_lag": 0, "correction": whole.config.algo.correction}
+    whole = replace(whole, config=with_values(config, filled), policies=policies)
     whole = replace(whole, seatings=seatings(first_env(whole).agent_ids, config.policies, config.env.id))
     _check_seats(whole)
     return whole

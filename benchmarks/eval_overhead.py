@@ -34,8 +34,8 @@ from ludic.cli.eval.results import Column, rollouts_file, write_results
 from ludic.cli.eval.run import make_requests, read_command
 from ludic.eval import evaluate
 from ludic.inference.local import LocalEngine
+from ludic.run.given import env_factory
 from ludic.run.parts import make_episode_setup
-from ludic.run.resolve import env_factory
 from ludic.tasks import long_lived_objects_exempt
 from ludic.types import ChatResponse, Info, TokenCompletionRequest
 

@@ -48,8 +48,8 @@ from ludic.judges import (
     case_of,
     pair_accuracy,
 )
+from ludic.run.given import env_factory
 from ludic.run.parts import make_episode_setup
-from ludic.run.resolve import env_factory
 from ludic.types import Rollout, SamplingParams
 from ludic.types.interfaces import BatchingClient
 

@@ -28,11 +28,11 @@ from ludic.distributed.ranks import Ranks, join_ranks, leave_ranks
 from ludic.models.loading import LoadedModel
 from ludic.run import RunConfig, build
 from ludic.run.folder import latest_checkpoint, write_config
+from ludic.run.generation.vllm import serve_on_vllm
 from ludic.run.model import ServedPolicy, load_policy, local_engine, make_template
 from ludic.run.parts import make_algorithm, make_episode_setup, make_evaluator, make_loggers
 from ludic.run.resolve import ResolvedRun
 from ludic.run.sources import make_source
-from ludic.run.vllm import serve_on_vllm
 from ludic.training import Trainer
 from ludic.training.checkpoint.export import export_checkpoint
 from ludic.types import ConfigError

@@ -13,7 +13,7 @@ from shared import settings
 
 from ludic.cli.pipeline.actor import run_actor
 from ludic.cli.script import run_script
-from ludic.run.resolve import env_factory
+from ludic.run.given import env_factory
 
 
 def main(args: list[str]) -> int:

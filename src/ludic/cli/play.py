@@ -27,7 +27,7 @@ from ludic.interaction import InteractionProtocol, MultiAgentProtocol, SingleAge
 from ludic.interaction.base import AnyEnv
 from ludic.interaction.env_outputs import check_outcomes, outcome_for
 from ludic.parsers import raw_parser
-from ludic.run.resolve import env_factory
+from ludic.run.given import env_factory
 from ludic.run.settings import read_pair
 from ludic.tools import as_tool
 from ludic.types import ConfigError, InferenceSpec, Observation, Rollout, SamplingParams, StepOutcome, derive_seed

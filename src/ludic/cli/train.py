@@ -50,7 +50,7 @@ class TrainArgs(ScriptFlags):
 def train(args: list[str]) -> int:
     command, config = parse_run(TrainArgs, args, prog="ludic train", description=DESCRIPTION)
     config = replace(config, policies=with_policies(config.policies, command.policy))
-    from ludic.run.resolve import env_factory
+    from ludic.run.given import env_factory
 
     server = config.env.env_server
     envs = [env_factory(id, server=server) for id in config.env_ids]  # reports a wrong name before torch is loaded

@@ -48,9 +48,10 @@ from ludic.rewards.shaping import SoftOverlong
 from ludic.run.config import AgentSettings, AlgoSettings, EnvSettings, RewardSettings
 from ludic.run.entries import RecordedEntry
 from ludic.run.folder import METRICS, wandb_id
+from ludic.run.given import EnvFactory, Parts
 from ludic.run.protocols.agents import uses_gateway
 from ludic.run.protocols.factory import delegates_tasks, protocol_factory
-from ludic.run.resolve import EnvFactory, Parts, ResolvedRun, open_reduction
+from ludic.run.resolve import ResolvedRun, open_reduction
 from ludic.run.settings import values_of
 from ludic.sandbox.backends import BACKEND_VARIABLE
 from ludic.training import (

@@ -35,12 +35,13 @@ from ludic.run.folder import (
     write_config,
 )
 from ludic.run.generation import Generation, generation_of, mark_finished
+from ludic.run.given import EnvFactory, Parts, env_factory, no_env
 from ludic.run.model import load_policy, load_reference, use_threads, with_pinned_checkpoints
 from ludic.run.parts import make_loggers
 from ludic.run.policies.entry import PolicyEntry
 from ludic.run.policies.resolve import resolve_run
 from ludic.run.policies.team import Team, check_team
-from ludic.run.resolve import EnvFactory, Parts, ResolvedRun, env_factory, no_env
+from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import read_toml, with_given, with_values
 from ludic.tasks import cancel_all, long_lived_objects_exempt
 from ludic.training import TeeLogger, Trainer
@@ -333,7 +334,7 @@ def build(
     env, agent, context, parser, protocol, tools, algo, model and logger take a name or an object: an env class, an agent class, a
     parser, callables as tools, an RLAlgorithm, a `LoadedModel` or a torch model with its `tokenizer`, TrainingLoggers. `loss`
     replaces the algorithm's, an object as `protocol` the agent with all its parts; `source` wraps the source of fresh rollouts;
-    `reducers` are further metrics (`Parts` in resolve.py). An agent may also be a function that makes its model calls over HTTP
+    `reducers` are further metrics (`Parts` in given.py). An agent may also be a function that makes its model calls over HTTP
     (docs/gateway.md); a function as `reward` and clients as `policies` are for it. `policies` is otherwise a table of settings by
     name, and all of them learn (docs/multi_policy.md). `reward` is otherwise a list of names, reward functions and
     scorers (docs/rewards.md). data and eval_data take a file, a list of samples, or a function that generates them. Settings are

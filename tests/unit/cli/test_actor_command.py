@@ -26,8 +26,9 @@ from ludic.run import Run
 from ludic.run.config import ModelSettings, PipelineSettings, RunConfig
 from ludic.run.generation import pipeline as run_pipeline
 from ludic.run.generation import pipeline_algorithm
+from ludic.run.given import env_factory
 from ludic.run.model import load_tokenizer, without_adapter
-from ludic.run.resolve import NEGATIVE_MASK, ResolvedRun, env_factory, resolve
+from ludic.run.resolve import NEGATIVE_MASK, ResolvedRun, resolve
 from ludic.run.settings import with_values
 from ludic.training.learner import stop as stopping
 from ludic.training.loggers import read_metrics

@@ -9,7 +9,8 @@ from ludic.cli.play import Toolbox
 from ludic.inference import HermesToolParser, HFChatTemplate, tool_parser_for
 from ludic.models.tiny import make_tiny
 from ludic.run.config import AgentSettings, EnvSettings
-from ludic.run.resolve import env_factory, resolve_play
+from ludic.run.given import env_factory
+from ludic.run.resolve import resolve_play
 from ludic.types import load_rollouts
 from tests.unit.cli.runner import invoke
 

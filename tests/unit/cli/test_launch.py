@@ -10,7 +10,8 @@ from ludic.cli.pipeline.launch import ludic_command, make_roles, prepare, ray_re
 from ludic.cli.pipeline.supervisor import WhenDone
 from ludic.run.config import PipelineSettings, RunConfig, given_redis, redis_url, required_servers
 from ludic.run.folder import ResumePoint, prepare_folder
-from ludic.run.resolve import ResolvedRun, env_factory, resolve
+from ludic.run.given import env_factory
+from ludic.run.resolve import ResolvedRun, resolve
 from ludic.run.settings import with_values
 from ludic.types import ConfigError
 from tests.unit.cli.train_parts import ENV, SMALL, command_in

@@ -15,7 +15,8 @@ import pytest
 from ludic.cli.eval.run import read_command as read_eval_command
 from ludic.cli.prompts.command import eval_command, read_command
 from ludic.cli.prompts.config import PromptConfig
-from ludic.run.resolve import env_factory, resolve_play
+from ludic.run.given import env_factory
+from ludic.run.resolve import resolve_play
 from ludic.run.settings import read_toml
 from ludic.types import load_rollouts
 from tests import forked

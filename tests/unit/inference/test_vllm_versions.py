@@ -27,7 +27,7 @@ CALLERS = [
     "inference/vllm/wire.py",
     "distributed/publish/adapter.py",
     "distributed/publish/vllm_control.py",
-    "run/vllm.py",
+    "run/generation/vllm.py",
 ]
 
 NAMES = {
@@ -54,7 +54,7 @@ NAMES = {
 PATHS = {
     "/health", "/v1/models", "/v1/completions", "/inference/v1/generate", "/collective_rpc", "/get_world_size", "/pause", "/resume",
     "/abort_requests", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
-    "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+    "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/is_sleeping", "/sleep", "/wake_up",
 }  # fmt: skip
 """Paths that Ludic calls and every listed release serves."""
 NEW_PATHS = {"/weight_info", "/update_weight_version"}
@@ -75,6 +75,7 @@ MEMBERS = {
     "engine/arg_utils.py": {
         "--generation-config", "--logprobs-mode", "--worker-extension-cls", "--weight-transfer-config", "--logits-processors",
         "--kv-cache-memory-bytes", "--enable-lora", "--max-lora-rank", "--max-model-len", "--gpu-memory-utilization",
+        "--enable-sleep-mode",
     },
 }  # fmt: skip
 """Attributes, fields and flags, by the file that has them in every listed release."""

@@ -11,9 +11,10 @@ from ludic.run import parts as assemble
 from ludic.run.config import AgentSettings, EnvSettings, ModelSettings, RunConfig
 from ludic.run.dry_run import plan_lines
 from ludic.run.folder import ResumePoint, prepare_folder
+from ludic.run.given import env_factory
 from ludic.run.model import load_policy, with_pinned_checkpoints
 from ludic.run.parts import make_loggers
-from ludic.run.resolve import ResolvedRun, env_factory, resolve
+from ludic.run.resolve import ResolvedRun, resolve
 from ludic.run.settings import to_toml, with_values
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
 from ludic.types import ConfigError

@@ -13,6 +13,7 @@ from ludic.inference.local import LocalEngine
 from ludic.interaction import MultiAgentProtocol, SingleAgentProtocol
 from ludic.models.tiny import character_tokenizer
 from ludic.run.config import AgentSettings, EnvSettings, ModelSettings, RunConfig
+from ludic.run.given import env_factory
 from ludic.run.model import dtype_of, load_policy, make_template, serve_locally
 from ludic.run.parts import (
     EpisodeSetup,
@@ -22,7 +23,7 @@ from ludic.run.parts import (
     train_requests,
 )
 from ludic.run.protocols.agents import agent_factory
-from ludic.run.resolve import ResolvedRun, env_factory, resolve
+from ludic.run.resolve import ResolvedRun, resolve
 from ludic.run.settings import with_values
 from ludic.run.sources import make_source
 from ludic.tasks import long_lived_objects_exempt

@@ -12,9 +12,10 @@ from ludic.inference.openai_client import messages_of
 from ludic.interaction import DelegatingProtocol, MultiAgentProtocol, SingleAgentProtocol
 from ludic.run import build
 from ludic.run.config import AgentSettings, EnvSettings, RunConfig
+from ludic.run.given import Parts, env_factory
 from ludic.run.parts import make_algorithm, make_episode_setup
 from ludic.run.protocols.factory import protocol_factory
-from ludic.run.resolve import Parts, env_factory, resolve
+from ludic.run.resolve import resolve
 from ludic.run.settings import read_toml, with_values
 from ludic.run.sources import make_source
 from ludic.types import ConfigError, InferenceSpec, UnknownName, load_rollouts

@@ -14,8 +14,8 @@ import ludic.run
 from ludic.inference.vllm.command import VLLMInstall, default_flags
 from ludic.models.tiny import make_tiny
 from ludic.run.config import RunConfig
+from ludic.run.generation.vllm import cache_flags, save_for_server
 from ludic.run.settings import from_table
-from ludic.run.vllm import cache_flags, save_for_server
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.types import ActorTokenLogps, ConfigError
 from tests.unit.training.bandit import hand_trainer, tiny_llama

@@ -8,7 +8,8 @@ from ludic.batch_gen.requests.streams import is_stream
 from ludic.eval import Grading
 from ludic.models import SMOLLM2
 from ludic.run.config import AgentSettings, Dtype, EnvSettings, RewardSettings, RunConfig, at_least, check_name
-from ludic.run.resolve import EnvFactory, check_data, resolve_play
+from ludic.run.given import EnvFactory, check_data
+from ludic.run.resolve import resolve_play
 from ludic.run.settings import read_toml
 from ludic.types import ConfigError
 from ludic.types.urls import PUT_LOGIN, refuse_login

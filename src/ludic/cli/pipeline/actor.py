@@ -18,6 +18,8 @@ from ludic.distributed.publish.folder import FolderFollower
 from ludic.run.config import RunConfig, redis_url, required_servers
 from ludic.run.folder import ROLLOUTS, WEIGHTS
 from ludic.run.generation import pipeline_algorithm
+from ludic.run.generation.vllm import connect_to_servers
+from ludic.run.given import EnvFactory
 from ludic.run.model import (
     load_policy,
     load_tokenizer,
@@ -29,8 +31,7 @@ from ludic.run.model import (
 )
 from ludic.run.parts import EpisodeSetup, make_episode_setup, request_strategy, train_requests
 from ludic.run.policies.resolve import resolve_run
-from ludic.run.resolve import EnvFactory, ResolvedRun
-from ludic.run.vllm import connect_to_servers
+from ludic.run.resolve import ResolvedRun
 from ludic.tasks import cancel_all
 from ludic.training.learner.stop import StopRequests
 from ludic.types import ChatClient, PolicyGone, derive_seed, shown_url

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from ludic.cli.args import A, Switch, Target, need_extras, parse_run
 from ludic.run.config import RunConfig
-from ludic.run.resolve import EnvFactory, env_factory
+from ludic.run.given import EnvFactory, env_factory
 from ludic.types import ConfigError
 
 _ACTOR = (

@@ -23,9 +23,10 @@ from ludic.run.config import REDIS_VARIABLE, SERVER_VARIABLE, RunConfig, given_r
 from ludic.run.dry_run import plan_lines
 from ludic.run.folder import LOGS, REDIS, WEIGHTS, ResumePoint, how_to_resume, prepare_folder, resume_point
 from ludic.run.generation import clear_queue, pipeline_algorithm
+from ludic.run.given import EnvFactory
 from ludic.run.model import with_pinned_checkpoints
 from ludic.run.policies.resolve import resolve_run
-from ludic.run.resolve import EnvFactory, ResolvedRun
+from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import to_toml
 from ludic.types import ConfigError
 from ludic.types.errors import RestartLimit

@@ -27,10 +27,11 @@ from ludic.judges import JudgeModel
 from ludic.prompt_search import ModelReflector, PromptSearch
 from ludic.run.config import EnvSettings, ModelSettings
 from ludic.run.folder import CONFIG, ROLLOUTS
+from ludic.run.given import EnvFactory, env_factory
 from ludic.run.parts import EpisodeSetup, Parts, env_arguments, make_episode_setup
 from ludic.run.protocols.agents import uses_gateway
 from ludic.run.protocols.factory import protocol_factory
-from ludic.run.resolve import EnvFactory, env_factory, resolve_play
+from ludic.run.resolve import resolve_play
 from ludic.run.settings import differences, read_toml, to_toml, with_values
 from ludic.types import ConfigError, InferenceSpec, ReturnSpec, RolloutRequest, SamplingParams, derive_seed
 from ludic.types.files import replacing

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from ludic.cli.eval.config import PolicySettings, ServingSettings
 from ludic.run.config import AgentSettings, EnvSettings, RewardSettings, at_least, check_name
-from ludic.run.resolve import EnvFactory, check_data, resolve_play, slug
+from ludic.run.given import EnvFactory, check_data
+from ludic.run.resolve import resolve_play, slug
 from ludic.run.settings import with_values
 from ludic.types import ConfigError
 from ludic.types.urls import PUT_LOGIN, refuse_login

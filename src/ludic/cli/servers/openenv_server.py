@@ -15,7 +15,7 @@ from ludic.envs.adapters.openenv.server import openenv_app
 from ludic.inference.vllm.command import check_port, is_loopback
 from ludic.interaction.base import AnyEnv
 from ludic.run.config import at_least
-from ludic.run.resolve import env_factory
+from ludic.run.given import env_factory
 from ludic.run.settings import read_pair
 from ludic.types import ConfigError
 

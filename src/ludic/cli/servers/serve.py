@@ -119,8 +119,8 @@ def serve_run(folder: Path, port: int) -> NoReturn:
     """Save the model of a run for vLLM and become its server. The learner replaces the served weights at its start."""
     from ludic.inference.vllm.command import find_vllm
     from ludic.inference.vllm_server import serve
+    from ludic.run.generation.vllm import save_for_server
     from ludic.run.model import load_policy
-    from ludic.run.vllm import save_for_server
 
     config = read_toml(RunConfig, folder / CONFIG)
     install = find_vllm()  # before a model is loaded

@@ -13,13 +13,14 @@ from ludic.batch_gen import (
 from ludic.inference import ByteTemplate, ChatTemplate, tokenizer_fingerprint
 from ludic.inference.local import LocalEngine
 from ludic.models.loading import LoadedModel
+from ludic.run.checks import PREFERENCE_ALGORITHMS
 from ludic.run.folder import ResumePoint, rollouts_file
 from ludic.run.generation.base import Generation
 from ludic.run.generation.teachers import load_teacher, make_teachers
 from ludic.run.model import ServedPolicy, serve_locally
 from ludic.run.parts import EpisodeSetup, check_protocol, first_env, make_algorithm
 from ludic.run.protocols.agents import outside_agent
-from ludic.run.resolve import PREFERENCE_ALGORITHMS, ResolvedRun
+from ludic.run.resolve import ResolvedRun
 from ludic.run.sources import make_league, make_source, with_league, with_recorded, with_replay
 from ludic.types import ConfigError
 
@@ -93,13 +94,13 @@ class VLLMGeneration(EmbeddedGeneration):
     def __init__(self, run: ResolvedRun, loaded: LoadedModel, start: ResumePoint) -> None:
         super().__init__(run, loaded, start)
         if run.config.rollouts.server_sleep:
-            from ludic.run.vllm import SleepAfterBatch, VLLMChatClient
+            from ludic.run.generation.vllm import SleepAfterBatch, VLLMChatClient
 
             assert isinstance(self._served.client, VLLMChatClient), "what serve_on_vllm makes"
             self.source = SleepAfterBatch(self.source, self._served.client)
 
     def _serve(self) -> ServedPolicy:
-        from ludic.run.vllm import serve_on_vllm
+        from ludic.run.generation.vllm import serve_on_vllm
 
         return serve_on_vllm(self._run, self._loaded)
 
@@ -108,7 +109,7 @@ class SGLangGeneration(EmbeddedGeneration):
     """SGLang servers answer the agents; they get the weights after every update."""
 
     def _serve(self) -> ServedPolicy:
-        from ludic.run.vllm import serve_on_sglang
+        from ludic.run.generation.vllm import serve_on_sglang
 
         return serve_on_sglang(self._run, self._loaded)
 

@@ -103,7 +103,7 @@ class PipelineGeneration(Generation):
     def _on_servers(self) -> ServedPolicy:
         """The servers that actors use, too."""
         from ludic.distributed import create_vllm_publisher
-        from ludic.run.vllm import connect_to_servers
+        from ludic.run.generation.vllm import connect_to_servers
 
         client, model = connect_to_servers(self._run)
         transport = self._run.config.rollouts.transport

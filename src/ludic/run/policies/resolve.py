@@ -7,10 +7,11 @@ from itertools import product
 from typing import Any
 
 from ludic.run.config import RunConfig
+from ludic.run.given import EnvFactory, Parts
 from ludic.run.parts import eval_samples, first_env, train_samples
 from ludic.run.policies.entry import POLICIES, PolicyEntry
 from ludic.run.protocols.agents import uses_gateway
-from ludic.run.resolve import EnvFactory, NamedPolicy, Parts, ResolvedRun, default_name, resolve
+from ludic.run.resolve import NamedPolicy, ResolvedRun, default_name, resolve
 from ludic.run.settings import values_of, with_values
 from ludic.types import ConfigError
 

@@ -10,7 +10,7 @@ from ludic.agents import Agent
 from ludic.gateway.agents import AgentCommand, AgentFunction, OutsideAgent, is_agent_function
 from ludic.inference import ChatTemplate
 from ludic.run.config import AgentSettings
-from ludic.run.resolve import Parts
+from ludic.run.given import Parts
 from ludic.types import ChatClient, ConfigError, MissingExtra
 
 

@@ -22,8 +22,8 @@ from ludic.interaction import (
 )
 from ludic.run.config import AgentSettings
 from ludic.run.entries import DelegateEntry
+from ludic.run.given import Parts
 from ludic.run.protocols.agents import agent_factory, named_agent, outside_agent
-from ludic.run.resolve import Parts
 from ludic.run.settings import converted
 from ludic.types import ChatClient, ConfigError, UnknownName
 

@@ -234,6 +234,7 @@ def program_of(number: int) -> str:
     return f"<a>{sleeps if number in DOOMED else f'print({number})'}</a>"
 
 
+@pytest.mark.extended(covered_by="test_a_killed_monitor_is_a_failure_of_the_sandbox_and_leaves_nothing")
 async def test_a_run_whose_containers_are_killed_goes_on_and_leaves_nothing(tmp_path, monkeypatch):
     """Episodes whose monitor or client is killed fail and are not graded. A supervisor that is killed is a program that ended it."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

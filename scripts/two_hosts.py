@@ -1,6 +1,7 @@
-"""Two hosts on one machine: a pipeline on a two-node Ray cluster that loses a host, and FSDP over both with torchrun.
+"""Two hosts on one machine: a pipeline on a two-node Ray cluster that loses a host, FSDP over both with torchrun, and runs of one
+host that use the env server and the sandbox server of the other.
 
-    sudo .venv/bin/python scripts/two_hosts.py actors learner power head fsdp
+    sudo .venv/bin/python scripts/two_hosts.py actors learner power head fsdp servers away
 
 A host is a network namespace with its own address, and its own processes, hostname, /tmp, /dev/shm and home folder. They share
 /mnt, the disk that docs/pipeline.md asks for, and this Python environment. Cases:
@@ -10,6 +11,8 @@ A host is a network namespace with its own address, and its own processes, hostn
     power     as `learner`, but the cable of b is pulled first, so that no connection is closed
     head      as `actors`, but a is killed, with Redis, Ray's head and the launcher; the run is resumed
     fsdp      torchrun on both hosts trains what torchrun on one trains
+    servers   runs on a use `ludic env-server` and `ludic sandbox-server` on b, which know their tokens and are killed and started
+    away      the env server stays away, and the cable is pulled: the runs end, and are resumed
 
 Needs root on Linux, `ip` (iproute2), `unshare` and `nsenter` (util-linux), redis-server, and the extras train, pipeline and ray.
 The processes of both hosts end with this one, however it ends. Namespaces are removed, except after kill -9 (`ip netns del`).
@@ -115,17 +118,21 @@ class Host:
     def link(self, state: str) -> None:
         ip("-n", self.namespace, "link", "set", "eth0", state)
 
-    def roles(self) -> set[str]:
-        """Which of learner and actor have a process here, by the pid namespace of each process of the machine."""
-        found = set()
+    def commands(self) -> list[list[bytes]]:
+        """The command of each process here, by the pid namespace of each process of the machine."""
+        found = []
         ours = os.readlink(f"/proc/{self._init}/ns/pid")
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if os.readlink(process / "ns" / "pid") == ours:
-                    words = (process / "cmdline").read_bytes().split(b"\0")
-                    if b"ludic.cli.main" in words and b"launch" not in words and b"--pipe" not in words:
-                        found.add("actor" if b"actor" in words else "learner")
+                    found.append((process / "cmdline").read_bytes().split(b"\0"))
         return found
+
+    def roles(self) -> set[str]:
+        """Which of learner and actor have a process here."""
+        ludic = [words for words in self.commands() if b"ludic.cli.main" in words]
+        ours = [words for words in ludic if b"launch" not in words and b"--pipe" not in words]
+        return {"actor" if b"actor" in words else "learner" for words in ours}
 
 
 def ip(*arguments: str) -> None:
@@ -138,10 +145,11 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
     with tempfile.TemporaryDirectory(prefix="ludic-hosts-") as place, contextlib.ExitStack() as stack:
         disk = Path(place) / "disk"
         disk.mkdir()
-        password = secrets.token_hex(12)
+        password, env_token, sandbox_token = (secrets.token_hex(12) for _ in range(3))
         environment = {
             "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "HOME": "/tmp",
             "LUDIC_REDIS_URL": f"redis://:{password}@10.77.0.1:6380/0", "REDIS_PASSWORD": password,
+            "LUDIC_ENV_TOKEN": env_token, "LUDIC_SANDBOX_TOKEN": sandbox_token,
             "OMP_NUM_THREADS": "1", "RAY_DISABLE_METRICS_COLLECTION": "1", "GLOO_SOCKET_IFNAME": "eth0",
             **{name: value for name, value in os.environ.items() if name.startswith("RAY_health_check_")},
         }  # fmt: skip
@@ -207,7 +215,7 @@ class Launched:
 
 def launch(a: Host, learner: Host, actor: Host, *what: str) -> Launched:
     """`ludic launch` on host a."""
-    (a.disk / "rps.py").write_text(re.findall(r"This file is `rps.py`:\n\n```python\n(.*?)```", README, re.DOTALL)[0])
+    (a.disk / "rps.py").write_text(rock_paper_scissors())
     where = ["--learner-resources", json.dumps({f"host_{learner.name}": 1})]
     where += ["--actor-resources", json.dumps({f"host_{actor.name}": 1})]
     return Launched(a.popen(str(BIN / "ludic"), "launch", *what, "--ray", *where))
@@ -253,7 +261,9 @@ def head(a: Host, b: Host) -> None:
     check_account(launch(a, a, b, "runs/head", "--resume"), a.disk / "runs" / "head")
 
 
-README = (ROOT / "README.md").read_text()
+def rock_paper_scissors() -> str:
+    """The env of the README."""
+    return re.findall(r"This file is `rps.py`:\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
 
 
 def check_account(run: Launched, folder: Path) -> None:
@@ -266,6 +276,148 @@ def check_account(run: Launched, folder: Path) -> None:
     steps = [row["step"] for row in read_rows(folder)]
     expect(steps == list(range(1, STEPS + 1)), f"updates {steps}")
     print(f"# {STEPS} updates; the account balances: {produced} = {' + '.join(map(str, parts))}", flush=True)
+
+
+# --- servers of envs and of sandboxes ---
+
+ENV = "/tmp/rps.py:RockPaperScissors"
+"""A file of b alone: /tmp is a host's own."""
+LETTERS = '''from ludic.parsers import ParseResult
+
+
+def as_program(text):
+    """A reply of one character, as a program that prints it."""
+    return ParseResult(f"print({text!r})", 0.0, None)
+'''
+PROBLEM = {"question": "Print the letter p.", "tests": [{"input": "", "expected": "p"}]}
+TINY = [
+    "--model", "tiny", "--max-tokens", "1", "--group-size", "16", "--checkpoint-every", "5", "--logger", "print",
+]  # fmt: skip
+PLAYED_THERE = ["train", ENV, *TINY, "--lr", "3e-3", "--env-server", "10.77.0.2:7700"]
+GRADED_THERE = [
+    "train", "code_exec", *TINY, "--lr", "1e-2", "--rollouts-per-update", "32", "--data", "/mnt/problem.jsonl",
+    "--parser", "/mnt/letters.py:as_program", "--system-prompt", "", "--set", 'config={"use_cache": false}',
+    "--sandbox", "http://10.77.0.2:8002",
+]  # fmt: skip
+
+
+@dataclass
+class Server:
+    """`ludic env-server` or `ludic sandbox-server` on a host."""
+
+    host: Host
+    kind: str
+    arguments: Sequence[str]
+    process: "subprocess.Popen[str] | None" = None
+
+    def start(self) -> None:
+        program = f'echo $$ > /tmp/{self.kind}; exec ludic {self.kind} "$@"'
+        self.process = self.host.popen("bash", "-c", program, self.kind, *self.arguments)
+        assert self.process.stdout is not None, "it is a pipe"
+        line = self.process.stdout.readline()
+        expect(self.host.address in line, f"{self.kind} said {line!r}")
+        print(f"  {line}", end="", flush=True)
+
+    def end(self, signal_name: str) -> int:
+        """Its exit code."""
+        assert self.process is not None, "it was started"
+        self.host.run("bash", "-c", f"kill -{signal_name} $(cat /tmp/{self.kind})")
+        return self.process.wait(60)
+
+
+def servers_of(b: Host) -> tuple[Server, Server]:
+    """Both, started."""
+    (b.own / "rps.py").write_text(rock_paper_scissors())
+    (b.disk / "letters.py").write_text(LETTERS)
+    (b.disk / "problem.jsonl").write_text(json.dumps(PROBLEM) + "\n")
+    envs = Server(b, "env-server", [ENV, "--host", b.address, "--workers", "2"])
+    sandboxes = Server(b, "sandbox-server", ["--host", b.address, "--workers", "2"])
+    for server in (envs, sandboxes):
+        server.start()
+    return envs, sandboxes
+
+
+def train(a: Host, *what: str, **more: str) -> Launched:
+    return Launched(a.popen(str(BIN / "ludic"), *what, **more))
+
+
+def servers(a: Host, b: Host) -> None:
+    """Runs on a with the envs, and with the sandboxes, of b: refused without the token, and while each server is killed."""
+    envs, sandboxes = servers_of(b)
+    for command, variable, missing, wrong in (
+        (PLAYED_THERE, "LUDIC_ENV_TOKEN", "the token is wrong. Set $LUDIC_ENV_TOKEN", "the token is wrong"),
+        (GRADED_THERE, "LUDIC_SANDBOX_TOKEN", "wants a token", "refuses the token"),
+    ):
+        for token, sentence in (("", missing), ("wrong", wrong)):
+            refused = a.popen(
+                str(BIN / "ludic"), *command, "--steps", "1", "--name", f"refused{token}", **{variable: token}
+            )
+            said, _ = refused.communicate(timeout=120)
+            expect(refused.returncode == 2 and sentence in said, f"{refused.returncode} instead of a refusal: {said}")
+            expect("Traceback" not in said, f"a traceback: {said}")
+            print(f"# {variable}={token or repr('')}: {said.strip().splitlines()[-1]}", flush=True)
+    said = a.run(str(BIN / "ludic"), "play", "mbpp", "--watch", timeout_s=120, LUDIC_SANDBOX="http://10.77.0.2:8002")
+    expect("All 3 tests passed." in said, f"the reference of mbpp is not right: {said}")
+    print(f"# mbpp, its reference graded on b: {said.strip().splitlines()[-1]}", flush=True)
+    for server, command, steps in ((envs, PLAYED_THERE, 75), (sandboxes, GRADED_THERE, 20)):
+        run = train(a, *command, "--steps", str(steps), "--name", server.kind)
+        run.until(lambda line: "step 3 |" in line, "update 3")
+        expect(server.end("KILL") != 0, "kill -9 had no effect")
+        killed = time.monotonic()
+        print(f"# kill -9 of the {server.kind}", flush=True)
+        time.sleep(2)
+        server.start()
+        run.until(lambda line: "step 4 |" in line or "step 5 |" in line, "the next update")
+        print(f"# the next update, {time.monotonic() - killed:.1f} s after the kill", flush=True)
+        run.until(lambda line: line.startswith("Done after"), "the end of training")
+        expect(run.process.wait(60) == 0, f"ludic train ended with {run.process.returncode}")
+        check_learned(a.disk / "runs" / server.kind, steps)
+    for server in (envs, sandboxes):
+        expect(server.end("TERM") == 0, f"{server.kind} ended with an error")
+    for _ in range(100):  # processes of the last programs may be ending
+        if not (left := [words for words in b.commands() if words[0] not in (b"bash", b"sleep", b"")]):
+            break
+        time.sleep(0.1)
+    expect(not left, f"left on b: {left}")
+    print("# no process is left on b", flush=True)
+
+
+def away(a: Host, b: Host) -> None:
+    """The env server is killed and stays away: the run ends, and is resumed when it is back. Then the cable is pulled."""
+    envs, sandboxes = servers_of(b)
+    sandboxes.end("TERM")
+    for what, name in ((lambda: envs.end("KILL"), "killed"), (lambda: b.link("down"), "unplugged")):
+        run = train(a, *PLAYED_THERE, "--steps", "75", "--name", name)
+        run.until(lambda line: "step 7 |" in line, "update 7")
+        what()
+        begin = time.monotonic()
+        signal.alarm(600)
+        said, _ = run.process.communicate()
+        signal.alarm(0)
+        expect(run.process.returncode == 2, f"ludic train ended with {run.process.returncode}: {said}")
+        expect("Traceback" not in said, f"a traceback: {said}")
+        print(
+            f"# {name}: the run ended after {time.monotonic() - begin:.0f} s: {said.strip().splitlines()[-1]}",
+            flush=True,
+        )
+        if name == "killed":
+            envs.start()
+        else:
+            b.link("up")
+        run = train(a, "train", f"runs/{name}", "--resume")
+        run.until(lambda line: line.startswith("Done after"), "the end of training")
+        check_learned(a.disk / "runs" / name, 75)
+
+
+def check_learned(folder: Path, steps: int) -> None:
+    rows = read_rows(folder)
+    expect([row["step"] for row in rows] == list(range(1, steps + 1)), f"updates {[row['step'] for row in rows]}")
+    rewards = [row["train/avg_total_reward"] for row in rows]
+    failed = sum(row.get("train/num_failed", 0) for row in rows)
+    print(
+        f"# {steps} updates; reward {rewards[0]:.3f}, then {rewards[-1]:.3f}; {failed:.0f} episodes failed", flush=True
+    )
+    expect(rewards[-1] > 0.9, f"reward {rewards[-1]} at the end")
 
 
 # --- FSDP with torchrun ---
@@ -331,7 +483,10 @@ CASES = {
     "power": lambda a, b: pipeline(a, b, "power", learner=b, actor=a, pull_cable=True),
     "head": head,
     "fsdp": fsdp,
+    "servers": servers,
+    "away": away,
 }
+WITHOUT_RAY = {"fsdp", "servers", "away"}
 
 
 def main(cases: Sequence[str]) -> int:
@@ -342,7 +497,7 @@ def main(cases: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     signal.signal(signal.SIGALRM, lambda *_: sys.exit("What was waited for did not come in time."))
     with two_hosts() as (a, b):
-        if set(cases) - {"fsdp"}:
+        if set(cases) - WITHOUT_RAY:
             start_cluster(a, b)
         for case in cases:
             begin = time.monotonic()

@@ -8,14 +8,21 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from ludic.batch_gen import RolloutEngine
+from ludic.envs.code_exec import ProgrammingEnv
+from ludic.interaction import SingleAgentProtocol
 from ludic.sandbox import PodmanSandboxPool, RunStatus, SandboxLimits
 from ludic.sandbox.containers import PodmanFacts
 from ludic.sandbox.process_sandbox import ProcessSandbox
+from ludic.types import EnvSpec, ProtocolSpec, RolloutRequest
+from tests.fakes import make_agent
 from tests.integration.sandbox_pools import descendants, podman_config
 
 pytestmark = pytest.mark.integration
@@ -45,17 +52,22 @@ def left_of(ids: list[str]) -> list[str]:
     """Cgroups and processes of these containers."""
     root = Path("/sys/fs/cgroup")
     groups = [str(path) for one in ids for path in root.glob(f"**/*{one}*")]
-    commands = [path.read_bytes() for path in command_lines()]
-    return groups + [text.decode() for text in commands if any(one.encode() in text for one in ids)]
+    return groups + [text.decode() for _, text in commands() if any(one.encode() in text for one in ids)]
 
 
-def command_lines() -> Iterator[Path]:
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            path.read_bytes()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        yield path
+def commands() -> Iterator[tuple[int, bytes]]:
+    """Number and command line of each process of the machine."""
+    for path in Path("/proc").glob("[0-9]*"):
+        if command := command_of(int(path.name)):
+            yield int(path.name), command
+
+
+def command_of(pid: int) -> bytes:
+    """Empty if the process has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 @pytest.fixture
@@ -190,3 +202,69 @@ async def test_a_pool_that_is_shut_down_in_the_middle_of_its_start_leaves_nothin
         await pool.shutdown()
         assert not containers(os.getpid())
     assert set(descendants(os.getpid())) <= before
+
+
+# --- a whole run ---
+
+DOOMED = {3: "monitor", 5: "client", 7: "supervisor"}
+"""Episode -> the process of its container that is killed while its program sleeps."""
+
+
+async def kill_the_container_of(number: int, seen: set[str]) -> None:
+    """SIGKILL for one process of the container in which this episode's program sleeps. Adds the ids of all containers to `seen`."""
+    async with asyncio.timeout(120):
+        while True:
+            for container in containers(os.getpid()):
+                seen.add(container)
+                shown = "{{.State.ConmonPid}} {{.State.Pid}} {{.Name}}"
+                found = subprocess.run(
+                    ["podman", "inspect", "--format", shown, container], capture_output=True, text=True
+                )
+                monitor, supervisor, name = found.stdout.split() or ("0", "0", "")  # it may have been removed meanwhile
+                if b"sleep\0%d\0" % (600 + number) in map(command_of, descendants(int(supervisor))):
+                    clients = [pid for pid, text in commands() if b"podman\0run\0" in text and name.encode() in text]
+                    pids = {"monitor": int(monitor), "client": clients[0], "supervisor": int(supervisor)}
+                    os.kill(pids[DOOMED[number]], signal.SIGKILL)
+                    return
+            await asyncio.sleep(0.02)
+
+
+def program_of(number: int) -> str:
+    sleeps = f"import os\nos.execlp('sleep', 'sleep', '{600 + number}')"
+    return f"<a>{sleeps if number in DOOMED else f'print({number})'}</a>"
+
+
+@pytest.mark.extended(covered_by="test_a_killed_monitor_is_a_failure_of_the_sandbox_and_leaves_nothing")
+async def test_a_run_whose_containers_are_killed_goes_on_and_leaves_nothing(tmp_path, monkeypatch):
+    """Episodes whose monitor or client is killed fail and are not graded. A supervisor that is killed is a program that ended it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    config, before, seen = podman_config(LIMITS), set(descendants(os.getpid())), set[str]()
+    async with PodmanSandboxPool(config, n_workers=2) as pool:
+        engine = RolloutEngine(
+            env_registry={"task": partial(ProgrammingEnv, sandbox_pool=pool, config={"timeout_per_test_s": 60})},
+            protocol_registry={"play": lambda says: SingleAgentProtocol(make_agent([says]))},
+            max_retries=0,
+        )
+        requests = [
+            RolloutRequest(
+                env=EnvSpec("task", {"sample": {"question": "?", "tests": [{"input": "", "expected": str(number)}]}}),
+                protocol=ProtocolSpec("play", {"says": program_of(number)}),
+            )
+            for number in range(10)
+        ]
+        killers = [asyncio.create_task(kill_the_container_of(number, seen)) for number in DOOMED]
+        rollouts = await engine.generate_rollouts(requests, max_steps=1, concurrency=4)
+        await asyncio.gather(*killers)
+        seen |= set(containers(os.getpid()))
+    failed = {number: rollout.failure for number, rollout in enumerate(rollouts) if rollout.failure is not None}
+    assert {number: failure.error for number, failure in failed.items()} == {3: "SandboxError", 5: "SandboxError"}
+    assert "conmon" in failed[3].message and "podman run" in failed[5].message
+    graded = {number: rollout.env_steps[-1] for number, rollout in enumerate(rollouts) if number not in failed}
+    assert {number: step.info["tests"][0]["status"] for number, step in graded.items() if number in DOOMED} == {
+        7: "killed"
+    }
+    assert [number for number, step in graded.items() if step.reward_components["env"] == 1.0] == [0, 1, 2, 4, 6, 8, 9]
+    assert len(seen) >= 5, "two at a time, and another in the place of each that was killed"
+    assert not containers(os.getpid()) and await nothing_is_left_of(sorted(seen))
+    assert set(descendants(os.getpid())) <= before
+    assert not list(tmp_path.iterdir())

@@ -342,6 +342,21 @@ async def test_kill_9_of_the_server_fails_episodes_and_a_new_one_is_found(nothin
     program.stdout.close()
 
 
+async def test_episodes_that_wait_for_a_server_that_stays_away_fail_together(nothing_left):
+    async with serving(FAULTY) as address:
+        pool = EnvPool("faulty", server=address, token="secret", reconnect_s=1.0)
+        env = await started(pool)
+        await env.async_close()
+    async with asyncio.timeout(60):  # one after the other they would take 200 s
+        waited = await asyncio.gather(*(pool.make() for _ in range(200)), return_exceptions=True)
+    assert {type(each) for each in waited} == {EnvCrashed}
+    assert {str(each).partition(": ")[0] for each in waited} == {
+        f"There is no connection to the env server at {address}"
+    }
+    assert pool.num_envs == 0
+    pool.close()
+
+
 @pytest.mark.extended(covered_by="test_kill_9_of_a_worker_fails_its_episodes_and_another_takes_its_place")
 async def test_kill_9_of_a_servers_worker_fails_its_episodes_and_the_next_is_played(nothing_left):
     async with serving(FAULTY) as address, EnvPool("faulty", server=address, token="secret") as pool:

@@ -1,4 +1,5 @@
-"""Two hosts, with a network namespace each: a Ray cluster that loses one, and FSDP over both. See scripts/two_hosts.py."""
+"""Two hosts, with a network namespace each: a Ray cluster that loses one, FSDP over both, and runs of one that use the env server
+and the sandbox server of the other. See scripts/two_hosts.py."""
 
 import os
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ludic.sandbox import is_bubblewrap_available
 from scripts import two_hosts as script
 from tests.integration.fsdp_worker import done
 from tests.integration.test_fsdp import assert_same_run
@@ -47,6 +49,23 @@ def test_a_pipeline_on_ray_survives_the_loss_of_the_host_of_its_actor():
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "actor-0 was lost with its machine" in ended.stdout and "the account balances" in ended.stdout
+    assert namespaces() <= before, "a namespace was left behind"
+
+
+@pytest.mark.extended(
+    covered_by="tests/integration/test_env_workers.py::test_kill_9_of_the_server_fails_episodes_and_a_new_one_is_found"
+)
+@pytest.mark.skipif(not is_bubblewrap_available(), reason="bubblewrap cannot be used here")
+def test_runs_use_envs_and_sandboxes_of_another_host_and_survive_their_kill_9():
+    """The script checks that all updates are done, that the task is learned, and that no process is left."""
+    before = namespaces()
+    ended = subprocess.run(
+        [sys.executable, str(SCRIPT), "servers"], capture_output=True, text=True, timeout=2 * PATIENCE_S
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("refuses: the token is wrong") == 2
+    assert "wants a token" in ended.stdout and "refuses the token" in ended.stdout
+    assert "no process is left on b" in ended.stdout
     assert namespaces() <= before, "a namespace was left behind"
 
 

@@ -514,6 +514,12 @@ def test_print_logger_writes_the_status_every_few_steps():
     assert [index for index, line in enumerate(lines) if "status" in line] == [1, 4], "after steps 1 and 3"
 
 
+def test_print_logger_writes_no_line_for_an_empty_status():
+    stream = io.StringIO()
+    PrintLogger(stream=stream, status=lambda: "").log(1, {"loss": 1.0})
+    assert stream.getvalue().splitlines() == ["[trainer] step 1 | loss 1"]
+
+
 def test_live_table_shows_the_newest_status_under_the_table():
     asked = iter(range(100))
     logger, screen = live_logger(status=lambda: f"status {next(asked)}")

@@ -174,14 +174,23 @@ class EnvPool:
             self._load[index] += num
 
     async def _line(self, index: int) -> WorkerLine:
-        """This event loop's connection to the worker that takes new envs in place `index`."""
+        """This event loop's connection to the worker that takes new envs in place `index`.
+
+        All who wait for it meanwhile share one attempt: they fail together when `reconnect_s` has passed."""
+        begin = asyncio.get_running_loop().time()
         with self._lock:
             lines = self._lines.setdefault(asyncio.get_running_loop(), {})
             connecting = lines.setdefault(index, _Connecting())
         async with connecting.lock:
             if connecting.line is None or not connecting.line.is_usable:
                 connecting.retire()
-                connecting.line = await self._connected(index)
+                if connecting.failure is not None and connecting.failed_at >= begin:
+                    raise EnvCrashed(str(connecting.failure)) from connecting.failure.__cause__
+                try:
+                    connecting.line = await self._connected(index)
+                except EnvCrashed as error:
+                    connecting.failure, connecting.failed_at = error, asyncio.get_running_loop().time()
+                    raise
             return connecting.line
 
     async def _connected(self, index: int) -> WorkerLine:
@@ -210,7 +219,7 @@ class EnvPool:
         return WorkerLine(ours, index, worker=worker)
 
     async def _to_server(self, address: ServerAddress, index: int) -> WorkerLine:
-        sock, _ = await connect(address, worker=index, is_new=False)
+        sock, _ = await connect(address, worker=index, is_new=False, open_s=self._reconnect_s)
         return WorkerLine(sock, index, worker=None, server=str(address))
 
 
@@ -220,6 +229,9 @@ class _Connecting:
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
         self.line: WorkerLine | None = None
+        self.failure: EnvCrashed | None = None
+        """Why the last attempt was given up."""
+        self.failed_at = 0.0
         self._retired: list[WorkerLine] = []
 
     def retire(self) -> None:

@@ -82,14 +82,15 @@ class ServerInfo(msgspec.Struct):
 
 
 async def connect(
-    address: ServerAddress, *, worker: int | None, is_new: bool = True
+    address: ServerAddress, *, worker: int | None, is_new: bool = True, open_s: float = _START_S
 ) -> tuple[socket.socket, ServerInfo]:
     """A connection to a worker of the server; to none of them to ask what it has.
 
-    ConfigError if the server refuses. Where it cannot be reached, OSError or EOFError unless `is_new`: it may be restarting.
+    ConfigError if the server refuses. Where it cannot be reached, OSError or EOFError unless `is_new`: it may be restarting. A host
+    that does not answer at all is given `open_s` seconds.
     """
     try:
-        async with time_limit(_START_S, f"Connecting to the env server at {address}"):
+        async with time_limit(open_s, f"Connecting to the env server at {address}"):
             sock = await _opened(address)
     except OSError as error:
         if not is_new:
@@ -154,10 +155,11 @@ def _proof(token: str, challenge: bytes) -> bytes:
 
 
 def _configure(sock: socket.socket) -> None:
-    """Small frames leave at once; a peer that has vanished is noticed within minutes."""
+    """Small frames leave at once. A peer that has vanished is noticed within 90 s: by the keepalives while nothing is on its way,
+    else by TCP_USER_TIMEOUT; the kernel's own retransmissions end after a quarter of an hour."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6)):
+    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6), ("TCP_USER_TIMEOUT", 90_000)):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 

@@ -41,7 +41,8 @@ class PrintLogger:
         for line in self.lines(step, stats):
             stream.write(f"{line}\n")
         if self._status is not None and (self._status_at is None or step >= self._status_at):
-            stream.write(f"{self._prefix} {self._status()}\n")
+            if said := self._status():
+                stream.write(f"{self._prefix} {said}\n")
             self._status_at = step + self._status_every
         stream.flush()
         self._written_at = None

@@ -50,6 +50,7 @@ def main(
     view_radius: int = 4,
     max_moves: int = 20,
     noise: float = 0.5,
+    max_turns: int = 1,
     seed: int = 2_000_000,
 ) -> None:
     """Args:
@@ -59,6 +60,7 @@ def main(
     view_radius: How far the agent sees.
     max_moves: Of a game.
     noise: Share of moves that are random; the others are the first of a shortest path.
+    max_turns: That a prompt shows; `max_moves` of them are all.
     seed: Of the first game.
     """
     if output.exists():
@@ -78,8 +80,8 @@ def main(
             return dice.choice(list(LETTERS)) if dice.random() < noise else best[0]
 
         agent = Agent(
-            client=ScriptedClient(move, tokenizer=tokenizer), model="script", ctx=SlidingWindow(max_turns=1), parser=letter,
-            chat_template=template,
+            client=ScriptedClient(move, tokenizer=tokenizer), model="script", ctx=SlidingWindow(max_turns=max_turns),
+            parser=letter, chat_template=template,
         )  # fmt: skip
         (rollout,) = await SingleAgentProtocol(agent).run(env=env, max_steps=max_moves, env_seed=game_seed)
         return rollout

@@ -1,13 +1,16 @@
-"""benchmarks/presets.py leaves no preset out, and its page and docs/algorithms/README.md show what was measured of each."""
+"""benchmarks/presets.py leaves no preset out, and its page and docs/algorithms/README.md show what was measured of each, also over
+several turns."""
 
 import json
 import re
 from statistics import fmean
 
+import pytest
 from benchmarks.presets import RECIPES, STATED_REWARD, VARIANTS
 
 from ludic import registry
 from ludic.run.resolve import MASKED_WHEN_OLD
+from scripts.plot_seeds import table
 from tests.contract.pages import DOCS
 
 ROW = re.compile(
@@ -69,3 +72,35 @@ def test_every_preset_has_its_measured_behaviour_in_the_comparison():
     assert {name for name, lag in late if lag == 16} & shown.keys() == {
         name for name, numbers in shown.items() if numbers[-1] != "–"
     }
+
+
+SEVERAL = re.compile(
+    r"(\w+) +\d seeds .*?after (.+?)  lowest (\S+)  turns (\S+) ±.*?(?:  gain (.+?))?  to \S+ after (\w+)(.*)"
+)
+
+
+@pytest.mark.parametrize(
+    ("game", "reach", "names"),
+    [
+        ("key_door_history", 0.6, {"grpo", "echo", "gigpo", "ppo", "reinforce", "reinforce_pp"}),
+        ("page", 0.8, {"grpo", "fold_grpo"}),
+        ("episode", 0.5, {"grpo", "fold_grpo"}),
+    ],
+)
+def test_the_tables_of_several_turns_show_the_records(game, reach, names):
+    page, comparison = ((DOCS / name).read_text() for name in ("results/presets.md", "algorithms/README.md"))
+    records = map(json.loads, (DOCS / "results" / "several_turns.jsonl").read_text().splitlines())
+    lines = table(
+        [row for row in records if row["game"] == game], "grpo", reach=reach, extra=("any", "opened", "sharing")
+    )
+    measured = {}
+    for line in lines:
+        found = SEVERAL.match(line)
+        assert found is not None, line
+        name, after, lowest, turns, gain, to, rest = found.groups()
+        ends = [f" {cell} |" for cell in re.findall(r"\w+ (\S+ → \S+)", rest)]
+        assert f"| {name} | {after} | {lowest} | {gain or '–'} | {to} | {turns} |{''.join(ends)}" in page, line
+        measured[name] = after.split()[0]
+    assert measured.keys() == names
+    for name, after in measured.items():
+        assert f"`{name}` {after}" in comparison, (game, name)

@@ -41,6 +41,26 @@ def test_gains_are_those_of_the_same_seeds(script, tmp_path, capsys):
     assert capsys.readouterr().out == told
 
 
+def test_the_table_has_the_lowest_seed_the_updates_to_a_reward_and_further_metrics(script, tmp_path, capsys):
+    runs = [make_run(tmp_path / f"door-grpo-{seed}", after, num_steps=20) for seed, after in ((0, 0.5), (1, 0.7))]
+    for run, first in zip(runs, (3, 9), strict=True):
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for row in rows:
+            if "train/avg_total_reward" in row:
+                row |= {"train/avg_total_reward": float(row["step"] > first), "train/score/branches": row["step"]}
+        (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    keep = ("branches=train/score/branches",)
+    script.main(script.Settings(sources=tuple(runs), reach=0.8, keep=keep))
+    told = capsys.readouterr().out
+    # Of ten updates up to the 15th the first seed has 1 in all and the second in the last six: 16 of 20.
+    assert "lowest 0.500" in told and "to 0.8 after 15" in told
+    assert "branches 3.000 → 18.000" in told, "the means of 1 … 5 and of 16 … 20"
+    script.main(script.Settings(sources=tuple(runs), reach=1.1))
+    assert "to 1.1 after never" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="write NAME=METRIC"):
+        script.main(script.Settings(sources=tuple(runs), keep=("branches",)))
+
+
 def test_any_number_of_seeds_has_an_interval(script):
     # 12 values with a standard deviation of 1.0445 have 0.3015 as standard error; t at 11 degrees of freedom is 2.201
     assert script.shown([0.0, 2.0] * 6) == "1.000 ± 0.664"

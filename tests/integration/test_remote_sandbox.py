@@ -15,6 +15,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+import ludic.run
 from ludic.envs.code_exec import ProgrammingEnv
 from ludic.sandbox import (
     Bind,
@@ -158,6 +159,18 @@ async def test_a_wrong_token_is_named():
             await RemoteSandboxPool(server.url).start()
         async with aiohttp.ClientSession() as session, session.post(f"{server.url}/run", data=b"") as answer:
             assert answer.status == 401
+
+
+async def test_a_run_with_a_wrong_token_ends_before_its_first_episode(monkeypatch, tmp_path):
+    (tmp_path / "problems.jsonl").write_text('{"question": "Add one.", "tests": [{"input": "41", "expected": "42"}]}\n')
+    settings = {"env": "code_exec", "data": str(tmp_path / "problems.jsonl"), "model": "tiny", "max_tokens": 4}
+    async with serving() as server:
+        monkeypatch.setenv("LUDIC_SANDBOX", "")  # the run sets it
+        monkeypatch.setenv("LUDIC_SANDBOX_TOKEN", "another")
+        run = ludic.run.build(**settings, runs=tmp_path, sandbox=server.url, logger=())
+        with pytest.raises(ConfigError, match="refuses the token"):
+            await asyncio.to_thread(run.train, steps=1)
+        assert not list(tmp_path.rglob("*.jsonl.gz"))
 
 
 @pytest.mark.parametrize("url", ["localhost:8002", "http://user:secret@localhost:8002"])

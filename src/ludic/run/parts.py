@@ -53,7 +53,7 @@ from ludic.run.protocols.agents import uses_gateway
 from ludic.run.protocols.factory import delegates_tasks, protocol_factory
 from ludic.run.resolve import ResolvedRun, open_reduction
 from ludic.run.settings import values_of
-from ludic.sandbox.backends import BACKEND_VARIABLE
+from ludic.sandbox.backends import BACKEND_VARIABLE, require_server
 from ludic.training import (
     JSONLLogger,
     PrintLogger,
@@ -63,6 +63,7 @@ from ludic.training import (
     TrackioLogger,
     WandbLogger,
 )
+from ludic.training.learner.stop import run_sync
 from ludic.types import (
     ChatClient,
     ConfigError,
@@ -263,6 +264,7 @@ def make_episode_setup(
     """`env` and `agent` are resolved. In an env with several players, each is a copy of the agent."""
     parts = parts or Parts()
     if env.sandbox is not None:
+        run_sync(require_server(env.sandbox))
         os.environ[BACKEND_VARIABLE] = env.sandbox  # env workers, which are other processes, read it too
     made = factory.make(env_arguments(env, first_sample(env, parts)))
     make_protocol = protocol_factory(agent, made.agent_ids, template, model, parts)

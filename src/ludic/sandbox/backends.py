@@ -204,6 +204,20 @@ def check_backend(backend: str) -> None:
         _named(backend)
 
 
+async def require_server(backend: str) -> None:
+    """ConfigError for the address of a server that cannot be used, for its token or because it does not answer. One that is
+    starting is waited for."""
+    if not _is_address(backend):
+        return
+    pool = _remote_pool(backend)
+    try:
+        await pool.start()
+    except SandboxError as error:
+        raise ConfigError(str(error)) from error
+    finally:
+        await pool.shutdown()
+
+
 async def shared_pool() -> BaseSandboxPool:
     """The pool of the running event loop: of the backend in $LUDIC_SANDBOX, else of the first that works here.
 

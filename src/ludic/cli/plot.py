@@ -183,10 +183,11 @@ def _draw(file: Path, curves: Mapping[str, Sequence[Rows]], names: Sequence[str]
         raise MissingExtra("plot", "ludic plot --out (without it, the curve is drawn in the terminal)") from error
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     for number, (run, several) in enumerate(curves.items()):
-        for name in names:
+        for metric, name in enumerate(names):
             if points := _mean(several, name):
                 shown = points if x == "updates" else _in_seconds(several, points)
-                _draw_curve(axes, f"C{number}", f"{run}: {name}", several, name, shown)
+                colour = f"C{number if len(curves) > 1 else metric}"  # of a run, or of a metric where there is one run
+                _draw_curve(axes, colour, f"{run}: {name}", several, name, shown)
     axes.set_xlabel("update" if x == "updates" else "seconds of updates")
     axes.set_title(title)
     axes.grid(alpha=0.3)

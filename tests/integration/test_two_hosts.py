@@ -69,6 +69,7 @@ def test_runs_use_envs_and_sandboxes_of_another_host_and_survive_their_kill_9():
     assert namespaces() <= before, "a namespace was left behind"
 
 
+@pytest.mark.extended(covered_by="tests/integration/test_fsdp.py::test_two_processes_train_as_one")
 def test_fsdp_on_two_hosts_trains_what_one_process_trains():
     with script.two_hosts() as (a, b):
         # As torchrun would start them, without its own two processes: `scripts/two_hosts.py fsdp` has torchrun.

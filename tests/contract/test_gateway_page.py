@@ -32,6 +32,7 @@ def test_the_page_names_the_agent_of_every_framework():
 
 
 @pytest.mark.parametrize("file", AGENTS, ids=lambda file: file.stem)
+@pytest.mark.slow
 async def test_an_agent_of_a_framework_is_one_exact_chain(file: Path):
     names = runpy.run_path(str(file))
     tokenizer = tokenizer_of("qwen2_5")

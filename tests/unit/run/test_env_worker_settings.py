@@ -95,6 +95,7 @@ def counts(folder, name):
 
 
 @pytest.mark.integration
+@pytest.mark.slow
 def test_a_run_whose_workers_are_killed_does_all_updates_and_counts_what_failed(tmp_path, nothing_left):
     """Two episodes at a time in two workers, so that a process dies with one episode."""
     samples, starts = fated(tmp_path, "dies", "every third dies", "lives", "lives")
@@ -111,6 +112,7 @@ def test_a_run_whose_workers_are_killed_does_all_updates_and_counts_what_failed(
 
 
 @pytest.mark.integration
+@pytest.mark.slow
 def test_a_run_whose_env_server_is_killed_goes_on_with_the_next(tmp_path, monkeypatch, nothing_left):
     monkeypatch.setenv("LUDIC_ENV_TOKEN", "x")
     samples, starts = fated(tmp_path, "the first hangs", "lives", "lives", "lives")

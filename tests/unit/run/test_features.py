@@ -253,6 +253,7 @@ def test_a_preset_that_loses_on_old_samples_has_a_mask_there_and_says_so(ludic, 
     assert "correction = []" in on_policy and "--correction none" not in on_policy
 
 
+@pytest.mark.slow
 def test_the_default_mask_is_trained_with_written_down_and_kept_by_a_resume(ludic):
     began = done(ludic("train", *LAGGED, "--algo", "cispo")).out
     assert "older samples (max_lag 1)" in began and "--correction none" in began
@@ -265,6 +266,7 @@ def test_the_default_mask_is_trained_with_written_down_and_kept_by_a_resume(ludi
     assert refused.code == 2 and "correction" in refused.err
 
 
+@pytest.mark.slow
 def test_a_run_from_before_the_default_mask_goes_on_without_it(ludic):
     done(ludic("train", *LAGGED, "--algo", "cispo", "--correction", "none"))
     assert stored_correction() == [], "as runs had it before"

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import ludic.run
+from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.command import VLLMInstall, default_flags
 from ludic.models.tiny import make_tiny
 from ludic.run.config import RunConfig
-from ludic.run.generation.vllm import cache_flags, save_for_server
+from ludic.run.generation.vllm import SleepAfterBatch, cache_flags, save_for_server
 from ludic.run.settings import from_table
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.types import ActorTokenLogps, ConfigError
@@ -42,6 +43,24 @@ def test_the_setting_becomes_a_flag_of_vllm(tmp_path):
 def test_a_server_sleeps_only_where_it_is_the_runs_own_and_idle_while_the_trainer_computes(settings, said):
     with pytest.raises(ConfigError, match=said):
         ludic.run.build(env="key_door", model="tiny", server_sleep=True, **settings)
+
+
+def test_a_resumed_run_may_leave_the_sleep_of_its_server_out():
+    class Counted:
+        def __init__(self, count: int) -> None:
+            self.count = count
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    client = VLLMChatClient(connection_timeout_s=0)
+    plain = Counted(0)
+    plain.load_state_dict(SleepAfterBatch(Counted(7), client).state_dict())
+    SleepAfterBatch(asleep := Counted(0), client).load_state_dict(plain.state_dict())
+    assert plain.count == asleep.count == 7
 
 
 def test_the_cache_is_what_the_servers_share_leaves_beside_its_weights():

@@ -1,4 +1,4 @@
-"""Generation: where the samples of a run come from, and how new weights get there. Four implementations, chosen here.
+"""Generation: where the samples of a run come from, and how new weights get there. Five implementations, chosen here.
 
 - `EmbeddedGeneration` (engine = local): the engine in this process, which shares the trainer's weights.
 - `VLLMGeneration` (engine = vllm): vLLM servers, given or started for the run.

@@ -22,7 +22,7 @@ from ludic.run.parts import EpisodeSetup, check_protocol, first_env, make_algori
 from ludic.run.protocols.agents import outside_agent
 from ludic.run.resolve import ResolvedRun
 from ludic.run.sources import make_league, make_source, with_league, with_recorded, with_replay
-from ludic.types import ConfigError
+from ludic.types import BatchSource, ConfigError
 
 
 class EmbeddedGeneration(Generation):
@@ -41,7 +41,7 @@ class EmbeddedGeneration(Generation):
             self._episodes = with_league(run, self._episodes, league, self._template(run.config.agent))
         template = self._template(run.config.agent) if self.algorithm.needs_message_spans else None
         played = make_source(run, self._episodes, self.algorithm, jsonl_path=path, league=league, spans_by=template)
-        source = with_replay(run, with_recorded(run, played, loaded.tokenizer))
+        source = with_replay(run, with_recorded(run, self._sampled(played), loaded.tokenizer))
         if self.algorithm.loss.needs.teacher_kl is not None:
             self.teacher = load_teacher(run, run.config.all_teachers[0])
         elif run.config.all_teachers:
@@ -70,6 +70,10 @@ class EmbeddedGeneration(Generation):
             first_env(own)
         check_protocol(run)
 
+    def _sampled(self, played: BatchSource) -> BatchSource:
+        """The source of sampled batches, before others are mixed in."""
+        return played
+
     def _serve(self) -> ServedPolicy:
         run = self._run
         concurrency = max(run.config.rollouts.concurrency or 0, run.trainer.eval_concurrency or 0)
@@ -91,13 +95,13 @@ class EmbeddedGeneration(Generation):
 class VLLMGeneration(EmbeddedGeneration):
     """vLLM answers the agents; it gets the weights after every update."""
 
-    def __init__(self, run: ResolvedRun, loaded: LoadedModel, start: ResumePoint) -> None:
-        super().__init__(run, loaded, start)
-        if run.config.rollouts.server_sleep:
-            from ludic.run.generation.vllm import SleepAfterBatch, VLLMChatClient
+    def _sampled(self, played: BatchSource) -> BatchSource:
+        if not self._run.config.rollouts.server_sleep:
+            return played
+        from ludic.run.generation.vllm import SleepAfterBatch, VLLMChatClient
 
-            assert isinstance(self._served.client, VLLMChatClient), "what serve_on_vllm makes"
-            self.source = SleepAfterBatch(self.source, self._served.client)
+        assert isinstance(self._served.client, VLLMChatClient), "what serve_on_vllm makes"
+        return SleepAfterBatch(played, self._served.client)
 
     def _serve(self) -> ServedPolicy:
         from ludic.run.generation.vllm import serve_on_vllm

@@ -81,7 +81,8 @@ def serve_on_vllm(run: ResolvedRun, loaded: LoadedModel) -> ServedPolicy:
 
 
 class SleepAfterBatch:
-    """The batches of `inner`; after each the servers of `client` sleep, until the next push or the next batch."""
+    """The batches of `inner`; after each the servers of `client` sleep, until the next push or the next batch. Its state is that of
+    `inner`, so that a resumed run may leave it out."""
 
     def __init__(self, inner: BatchSource, client: VLLMChatClient) -> None:
         self._inner, self._control = inner, VllmControlPlane(client)
@@ -98,10 +99,10 @@ class SleepAfterBatch:
         tell_version(self._inner, version)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"inner": state_of(self._inner)}
+        return state_of(self._inner)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        load_into(self._inner, state["inner"])
+        load_into(self._inner, state)
 
 
 def client_of(settings: RolloutSettings, servers: Sequence[str], folder: Path) -> VLLMChatClient:

@@ -30,6 +30,8 @@ class CachedBackend:
     """Chooses between the model's cache and recomputing, by a probe."""
 
     shares_prefixes = False
+    bytes_per_sequence = 0
+    """Not known: what a library's cache holds beside keys and values."""
     max_rounds = 1
 
     def __init__(self, view: Any, max_length: int, *, recompute: bool = False, images: Any = None) -> None:

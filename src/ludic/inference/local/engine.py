@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ludic.inference.local.blocks import BlockPool
-from ludic.inference.local.kv import eos_ids, num_blocks
+from ludic.inference.local.kv import eos_ids, free_memory, num_blocks
 from ludic.inference.local.requests import RequestLimits, TokenStream
 from ludic.inference.local.runner import Backend, RunnerSettings, choose_backend
 from ludic.inference.local.sampling import PromptScores, Scoring
@@ -348,6 +348,10 @@ class LocalEngine:
         return "" if self.tokenizer is None else decode_reply(self.tokenizer, ids)
 
 
+_STATES_SHARE = 0.3
+"""Of free memory, for the recurrent states of all sequences, where `max_sequences` is not given."""
+
+
 def _make_scheduler(
     backend: Backend,
     device: torch.device,
@@ -363,13 +367,17 @@ def _make_scheduler(
     on_gpu = device.type == "cuda"
     # Every member of a group computes what follows the last full block itself. On a GPU a kernel reads whole blocks.
     block_size = block_size if block_size is not None else (16 if on_gpu else 4)
-    max_sequences = max_sequences or (512 if on_gpu else 64)
+    states = backend.bytes_per_sequence
+    if max_sequences is None:
+        usual = 512 if on_gpu else 64
+        max_sequences = usual if states == 0 else max(1, min(usual, int(_STATES_SHARE * free_memory(device)) // states))
     # On a CPU the dense rows of the decoding sequences take about as much again as the pool.
     fraction = kv_memory_fraction or (0.6 if on_gpu else 0.15)
     room = max_sequences * backend.max_length
     pool_blocks = num_blocks(
-        backend.bytes_per_token, device, block_size, fraction=fraction, kv_tokens=kv_tokens, most=room
-    )
+        backend.bytes_per_token, device, block_size, fraction=fraction, kv_tokens=kv_tokens, most=room,
+        reserved=max_sequences * states,
+    )  # fmt: skip
     limits = Limits(
         max_sequences,
         max_prefill_tokens or (16_384 if on_gpu else 2048),

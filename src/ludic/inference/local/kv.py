@@ -218,13 +218,20 @@ def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def num_blocks(
-    bytes_per_token: int, device: torch.device, block_size: int, *, fraction: float, kv_tokens: int | None, most: int
+    bytes_per_token: int,
+    device: torch.device,
+    block_size: int,
+    *,
+    fraction: float,
+    kv_tokens: int | None,
+    most: int,
+    reserved: int = 0,
 ) -> int:
-    """Blocks for `kv_tokens`, else for a fraction of free memory, and for at most `most` tokens."""
+    """Blocks for `kv_tokens`, else for a fraction of the free memory beside the `reserved` bytes, and for at most `most` tokens."""
     if block_size < 1:
         raise ConfigError(f"block_size={block_size}; it must be at least 1.")
     if kv_tokens is None:
-        kv_tokens = min(int(free_memory(device) * fraction) // max(bytes_per_token, 1), most)
+        kv_tokens = min(int((free_memory(device) - reserved) * fraction) // max(bytes_per_token, 1), most)
     if kv_tokens < block_size:
         raise ConfigError(f"The KV cache would hold {kv_tokens} tokens; raise kv_tokens or kv_memory_fraction.")
     return -(-kv_tokens // block_size)

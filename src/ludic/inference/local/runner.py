@@ -1,6 +1,6 @@
 """What runs a model for the engine: the interface of runners and backends, and `choose_backend`.
 
-A runner is chosen by device and model: that of a CPU (`cpu.runner`), of a GPU (`cuda.runner`), of hybrids (`cpu.recurrent`), of the
+A runner is chosen by device and model: that of a CPU (`cpu.runner`), of a GPU (`cuda.runner`), of hybrids (`hybrids`), of the
 bitwise mode (`bitwise`), or transformers' own cache (`cached`). They import this file, so it imports them where it makes one.
 """
 
@@ -81,7 +81,12 @@ class Backend(Protocol):
 
     @property
     def bytes_per_token(self) -> int:
-        """Memory of one token's state."""
+        """Memory of one token's keys and values."""
+        ...
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        """Memory of a sequence's recurrent states, whatever its length."""
         ...
 
     @property
@@ -127,7 +132,7 @@ def choose_backend(
         if (records_experts or has_adapters) and recurrent_layers(model):
             raise NotRoutable("it has recurrent layers")
         if recurrent_layers(model):
-            from ludic.inference.local.cpu.recurrent import HybridBackend
+            from ludic.inference.local.hybrids.runners import HybridBackend
 
             return HybridBackend(model, length)
         return PagedBackend(
@@ -158,6 +163,7 @@ class PagedBackend:
     """The block cache, on a CPU or a GPU. Raises `NotRoutable` for a model with a layer that cannot use it."""
 
     shares_prefixes = True
+    bytes_per_sequence = 0
 
     def __init__(
         self,

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from ludic.inference.local.cached import CachedRunner
-from ludic.inference.local.cpu import recurrent
-from ludic.inference.local.cpu.recurrent import RecurrentRunner, StateRows, probe_mixers
+from ludic.inference.local.hybrids import runners, states
+from ludic.inference.local.hybrids.runners import RecurrentRunner
+from ludic.inference.local.hybrids.states import StateRows, probe_mixers
 from tests.tiny_families import family_model
 from tests.unit.inference.local.tiny_models import (
     Gate,
@@ -126,12 +127,12 @@ def test_only_jamba_does_not_continue_a_state_by_several_tokens():
 
 
 def test_a_layer_that_forgets_its_state_is_found_out(monkeypatch):
-    monkeypatch.setattr(recurrent, "_cache", lambda layer, *states: None)
+    monkeypatch.setattr(states, "_cache", lambda layer, *states: None)
     assert probe_mixers(family_model("lfm2")) == (False, False)
 
 
 async def test_a_model_whose_layers_fail_the_probe_runs_through_transformers_cache(monkeypatch):
-    monkeypatch.setattr(recurrent, "probe_mixers", lambda model: (False, False))
+    monkeypatch.setattr(runners, "probe_mixers", lambda model: (False, False))
     model = family_model("falcon_h1")
     async with make_engine(model) as engine:
         assert_equal_to_generate(model, await ask_all(engine, requests()))
@@ -141,24 +142,24 @@ async def test_a_model_whose_layers_fail_the_probe_runs_through_transformers_cac
 @pytest.mark.parametrize("seed", range(5))
 def test_rows_keep_every_sequence_s_state_wherever_they_move(seed):
     rng = random.Random(seed)
-    states, expected, numbers = StateRows(), {}, iter(range(1000))
+    rows, expected, numbers = StateRows(torch.device("cpu")), {}, iter(range(1000))
     for step in range(60):
         if len(expected) < 2 or rng.random() < 0.4:
             sequence = SimpleNamespace(number=next(numbers))
-            cache = recurrent._cache(3, torch.full((1, 2, 4), float(step)), torch.full((1, 5), -float(step)))
-            states.write(3, torch.tensor([states.row(sequence)]), cache)
+            cache = states._cache(3, torch.full((1, 2, 4), float(step)), torch.full((1, 5), -float(step)))
+            rows.write(3, torch.tensor([rows.row(sequence)]), cache)
             expected[sequence.number] = (sequence, float(step))
         elif rng.random() < 0.4:
             sequence, _ = expected.pop(rng.choice(list(expected)))
-            states.leave(sequence)
+            rows.leave(sequence)
         elif rng.random() < 0.3:
             source, copy = rng.sample(list(expected), 2)
-            states.copy([(expected[source][0], expected[copy][0])])
+            rows.copy([(expected[source][0], expected[copy][0])])
             expected[copy] = expected[copy][0], expected[source][1]
         decoding = rng.sample([sequence for sequence, _ in expected.values()], rng.randint(1, len(expected)))
         num_rows = max(len(decoding), 4)
-        states.arrange(decoding, num_rows)
-        held = states.read(3, slice(num_rows)).layers[3]
+        rows.arrange(decoding, num_rows)
+        held = rows.read(3, slice(num_rows)).layers[3]
         held.conv_states[0][len(decoding) :] = float("nan")  # what padding computes is of no matter
         for row, sequence in enumerate(decoding):
             value = expected[sequence.number][1]

@@ -29,7 +29,7 @@ from ludic.inference.local.runner import Read
 from ludic.inference.local.sampling import PromptScores, Scoring, sample, scores_of
 from ludic.inference.local.sequence import Chunk, Sampled, Sequence
 from ludic.models.adapters.forward import AdapterRows
-from ludic.models.attention import SKIP_MASK, AttentionRules
+from ludic.models.attention import SKIP_MASK, AttentionRules, AttentionState
 from ludic.models.execution import CAPTURING, decoder_layers, raise_recompile_limits
 from ludic.models.experts import Routers
 from ludic.models.packed_attention import varlen_attention
@@ -90,7 +90,7 @@ class PagedState:
         return self._attention(query_THD, self._pool.keys[layer], self._pool.values[layer], rules)
 
 
-class _Kernels(NamedTuple):
+class Kernels(NamedTuple):
     """What a graph is captured for."""
 
     num_rows: int
@@ -141,7 +141,7 @@ class CUDARunner:
         self._buckets = sorted({*(b for b in sizes if b < max_sequences), max_sequences})
         self._owners: list[Sequence | None] = []
         """The sequence of each row."""
-        self._graphs: dict[_Kernels, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[Kernels, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._is_capturable = True
         new = lambda *shape, dtype=torch.long: torch.zeros(*shape, dtype=dtype, device="cuda")  # noqa: E731
         rows = max_sequences
@@ -273,10 +273,14 @@ class CUDARunner:
                 attention_mask=self._mask,
                 use_cache=False,
                 logits_to_keep=where_N if len(where) else 1,
-                ludic_state=state,
+                ludic_state=self._layer_state(state),
             )
         logits: Tensor = out.logits[0, : len(where)]
         return logits
+
+    def _layer_state(self, attention: AttentionState) -> AttentionState:
+        """What the model's own layers ask for a pass."""
+        return attention
 
     def _row_adapters(self, rows: AdapterRows) -> RowSlots | None:
         """Put the adapters of the next pass into slots; None if its rows have none."""
@@ -315,7 +319,7 @@ class CUDARunner:
         self._arrange(sequences)
         owners = [owner for owner in self._owners if owner is not None]
         count, rows, size = len(owners), self._rows, self.pool.block_size
-        bucket = next(b for b in self._buckets if b >= count)
+        bucket = self._bucket(count)
         self._upload_tables(owners)
         rows.tables[count:bucket].fill_(self._scratch)
         rows.positions[count:bucket].zero_()
@@ -332,6 +336,10 @@ class CUDARunner:
         return self._reading(
             owners, rows.out_tokens[:num_rounds, :count], rows.out_logprobs[:num_rounds, :count], logits[:count]
         )
+
+    def _bucket(self, count: int) -> int:
+        """The number of rows that a round computes for so many sequences."""
+        return next(size for size in self._buckets if size >= count)
 
     def keep(self, sequence: Sequence) -> None:
         """Nothing to do: rounds write to the pool itself."""
@@ -386,13 +394,13 @@ class CUDARunner:
             self._generation, self._graphs = self._fused.slots.generation, {}
         return adapted.num_slots
 
-    def _choose_kernels(self, owners: list[Sequence], bucket: int, num_slots: int) -> _Kernels:
+    def _choose_kernels(self, owners: list[Sequence], bucket: int, num_slots: int) -> Kernels:
         """How this step's rounds read keys."""
         if self._can_group and owners != self._grouped:
             self._upload_groups(owners, bucket)
         lengths = np.array([owner.length for owner in owners]) - self._host_num_shared[: len(owners)]
         splits = num_splits(bucket * self.pool.shape.heads[0][0], self._num_processors, float(lengths.mean()))
-        return _Kernels(bucket, splits, self._has_groups, num_slots)
+        return Kernels(bucket, splits, self._has_groups, num_slots)
 
     def _upload_groups(self, owners: list[Sequence], bucket: int) -> None:
         """Find rows that share blocks; fill the groups if reading these once saves enough."""
@@ -439,7 +447,7 @@ class CUDARunner:
 
     # --- graphs ---
 
-    def _round(self, kernels: _Kernels) -> Callable[[], Tensor]:
+    def _round(self, kernels: Kernels) -> Callable[[], Tensor]:
         """Decodes a token for every row and returns its logits: from a graph, or launched kernel by kernel where a model's code
         cannot be captured, as that of experts in fp32."""
         with CAPTURING, self._layers if self._layers is not None else contextlib.nullcontext():
@@ -462,11 +470,11 @@ class CUDARunner:
 
         return replay
 
-    def _launched_round(self, kernels: _Kernels) -> Tensor:
+    def _launched_round(self, kernels: Kernels) -> Tensor:
         with CAPTURING, self._layers if self._layers is not None else contextlib.nullcontext():
             return self._one_round(kernels)
 
-    def _capture(self, kernels: _Kernels) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, kernels: Kernels) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         rows = self._rows
         changed = (rows.tokens, rows.positions, rows.lengths, rows.slots, rows.rounds)
         saved = [buffer.clone() for buffer in changed]
@@ -490,7 +498,7 @@ class CUDARunner:
                 buffer.copy_(value)
         return graph, logits
 
-    def _one_round(self, kernels: _Kernels) -> Tensor:
+    def _one_round(self, kernels: Kernels) -> Tensor:
         rows, bucket, groups = self._rows, kernels.num_rows, None
         tokens, positions, slots = rows.tokens[:bucket], rows.positions[:bucket], rows.slots[:bucket]
         if kernels.has_groups:
@@ -516,7 +524,7 @@ class CUDARunner:
                     position_ids=positions[None],
                     attention_mask=self._mask,
                     use_cache=False,
-                    ludic_state=state,
+                    ludic_state=self._layer_state(state),
                 ).logits[0]
         sample_round(logits, rows, self.pool.block_size)
         return logits

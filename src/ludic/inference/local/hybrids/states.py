@@ -1,11 +1,11 @@
-"""Runs hybrids on a CPU: attention layers over the block cache, and beside it one state per sequence for every recurrent layer.
+"""The states of a hybrid's recurrent layers: one row per sequence, beside the block cache that holds its attention layers' keys.
 
 A state holds no history, so a sequence can continue from another's only at the same token: equal prompts of one step are computed
 once and their state is copied; other prefixes are not shared. Prompts are computed in parts where the layer's own forward
 continues a state exactly (`probe_mixers` tries it); else the tokens after the first part run one by one.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from itertools import count, pairwise
 from typing import Any
@@ -15,17 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from ludic.inference.local.cpu.runner import CPURunner, cpu_forward
-from ludic.inference.local.kv import KVShape
-from ludic.inference.local.runner import PagedBackend, Read, RunnerSettings
-from ludic.inference.local.sampling import PromptScores, Scoring
 from ludic.inference.local.sequence import Chunk, Sequence
-from ludic.models.attention import NAME as ATTENTION_NAME
-from ludic.models.attention import AttentionState, NotRoutable
-from ludic.models.forward import Forward
+from ludic.models.attention import AttentionState
+from ludic.models.packed_attention import to_device
 from ludic.models.recurrent.layers import Mix, RecurrentState, mix_of, recurrent_layers
 from ludic.models.recurrent.packed import SequenceRows
-from ludic.models.weights import shared_view
 
 _PROBED_PARTS = ((12,), (5, 1, 1, 1, 1, 1, 1, 1), (5, 4, 1, 2))
 """Lengths of the parts in which a probe computes twelve tokens: at once, token by token after a prompt, a prompt in parts."""
@@ -33,32 +27,14 @@ _TOLERANCE, _TOLERANCE_HALF = 1e-4, 5e-2
 """Difference relative to the largest output, in fp32 and in half precision."""
 
 
-class HybridBackend(PagedBackend):
-    """The block cache with states beside it, on a CPU. Raises `NotRoutable` for a model whose layers cannot use it."""
-
-    shares_prefixes = False
-
-    def __init__(self, model: Any, max_length: int) -> None:
-        super().__init__(model, max_length)
-        if self._shape.device.type != "cpu":
-            raise NotRoutable("the states of recurrent layers are kept beside the block cache on a CPU only")
-        view = shared_view(model)
-        view.set_attn_implementation(ATTENTION_NAME)
-        steps, self._continues = probe_mixers(view)
-        if not steps:
-            raise NotRoutable("its recurrent layers do not repeat its plain forward pass from a state")
-
-    def runner(self, view: Any, settings: RunnerSettings) -> "RecurrentRunner":
-        view.set_attn_implementation(ATTENTION_NAME)
-        blocks = settings.num_blocks, settings.block_size
-        return RecurrentRunner(cpu_forward(view, settings), self._shape, *blocks, continues=self._continues)
-
-
 # Letters: T flat tokens, B rows, L tokens of a row, D width.
 class StateRows:
     """The states of all sequences: in each recurrent layer one row for every sequence."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.num_moves = 0
+        """How often the states got other memory."""
         self._row_of: dict[int, int] = {}
         """By the sequence's number."""
         self._num_rows = 0
@@ -119,14 +95,23 @@ class StateRows:
         if num_rows > self._num_rows:
             more = max(num_rows, self._num_rows * 5 // 4) - self._num_rows
             self._num_rows += more
+            self.num_moves += 1
             for layer, (conv, recurrent) in self._states.items():
                 self._states[layer] = _longer(conv, more), None if recurrent is None else _longer(recurrent, more)
 
     def _copy(self, sources: list[int], targets: list[int]) -> None:
+        if not sources:
+            return
+        from_N, to_N = to_device(np.array([sources, targets]), self.device)
         for states in self._states.values():
             for state in states:
                 if state is not None:
-                    state[targets] = state[sources]
+                    state[to_N] = state[from_N]
+
+    def snapshot(self, num_rows: int) -> list[tuple[Tensor, Tensor]]:
+        """The first rows of all states, each with a copy."""
+        views = [x[:num_rows] for states in self._states.values() for x in states if x is not None]
+        return [(view, view.clone()) for view in views]
 
 
 def _longer(state: Tensor, more: int) -> Tensor:
@@ -144,7 +129,7 @@ def _cache(layer: int, conv: Tensor | None = None, recurrent: Tensor | None = No
     return Cache(layers=[held] * (layer + 1))
 
 
-class _PromptParts:
+class PromptParts:
     """Recurrent layers of several prompts, or parts of them. Parts of one length, from the beginning or not, run together: padding
     would change the state that a prompt leaves."""
 
@@ -158,8 +143,8 @@ class _PromptParts:
         self._groups = [
             (
                 is_later,
-                torch.tensor([row for _, row in members]),
-                torch.tensor([first for first, _ in members])[:, None] + torch.arange(length),
+                to_device(np.array([row for _, row in members]), states.device),
+                to_device(np.array([first for first, _ in members])[:, None] + np.arange(length), states.device),
             )
             for (is_later, length), members in alike.items()
         ]
@@ -175,85 +160,33 @@ class _PromptParts:
         return out_TD
 
 
-class _DecodingRows:
-    """Recurrent layers of one new token for each of the first rows."""
+class DecodingRows:
+    """Recurrent layers of one new token for each of the first rows (`StateRows.arrange`)."""
 
-    def __init__(self, states: StateRows, sequences: Seq[Sequence], num_rows: int) -> None:
-        states.arrange(sequences, num_rows)
+    def __init__(self, states: StateRows) -> None:
         self._states = states
 
     def recur(self, layer: int, mix: Mix, hidden_TD: Tensor) -> Tensor:
         return mix(hidden_TD[:, None], self._states.read(layer, slice(len(hidden_TD))))[:, 0]
 
 
-class _WholeTexts:
+class WholeTexts:
     """Recurrent layers of texts that are scored; nothing is kept."""
 
-    def __init__(self, lengths: Seq[int]) -> None:
+    def __init__(self, lengths: Seq[int], device: torch.device) -> None:
         bounds = np.cumsum([0, *lengths])
         rows = [np.arange(start, end) for start, end in pairwise(bounds.tolist())]
-        self._rows = SequenceRows([row for row in rows if len(row)], torch.device("cpu"))
+        self._rows = SequenceRows([row for row in rows if len(row)], device)
 
     def recur(self, layer: int, mix: Mix, hidden_TD: Tensor) -> Tensor:
         return self._rows.mix(mix, hidden_TD)
 
 
-class _Hybrid:
+class HybridState:
     """The state of one forward pass."""
 
     def __init__(self, attention: AttentionState, recurrence: RecurrentState) -> None:
         self.attend, self.recur = attention.attend, recurrence.recur
-
-
-class RecurrentRunner(CPURunner):
-    """A `CPURunner` with states."""
-
-    def __init__(
-        self, forward: Forward, shape: KVShape, num_blocks: int, block_size: int, *, continues: bool = True
-    ) -> None:
-        """`continues`: whether several tokens can run from a state at once (`probe_mixers`)."""
-        super().__init__(forward, shape, num_blocks, block_size)
-        self._states = StateRows()
-        self._continues = continues
-        self._recurrence: Callable[[int], RecurrentState]
-        """(flat tokens of the pass, padding included) → its recurrent layers."""
-
-    @torch.inference_mode()
-    def prefill(self, chunks: Seq[Chunk]) -> Read:
-        computed = [chunk for chunk in chunks if chunk.source is None]
-        self._recurrence = lambda _: _PromptParts(self._states, computed, continues=self._continues)
-        read = super().prefill(chunks)
-        self._states.copy((chunk.source, chunk.sequence) for chunk in chunks if chunk.source is not None)
-        return read
-
-    @torch.inference_mode()
-    def decode(self, sequences: Seq[Sequence], num_rounds: int = 1) -> Read:
-        # Rows of states are in the order of the rows of keys, which is known when the model runs.
-        self._recurrence = lambda num_rows: _DecodingRows(self._states, self._rows.owners(), num_rows)
-        return super().decode(sequences, num_rounds)
-
-    @torch.inference_mode()
-    def score(self, texts: Seq[Scoring]) -> list[PromptScores]:
-        lengths = [len(text.tokens) for text in texts]
-        self._recurrence = lambda num_tokens: _WholeTexts([*lengths, num_tokens - sum(lengths)])
-        return super().score(texts)
-
-    def keep(self, sequence: Sequence) -> None:
-        """Keys without a state serve no other sequence."""
-
-    def leave(self, sequence: Sequence) -> None:
-        self._states.leave(sequence)
-        super().leave(sequence)
-
-    def _forward(
-        self,
-        tokens: list[int],
-        positions: list[int],
-        state: AttentionState,
-        where: list[int],
-        slots: Callable[[], Tensor] | None = None,
-    ) -> Tensor:
-        return super()._forward(tokens, positions, _Hybrid(state, self._recurrence(len(tokens))), where)
 
 
 @torch.inference_mode()
@@ -280,3 +213,21 @@ def probe_mixers(model: nn.Module) -> tuple[bool, bool]:
 def _in_parts(layer: int, mix: Mix, hidden_BLD: Tensor, lengths: Seq[int]) -> Tensor:
     cache = _cache(layer)
     return torch.cat([mix(part, cache) for part in hidden_BLD.split(list(lengths), dim=1)], dim=1)
+
+
+@torch.inference_mode()
+def bytes_per_sequence(model: nn.Module) -> int:
+    """Memory of one sequence's states."""
+    mixers = recurrent_layers(model)
+    total, known = 0, dict[type, int]()
+    for layer, mixer in mixers.items():
+        if type(mixer) not in known:
+            first = next(mixer.parameters())
+            width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
+            cache: Any = _cache(layer)
+            mix_of(mixer)(torch.zeros(1, 2, width, device=first.device, dtype=first.dtype), cache)
+            held = cache.layers[layer]
+            states = [x for x in (held.conv_states[0], held.recurrent_states[0]) if x is not None]
+            known[type(mixer)] = sum(x.numel() * x.element_size() for x in states)
+        total += known[type(mixer)]
+    return total

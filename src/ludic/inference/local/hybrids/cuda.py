@@ -1,0 +1,86 @@
+"""Runs hybrids on a GPU: a decoding round with its states is one CUDA graph, where the layers' code can be captured.
+
+The layers are transformers' own, not compiled. A graph reads the states of its first rows in place.
+"""
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ludic.inference.local.cuda.runner import CUDARunner, Kernels
+from ludic.inference.local.hybrids.states import DecodingRows, HybridState, PromptParts, StateRows, WholeTexts
+from ludic.inference.local.kv import KVShape
+from ludic.inference.local.runner import Read
+from ludic.inference.local.sampling import PromptScores, Scoring
+from ludic.inference.local.sequence import Chunk, Sequence
+from ludic.models.attention import AttentionState
+from ludic.models.recurrent.layers import RecurrentState
+
+
+class GraphedRecurrentRunner(CUDARunner):
+    """A `CUDARunner` with states."""
+
+    def __init__(
+        self,
+        model: Any,
+        shape: KVShape,
+        num_blocks: int,
+        block_size: int,
+        *,
+        max_sequences: int,
+        max_length: int,
+        max_rounds: int,
+        continues: bool,
+    ) -> None:
+        """`continues`: whether several tokens can run from a state at once (`probe_mixers`)."""
+        super().__init__(
+            model, shape, num_blocks, block_size, max_sequences=max_sequences, max_length=max_length, max_rounds=max_rounds,
+            compile_layers=False, fuse=False,
+        )  # fmt: skip
+        self._states = StateRows(shape.device)
+        self._continues = continues
+        self._recurrence: RecurrentState = DecodingRows(self._states)
+        self._num_moves = 0
+        """Of the states that the graphs read."""
+
+    @torch.inference_mode()
+    def prefill(self, chunks: Seq[Chunk]) -> Read:
+        computed = [chunk for chunk in chunks if chunk.source is None]
+        self._recurrence = PromptParts(self._states, computed, continues=self._continues)
+        read = super().prefill(chunks)
+        self._states.copy((chunk.source, chunk.sequence) for chunk in chunks if chunk.source is not None)
+        return read
+
+    @torch.inference_mode()
+    def decode(self, sequences: Seq[Sequence], num_rounds: int) -> Read:
+        self._recurrence = DecodingRows(self._states)
+        return super().decode(sequences, num_rounds)
+
+    @torch.inference_mode()
+    def score(self, texts: Seq[Scoring]) -> list[PromptScores]:
+        self._recurrence = WholeTexts([len(text.tokens) for text in texts], self._states.device)
+        return super().score(texts)
+
+    def leave(self, sequence: Sequence) -> None:
+        self._states.leave(sequence)
+        super().leave(sequence)
+
+    def _arrange(self, sequences: Seq[Sequence]) -> None:
+        super()._arrange(sequences)
+        owners = [owner for owner in self._owners if owner is not None]
+        self._states.arrange(owners, self._bucket(len(owners)))
+        if self._num_moves != self._states.num_moves:
+            self._num_moves, self._graphs = self._states.num_moves, {}
+
+    def _layer_state(self, attention: AttentionState) -> AttentionState:
+        return HybridState(attention, self._recurrence)
+
+    def _capture(self, kernels: Kernels) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        before = self._states.snapshot(kernels.num_rows)
+        try:
+            return super()._capture(kernels)
+        finally:
+            for state, value in before:
+                state.copy_(value)

@@ -1,0 +1,112 @@
+"""Runs hybrids: attention layers over the block cache, and beside it one state per sequence for every recurrent layer."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ludic.inference.local.cpu.runner import CPURunner, cpu_forward
+from ludic.inference.local.hybrids.states import (
+    DecodingRows,
+    HybridState,
+    PromptParts,
+    StateRows,
+    WholeTexts,
+    bytes_per_sequence,
+    probe_mixers,
+)
+from ludic.inference.local.kv import KVShape
+from ludic.inference.local.runner import PagedBackend, Read, Runner, RunnerSettings
+from ludic.inference.local.sampling import PromptScores, Scoring
+from ludic.inference.local.sequence import Chunk, Sequence
+from ludic.models.attention import NAME as ATTENTION_NAME
+from ludic.models.attention import AttentionState, NotRoutable
+from ludic.models.forward import Forward
+from ludic.models.recurrent.layers import RecurrentState
+from ludic.models.weights import shared_view
+
+
+class HybridBackend(PagedBackend):
+    """The block cache with states beside it. Raises `NotRoutable` for a model whose layers cannot use it."""
+
+    shares_prefixes = False
+
+    def __init__(self, model: Any, max_length: int) -> None:
+        super().__init__(model, max_length)
+        view = shared_view(model)
+        view.set_attn_implementation(ATTENTION_NAME)
+        steps, self._continues = probe_mixers(view)
+        if not steps:
+            raise NotRoutable("its recurrent layers do not repeat its plain forward pass from a state")
+        self.bytes_per_sequence = bytes_per_sequence(view)
+
+    def runner(self, view: Any, settings: RunnerSettings) -> Runner:
+        view.set_attn_implementation(ATTENTION_NAME)
+        blocks = settings.num_blocks, settings.block_size
+        if self._shape.device.type == "cpu":
+            return RecurrentRunner(cpu_forward(view, settings), self._shape, *blocks, continues=self._continues)
+        from ludic.inference.local.hybrids.cuda import (
+            GraphedRecurrentRunner,
+        )  # imports triton, which needs a GPU machine
+
+        return GraphedRecurrentRunner(
+            view, self._shape, *blocks, max_sequences=settings.max_sequences, max_length=settings.max_length,
+            max_rounds=self.max_rounds, continues=self._continues,
+        )  # fmt: skip
+
+
+class RecurrentRunner(CPURunner):
+    """A `CPURunner` with states."""
+
+    def __init__(
+        self, forward: Forward, shape: KVShape, num_blocks: int, block_size: int, *, continues: bool = True
+    ) -> None:
+        """`continues`: whether several tokens can run from a state at once (`probe_mixers`)."""
+        super().__init__(forward, shape, num_blocks, block_size)
+        self._states = StateRows(shape.device)
+        self._continues = continues
+        self._recurrence: Callable[[int], RecurrentState]
+        """(flat tokens of the pass, padding included) → its recurrent layers."""
+
+    @torch.inference_mode()
+    def prefill(self, chunks: Seq[Chunk]) -> Read:
+        computed = [chunk for chunk in chunks if chunk.source is None]
+        self._recurrence = lambda _: PromptParts(self._states, computed, continues=self._continues)
+        read = super().prefill(chunks)
+        self._states.copy((chunk.source, chunk.sequence) for chunk in chunks if chunk.source is not None)
+        return read
+
+    @torch.inference_mode()
+    def decode(self, sequences: Seq[Sequence], num_rounds: int = 1) -> Read:
+        self._recurrence = self._decoding_rows
+        return super().decode(sequences, num_rounds)
+
+    def _decoding_rows(self, num_rows: int) -> DecodingRows:
+        """Rows of states are in the order of the rows of keys, which is known when the model runs."""
+        self._states.arrange(self._rows.owners(), num_rows)
+        return DecodingRows(self._states)
+
+    @torch.inference_mode()
+    def score(self, texts: Seq[Scoring]) -> list[PromptScores]:
+        lengths = [len(text.tokens) for text in texts]
+        self._recurrence = lambda num_tokens: WholeTexts([*lengths, num_tokens - sum(lengths)], self._states.device)
+        return super().score(texts)
+
+    def keep(self, sequence: Sequence) -> None:
+        """Keys without a state serve no other sequence."""
+
+    def leave(self, sequence: Sequence) -> None:
+        self._states.leave(sequence)
+        super().leave(sequence)
+
+    def _forward(
+        self,
+        tokens: list[int],
+        positions: list[int],
+        state: AttentionState,
+        where: list[int],
+        slots: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        return super()._forward(tokens, positions, HybridState(state, self._recurrence(len(tokens))), where)

@@ -24,6 +24,7 @@ from machine import ON_GPU, commit, hardware
 
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.hybrids import runners
+from ludic.inference.local.hybrids.states import Mixers
 from ludic.types import ReturnSpec, SamplingParams, TokenCompletionRequest
 
 VOCAB = 65_536
@@ -132,7 +133,7 @@ def main(settings: Settings) -> None:
         )
         if settings.few:
             with ExitStack() as patched:
-                patched.enter_context(patch.object(runners, "probe_mixers", lambda model: (False, False)))
+                patched.enter_context(patch.object(runners, "probe_mixers", lambda model: Mixers(False, False, False)))
                 cached, way = engine_speed(model, prompts, settings.few)
             print(f"  {way}: {cached:,.0f} tok/s: {ours / cached:.1f} times", flush=True)
         del model

@@ -25,6 +25,10 @@ class Outcome:
     rollout_id: str
     task: str
     """Key of the task; samples of one task share it."""
+    episode: str
+    """Key of the episode; roles of one episode share it."""
+    role: str | None
+    """The agent's id in the env; None where the episode failed before it had one."""
     correct: bool | None
     """None: neither the env nor a success threshold defines it."""
     reward: float
@@ -66,6 +70,8 @@ def outcome_of(rollout: Rollout, *, success_reward: float | None = 1.0) -> Outco
     return Outcome(
         rollout_id=rollout.id,
         task=task_of(rollout),
+        episode=rollout.episode_run or rollout.id,
+        role=rollout.agent_id,
         correct=_is_correct(rollout, facts, reward, success_reward),
         reward=reward,
         total_reward=rollout.total_reward,

@@ -33,8 +33,10 @@ METRICS: dict[str, str] = {
     "num_failed": "their number",
     "num_tasks": "tasks",
     "num_samples": "episodes",
-    "mean_turns": "turns per episode",
-    "mean_completion_tokens": "sampled tokens per episode",
+    "mean_turns": "turns per episode, of all its roles",
+    "mean_completion_tokens": "sampled tokens per episode, of all its roles",
+    "{role}/accuracy": "of one role, where several of an episode are evaluated; the numbers without a role are means over roles",
+    "{role}/mean_reward": "see {role}/accuracy",
 }
 """What each number of a report means; `ludic parts metric` prints it. x_low and x_high are the ends of x's 95 % interval."""
 
@@ -95,10 +97,15 @@ def by_task(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
     return dict(tasks)
 
 
+def _num_episodes(outcomes: Sequence[Outcome]) -> int:
+    return len({outcome.episode for outcome in outcomes})
+
+
 def _counts(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    num_episodes = _num_episodes(outcomes)
     return {
         "num_tasks": float(len(by_task(outcomes))),
-        "num_samples": float(len(outcomes)),
+        "num_samples": float(num_episodes),
         "num_failed": float(sum(o.failure is not None for o in outcomes)),
         "parse_error_rate": fmean(o.has_parse_error for o in outcomes),
         "unreadable_rate": fmean(o.has_unreadable_reply for o in outcomes),
@@ -106,8 +113,8 @@ def _counts(outcomes: Sequence[Outcome]) -> dict[str, float]:
         "over_limit_rate": fmean(o.is_truncated or o.has_cut_off_reply for o in outcomes),
         "failed_rate": fmean(o.failure is not None for o in outcomes),
         "mean_total_reward": fmean(o.total_reward for o in outcomes),
-        "mean_turns": fmean(o.num_turns for o in outcomes),
-        "mean_completion_tokens": fmean(o.num_completion_tokens for o in outcomes),
+        "mean_turns": sum(o.num_turns for o in outcomes) / num_episodes,
+        "mean_completion_tokens": sum(o.num_completion_tokens for o in outcomes) / num_episodes,
     }
 
 
@@ -118,10 +125,18 @@ def _estimates(outcomes: Sequence[Outcome], grading: Grading) -> dict[str, Estim
     if is_graded:
         found["accuracy"] = _share(tasks, lambda o: bool(o.correct))
     found["mean_reward"] = mean_estimate([fmean(o.reward for o in samples) for samples in tasks.values()])
+    has_roles = _num_episodes(outcomes) < len(outcomes)
+    if has_roles:
+        found |= _by_role(outcomes, is_graded=is_graded)
     found |= _scores(tasks)
     for name, holds in _result_rates(outcomes).items():
         found[name] = _share(tasks, holds)
-    if is_graded:
+    if has_roles:
+        if grading.pass_k or grading.majority_k:
+            raise ConfigError(
+                "pass@k and majority@k compare attempts at a task; several roles of an episode are evaluated here."
+            )
+    elif is_graded:
         found |= {f"pass@{k}": _pass_at(tasks, k) for k in _ks(grading.pass_k, tasks)}
         # A vote needs one answer per sample, not the last move of a game.
         has_answers = all(o.num_turns <= 1 for o in outcomes)
@@ -132,6 +147,16 @@ def _estimates(outcomes: Sequence[Outcome], grading: Grading) -> dict[str, Estim
             "pass@k and majority@k need graded samples, but this env does not set info['correct']. Set success_reward: the "
             "smallest env reward of a correct episode."
         )
+    return found
+
+
+def _by_role(outcomes: Sequence[Outcome], *, is_graded: bool) -> dict[str, Estimate]:
+    found: dict[str, Estimate] = {}
+    for role in sorted({outcome.role for outcome in outcomes if outcome.role is not None}):
+        tasks = by_task([outcome for outcome in outcomes if outcome.role == role])
+        if is_graded:
+            found[f"{role}/accuracy"] = _share(tasks, lambda o: bool(o.correct))
+        found[f"{role}/mean_reward"] = mean_estimate([fmean(o.reward for o in samples) for samples in tasks.values()])
     return found
 
 

@@ -4,6 +4,9 @@ For the few hundred texts of one question or one agent. The env `musique_search`
 own: `Tool.from_callable(DocumentSearch(texts), name="search")`.
 """
 
+import importlib
+import sys
+import threading
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -18,7 +21,7 @@ class DocumentSearch:
 
     def __init__(self, documents: Sequence[str]) -> None:
         try:
-            import bm25s  # noqa: F401 - checks that it is installed before the first search
+            _bm25s()  # checks that it is installed before the first search
         except ImportError as error:
             raise MissingExtra("search", "Search over documents") from error
         if isinstance(documents, str) or not documents:
@@ -47,19 +50,38 @@ class DocumentSearch:
     @cached_property
     def _index(self) -> Any | None:
         """Built at the first search, in a tool's thread; None if the documents hold no words."""
-        import bm25s
-
         words = _words(self.documents)
         if not any(words):
             return None
-        index = bm25s.BM25()
+        index = _bm25s().BM25()
         index.index(words, show_progress=False)
         return index
 
 
+_import_lock = threading.Lock()
+
+
+def _bm25s() -> Any:
+    """The package, imported without JAX. Where JAX is installed, bm25s calls it when it is imported, and JAX then takes three
+    quarters of the GPU's memory; bm25s uses it only in `retrieve`."""
+    with _import_lock:
+        if (found := sys.modules.get("bm25s")) is not None:
+            return found
+        hidden = {name: sys.modules[name] for name in _JAX if name in sys.modules}
+        for name in _JAX:
+            sys.modules[name] = None  # type: ignore[assignment] # an import of it fails
+        try:
+            return importlib.import_module("bm25s")
+        finally:
+            for name in _JAX:
+                del sys.modules[name]
+            sys.modules.update(hidden)
+
+
+_JAX = ("jax", "jax.lax")
+
+
 def _words(texts: list[str]) -> list[list[str]]:
     """Lower-case words of each text, without English stop words and single letters."""
-    import bm25s
-
-    words: list[list[str]] = bm25s.tokenize(texts, stopwords="en", return_ids=False, show_progress=False)
+    words: list[list[str]] = _bm25s().tokenize(texts, stopwords="en", return_ids=False, show_progress=False)
     return words

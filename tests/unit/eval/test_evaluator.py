@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from ludic.batch_gen import RolloutEngine, TooManyFailures
@@ -215,7 +216,7 @@ async def test_results_of_games_are_shares_of_all_games():
     assert metrics["mean_reward"] == pytest.approx((1 + 1 + 0 - 1 + 0) / 5)
 
 
-async def test_every_player_of_a_duel_is_a_sample_of_one_task():
+async def test_a_duel_is_one_sample_and_reports_each_player():
     def protocol() -> MultiAgentProtocol:
         def first_free(request) -> str:
             text = ByteTemplate().decode(request.prompt_token_ids)
@@ -229,8 +230,15 @@ async def test_every_player_of_a_duel_is_a_sample_of_one_task():
         RolloutRequest(env=EnvSpec("tic_tac_toe_duel"), protocol=ProtocolSpec("duel"), env_seed=s) for s in (1, 2)
     ]
     report = await evaluate(engine, requests, max_steps=9)
-    assert (report.metrics["num_tasks"], report.metrics["num_samples"]) == (2, 4)
-    assert report.metrics["win_rate"] == report.metrics["loss_rate"] == 0.5
+    metrics = report.metrics
+    assert (metrics["num_tasks"], metrics["num_samples"], len(report.outcomes)) == (2, 2, 4)
+    assert metrics["win_rate"] == metrics["loss_rate"] == 0.5
+    assert metrics["mean_turns"] == 7  # the first free move wins after seven, of both players
+    assert metrics["mean_reward"] == np.mean([metrics[f"{player}/mean_reward"] for player in players])
+    assert abs(metrics[f"{players[0]}/mean_reward"]) == 1
+    assert not [name for name in metrics if "pass@" in name or "majority@" in name]
+    with pytest.raises(ConfigError, match="several roles"):
+        await evaluate(engine, requests, grading=Grading(pass_k=(2,)), max_steps=9)
 
 
 # --- the evaluator a trainer holds ---

@@ -1,3 +1,5 @@
+import os
+import subprocess
 import sys
 
 import pytest
@@ -53,3 +55,17 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "bm25s", None)
     with pytest.raises(MissingExtra, match=r"ludic-rl\[search\]"):
         DocumentSearch(TEXTS)
+
+
+def test_jax_is_not_imported_by_a_search_and_can_be_imported_after_it(tmp_path):
+    """bm25s calls JAX when it finds it, which then takes most of a GPU's memory from the trainer."""
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax/__init__.py").write_text("print('jax imported')")
+    (tmp_path / "jax/lax.py").write_text("def top_k(*args): print('jax called')")
+    program = (
+        "from ludic.tools.search import DocumentSearch; print(DocumentSearch(['a river', 'a bridge']).top('bridge', k=1)); "
+        "import jax.lax; print(jax.lax.__name__)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.split("\n")[:3] == ["[1]", "jax imported", "jax.lax"]

@@ -120,7 +120,7 @@ def write_page(folder: Path) -> Path | None:
 
 # --- the table ---
 
-_PLAIN = {"mean_reward": "reward"}
+_REWARD = "mean_reward"
 _COUNTED = (
     # A cut-off reply counts as truncated and not as unreadable.
     ("unreadable replies", "unreadable_rate"),
@@ -134,7 +134,9 @@ def make_table(columns: Sequence[Column]) -> Table:
     names = list(dict.fromkeys(name for column in columns for name in column.report.estimates))
     for name in names:
         cells = [column.report.estimates.get(name) for column in columns]
-        title = _PLAIN.get(name, name.removesuffix("_rate").replace("_", " "))
+        title = (
+            name.replace(_REWARD, "reward") if name.endswith(_REWARD) else name.removesuffix("_rate").replace("_", " ")
+        )
         table.add_row(title, *(_cell(name, cell) for cell in cells), style="bold" if name == names[0] else "")
     if len(columns) > 1:
         table.add_row("better than the first by", "", *(_difference(columns[0], column) for column in columns[1:]))
@@ -151,7 +153,7 @@ def make_table(columns: Sequence[Column]) -> Table:
 def _cell(name: str, estimate: Estimate | None) -> str:
     if estimate is None:
         return ""
-    if name in _PLAIN:
+    if name.endswith(_REWARD):
         interval = "" if math.isinf(estimate.low) else f" [{estimate.low:.3f}, {estimate.high:.3f}]"
         return f"{estimate.mean:.3f}{interval}"
     return f"{estimate.mean:.1%} [{estimate.low:.1%}, {estimate.high:.1%}]"

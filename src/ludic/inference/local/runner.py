@@ -234,6 +234,6 @@ def _can_fuse(model: Any) -> bool:
 
 def sampled_from(logits_NV: Tensor, sequences: list[Sequence]) -> Read:
     """One token for each of these sequences, sampled on the host."""
-    tokens, logprobs = sample(logits_NV, sequences) if sequences else ([], [])
+    tokens, logprobs = sample(logits_NV.cpu(), sequences) if sequences else ([], [])
     sampled = [(s, [token], [logprob]) for s, token, logprob in zip(sequences, tokens, logprobs, strict=True)]
     return lambda: sampled

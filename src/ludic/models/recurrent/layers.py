@@ -10,16 +10,22 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-Mix = Callable[[Tensor, Any], Tensor]
-"""A layer's own forward: (inputs [B, L, D], a transformers cache with the rows' states or None) → [B, L, D]."""
-
 
 # Letters: T flat tokens, B rows, L tokens of a row, D width.
+class Mix(Protocol):
+    """A layer's own forward over rows, from the states in a transformers cache, which it renews."""
+
+    def __call__(self, hidden_BLD: Tensor, cache: Any, mask_BL: Tensor | None = None, /) -> Tensor:
+        """`mask_BL`: 0 where a row is padding, on its left."""
+        ...
+
+
 class RecurrentState(Protocol):
     """Computes the recurrent layers of one forward pass."""
 
@@ -30,8 +36,8 @@ class RecurrentState(Protocol):
 
 _here = threading.local()
 """`.state`: the state of the layer that this thread computes, for layers that do not pass it on."""
-_SILENT_LAYERS = ("JambaMambaDecoderLayer",)
-"""They call their mixer without the keyword arguments of the forward pass."""
+_SILENT_LAYERS = ("JambaMambaDecoderLayer", "Lfm2DecoderLayer", "Lfm2MoeDecoderLayer")
+"""They call their mixer without the keyword arguments of the forward pass; those of LFM2 in some releases."""
 
 
 def is_recurrent(module: nn.Module) -> bool:
@@ -59,8 +65,15 @@ def route_recurrence(model: nn.Module) -> None:
 
 def mix_of(mixer: nn.Module) -> Mix:
     """The layer's own forward."""
-    cache_name = _cache_name(mixer.forward)
-    return lambda hidden_BLD, cache: mixer(hidden_BLD, **{cache_name: cache})
+    return _with_cache(mixer, _cache_name(mixer.forward))
+
+
+def _with_cache(forward: Callable[..., Tensor], cache_name: str) -> Mix:
+    def mix(hidden_BLD: Tensor, cache: Any, mask_BL: Tensor | None = None, /) -> Tensor:
+        options = {cache_name: cache} if mask_BL is None else {cache_name: cache, "attention_mask": mask_BL}
+        return forward(hidden_BLD, **options)
+
+    return mix
 
 
 def _cache_name(forward: Callable[..., Tensor]) -> str:
@@ -78,7 +91,7 @@ def _routed_mixer(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if state is None:
             return forward(self, hidden_states, *args, **kwargs)
         # Keyword arguments of the pass (masks, flags) speak of the flat row, not of the rows that the state makes.
-        return _recur(state, self.layer_idx, lambda x, cache: forward(self, x, **{cache_name: cache}), hidden_states)
+        return _recur(state, self.layer_idx, _with_cache(partial(forward, self), cache_name), hidden_states)
 
     return routed
 

@@ -19,6 +19,20 @@ _MAX_WASTE = 1.5
 """A group holds at most this many times its own tokens after padding: a scan costs much per call, whatever its rows hold."""
 
 
+def similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
+    """Indices of rows that are padded to one length and computed together, the longest first."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    groups: list[list[int]] = []
+    while order:
+        longest, count, total = lengths[order[0]], 0, 0
+        while count < len(order) and longest * (count + 1) <= _MAX_WASTE * (total + lengths[order[count]]):
+            total += lengths[order[count]]
+            count += 1
+        groups.append(order[:count])
+        order = order[count:]
+    return groups
+
+
 # Letters: T flat tokens, B rows, L the longest of them, D width, N tokens of one group.
 class HybridSequences:
     """The state of a forward pass over whole sequences: attention as in `attention`, recurrent layers row by row."""
@@ -39,15 +53,11 @@ class SequenceRows:
 
     def __init__(self, paths: Sequence[np.ndarray], device: torch.device) -> None:
         """`paths`: where the tokens of each sequence are. Together they cover all flat tokens."""
-        order = sorted(range(len(paths)), key=lambda i: -len(paths[i]))
         self._groups: list[_RowGroup] = []
         flat: list[np.ndarray] = []
-        while order:
-            longest, count, total = len(paths[order[0]]), 0, 0
-            while count < len(order) and longest * (count + 1) <= _MAX_WASTE * (total + len(paths[order[count]])):
-                total += len(paths[order[count]])
-                count += 1
-            members, order = [paths[i] for i in order[:count]], order[count:]
+        for chosen in similar_lengths([len(path) for path in paths]):
+            members = [paths[i] for i in chosen]
+            longest = len(members[0])
             # A shorter row repeats its last token: results of padding are dropped, and a real value makes no NaN.
             tokens_BL = np.stack([np.pad(path, (0, longest - len(path)), mode="edge") for path in members])
             kept_N = np.concatenate([i * longest + np.arange(len(path)) for i, path in enumerate(members)])

@@ -11,7 +11,8 @@ import torch
 from ludic.inference.local.cached import CachedRunner
 from ludic.inference.local.hybrids import runners, states
 from ludic.inference.local.hybrids.runners import RecurrentRunner
-from ludic.inference.local.hybrids.states import StateRows, probe_mixers
+from ludic.inference.local.hybrids.states import Mixers, StateRows, probe_mixers
+from ludic.models.recurrent.layers import mix_of, recurrent_layers
 from tests.tiny_families import family_model
 from tests.unit.inference.local.tiny_models import (
     Gate,
@@ -122,21 +123,48 @@ async def test_a_cancelled_request_gives_its_row_back_and_the_others_are_unchang
 
 def test_only_jamba_does_not_continue_a_state_by_several_tokens():
     assert {family: probe_mixers(family_model(family)) for family in HYBRIDS} == {
-        family: (True, family != "jamba") for family in HYBRIDS
+        family: (True, family != "jamba", True) for family in HYBRIDS
     }
 
 
 def test_a_layer_that_forgets_its_state_is_found_out(monkeypatch):
     monkeypatch.setattr(states, "_cache", lambda layer, *states: None)
-    assert probe_mixers(family_model("lfm2")) == (False, False)
+    assert probe_mixers(family_model("lfm2")) == (False, False, False)
 
 
 async def test_a_model_whose_layers_fail_the_probe_runs_through_transformers_cache(monkeypatch):
-    monkeypatch.setattr(runners, "probe_mixers", lambda model: (False, False))
+    monkeypatch.setattr(runners, "probe_mixers", lambda model: Mixers(False, False, False))
     model = family_model("falcon_h1")
     async with make_engine(model) as engine:
         assert_equal_to_generate(model, await ask_all(engine, requests()))
         assert isinstance(engine._worker.runner, CachedRunner)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "bamba", "jamba", "lfm2"])
+@torch.inference_mode()
+def test_prompts_padded_on_the_left_have_the_outputs_and_states_that_each_has_alone(family):
+    model = family_model(family)
+    layer, mixer = next(iter(recurrent_layers(model).items()))
+    lengths = [9, 2, 8, 7, 9]
+    prompts = [SimpleNamespace(sequence=SimpleNamespace(number=i), start=0, length=n) for i, n in enumerate(lengths)]
+    hidden = torch.randn(
+        sum(lengths), model.get_input_embeddings().weight.shape[1], generator=torch.Generator().manual_seed(1)
+    )
+    calls, found = [], []
+    for mixers in (Mixers(True, True, True), Mixers(True, True, False)):
+        rows = StateRows(torch.device("cpu"))
+
+        def mix(hidden, cache, mask=None):
+            calls.append(len(hidden))
+            return mix_of(mixer)(hidden, cache, mask)
+
+        out = states.PromptParts(rows, prompts, mixers).recur(layer, mix, hidden)
+        held = rows.read(layer, torch.tensor([rows.row(prompt.sequence) for prompt in prompts])).layers[layer]
+        found.append([out, held.conv_states[0], held.recurrent_states[0]])
+    assert calls == [5, 2, 1, 1, 1]  # similar lengths, then equal ones
+    for together, alone in zip(*found, strict=True):
+        if alone is not None:
+            torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("seed", range(5))

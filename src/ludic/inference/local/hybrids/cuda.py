@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ludic.inference.local.cuda.runner import CUDARunner, Kernels
-from ludic.inference.local.hybrids.states import DecodingRows, HybridState, PromptParts, StateRows, WholeTexts
+from ludic.inference.local.hybrids.states import DecodingRows, HybridState, Mixers, PromptParts, StateRows, WholeTexts
 from ludic.inference.local.kv import KVShape
 from ludic.inference.local.runner import Read
 from ludic.inference.local.sampling import PromptScores, Scoring
@@ -32,15 +32,14 @@ class GraphedRecurrentRunner(CUDARunner):
         max_sequences: int,
         max_length: int,
         max_rounds: int,
-        continues: bool,
+        mixers: Mixers,
     ) -> None:
-        """`continues`: whether several tokens can run from a state at once (`probe_mixers`)."""
         super().__init__(
             model, shape, num_blocks, block_size, max_sequences=max_sequences, max_length=max_length, max_rounds=max_rounds,
             compile_layers=False, fuse=False,
         )  # fmt: skip
         self._states = StateRows(shape.device)
-        self._continues = continues
+        self._mixers = mixers
         self._recurrence: RecurrentState = DecodingRows(self._states)
         self._num_moves = 0
         """Of the states that the graphs read."""
@@ -48,7 +47,7 @@ class GraphedRecurrentRunner(CUDARunner):
     @torch.inference_mode()
     def prefill(self, chunks: Seq[Chunk]) -> Read:
         computed = [chunk for chunk in chunks if chunk.source is None]
-        self._recurrence = PromptParts(self._states, computed, continues=self._continues)
+        self._recurrence = PromptParts(self._states, computed, self._mixers)
         read = super().prefill(chunks)
         self._states.copy((chunk.source, chunk.sequence) for chunk in chunks if chunk.source is not None)
         return read

@@ -11,6 +11,7 @@ from ludic.inference.local.cpu.runner import CPURunner, cpu_forward
 from ludic.inference.local.hybrids.states import (
     DecodingRows,
     HybridState,
+    Mixers,
     PromptParts,
     StateRows,
     WholeTexts,
@@ -37,8 +38,8 @@ class HybridBackend(PagedBackend):
         super().__init__(model, max_length)
         view = shared_view(model)
         view.set_attn_implementation(ATTENTION_NAME)
-        steps, self._continues = probe_mixers(view)
-        if not steps:
+        self._mixers = probe_mixers(view)
+        if not self._mixers.continue_by_one:
             raise NotRoutable("its recurrent layers do not repeat its plain forward pass from a state")
         self.bytes_per_sequence = bytes_per_sequence(view)
 
@@ -46,34 +47,31 @@ class HybridBackend(PagedBackend):
         view.set_attn_implementation(ATTENTION_NAME)
         blocks = settings.num_blocks, settings.block_size
         if self._shape.device.type == "cpu":
-            return RecurrentRunner(cpu_forward(view, settings), self._shape, *blocks, continues=self._continues)
+            return RecurrentRunner(cpu_forward(view, settings), self._shape, *blocks, mixers=self._mixers)
         from ludic.inference.local.hybrids.cuda import (
             GraphedRecurrentRunner,
         )  # imports triton, which needs a GPU machine
 
         return GraphedRecurrentRunner(
             view, self._shape, *blocks, max_sequences=settings.max_sequences, max_length=settings.max_length,
-            max_rounds=self.max_rounds, continues=self._continues,
+            max_rounds=self.max_rounds, mixers=self._mixers,
         )  # fmt: skip
 
 
 class RecurrentRunner(CPURunner):
     """A `CPURunner` with states."""
 
-    def __init__(
-        self, forward: Forward, shape: KVShape, num_blocks: int, block_size: int, *, continues: bool = True
-    ) -> None:
-        """`continues`: whether several tokens can run from a state at once (`probe_mixers`)."""
+    def __init__(self, forward: Forward, shape: KVShape, num_blocks: int, block_size: int, *, mixers: Mixers) -> None:
         super().__init__(forward, shape, num_blocks, block_size)
         self._states = StateRows(shape.device)
-        self._continues = continues
+        self._mixers = mixers
         self._recurrence: Callable[[int], RecurrentState]
         """(flat tokens of the pass, padding included) → its recurrent layers."""
 
     @torch.inference_mode()
     def prefill(self, chunks: Seq[Chunk]) -> Read:
         computed = [chunk for chunk in chunks if chunk.source is None]
-        self._recurrence = lambda _: PromptParts(self._states, computed, continues=self._continues)
+        self._recurrence = lambda _: PromptParts(self._states, computed, self._mixers)
         read = super().prefill(chunks)
         self._states.copy((chunk.source, chunk.sequence) for chunk in chunks if chunk.source is not None)
         return read

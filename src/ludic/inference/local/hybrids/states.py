@@ -7,8 +7,9 @@ continues a state exactly (`probe_mixers` tries it); else the tokens after the f
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from itertools import count, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from ludic.inference.local.sequence import Chunk, Sequence
 from ludic.models.attention import AttentionState
 from ludic.models.packed_attention import to_device
 from ludic.models.recurrent.layers import Mix, RecurrentState, mix_of, recurrent_layers
-from ludic.models.recurrent.packed import SequenceRows
+from ludic.models.recurrent.packed import SequenceRows, similar_lengths
 
 _PROBED_PARTS = ((12,), (5, 1, 1, 1, 1, 1, 1, 1), (5, 4, 1, 2))
 """Lengths of the parts in which a probe computes twelve tokens: at once, token by token after a prompt, a prompt in parts."""
@@ -129,34 +130,60 @@ def _cache(layer: int, conv: Tensor | None = None, recurrent: Tensor | None = No
     return Cache(layers=[held] * (layer + 1))
 
 
-class PromptParts:
-    """Recurrent layers of several prompts, or parts of them. Parts of one length, from the beginning or not, run together: padding
-    would change the state that a prompt leaves."""
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Tokens of several prompts that run together, one row each."""
 
-    def __init__(self, states: StateRows, chunks: Seq[Chunk], *, continues: bool) -> None:
+    is_later: bool
+    """They go on from a state."""
+    states_B: Tensor
+    """The rows of `StateRows`."""
+    tokens_BL: Tensor
+    """Flat places; padding on the left has the place of its row's first token."""
+    mask_BL: Tensor | None
+    """0 for padding; None if there is none."""
+
+
+class PromptParts:
+    """Recurrent layers of prompts, or parts of them. Padding on the right would change the state that a prompt leaves: parts
+    that begin a prompt are padded on the left, where the layers take a mask, and later ones run with those of their length."""
+
+    def __init__(self, states: StateRows, chunks: Seq[Chunk], mixers: "Mixers") -> None:
         self._states = states
-        self._continues = continues
-        flat, alike = 0, dict[tuple[bool, int], list[tuple[int, int]]]()
-        for chunk in chunks:
-            alike.setdefault((chunk.start > 0, chunk.length), []).append((flat, states.row(chunk.sequence)))
-            flat += chunk.length
-        self._groups = [
-            (
-                is_later,
-                to_device(np.array([row for _, row in members]), states.device),
-                to_device(np.array([first for first, _ in members])[:, None] + np.arange(length), states.device),
+        self._continues = mixers.continue_by_several
+        starts = np.cumsum([0, *(chunk.length for chunk in chunks)])
+        first, alike = [], dict[tuple[bool, int], list[int]]()
+        for i, chunk in enumerate(chunks):
+            if chunk.start == 0 and mixers.take_a_mask:
+                first.append(i)
+            else:
+                alike.setdefault((chunk.start > 0, chunk.length), []).append(i)
+        similar = [[first[i] for i in group] for group in similar_lengths([chunks[i].length for i in first])]
+        self._parts: list[_Part] = []
+        of_one_length = [(is_later, members) for (is_later, _), members in alike.items()]
+        for is_later, members in of_one_length + [(False, members) for members in similar]:
+            lengths_B = np.array([chunks[i].length for i in members])
+            places_BL = np.arange(lengths_B.max()) - (lengths_B.max() - lengths_B)[:, None]  # below 0: padding
+            mask = to_device((places_BL >= 0).astype(np.int64), states.device) if places_BL.min() < 0 else None
+            tokens_BL = starts[members][:, None] + places_BL.clip(min=0)
+            rows = np.array([states.row(chunks[i].sequence) for i in members])
+            self._parts.append(
+                _Part(is_later, to_device(rows, states.device), to_device(tokens_BL, states.device), mask)
             )
-            for (is_later, length), members in alike.items()
-        ]
 
     def recur(self, layer: int, mix: Mix, hidden_TD: Tensor) -> Tensor:
         out_TD = torch.zeros_like(hidden_TD)
-        for is_later, rows_B, tokens_BL in self._groups:
-            cache = self._states.read(layer, rows_B) if is_later else _cache(layer)
-            is_cut = is_later and not self._continues
-            for part_BL in tokens_BL.split(1, dim=1) if is_cut else (tokens_BL,):
-                out_TD[part_BL] = mix(hidden_TD[part_BL], cache)
-            self._states.write(layer, rows_B, cache)
+        for part in self._parts:
+            cache = self._states.read(layer, part.states_B) if part.is_later else _cache(layer)
+            if part.is_later and not self._continues:
+                for one_B1 in part.tokens_BL.split(1, dim=1):
+                    out_TD[one_B1] = mix(hidden_TD[one_B1], cache)
+            elif part.mask_BL is None:
+                out_TD[part.tokens_BL] = mix(hidden_TD[part.tokens_BL], cache)
+            else:  # add zeros for the padding, which shares a place with a token
+                out_BLD = mix(hidden_TD[part.tokens_BL], cache, part.mask_BL) * part.mask_BL[..., None]
+                out_TD.index_add_(0, part.tokens_BL.flatten(), out_BLD.flatten(0, 1))
+            self._states.write(layer, part.states_B, cache)
         return out_TD
 
 
@@ -189,25 +216,52 @@ class HybridState:
         self.attend, self.recur = attention.attend, recurrence.recur
 
 
+class Mixers(NamedTuple):
+    """What a model's recurrent layers can do without a change of their results."""
+
+    continue_by_one: bool
+    """Go on from a state by one token."""
+    continue_by_several: bool
+    take_a_mask: bool
+    """Begin with padding on the left."""
+
+
 @torch.inference_mode()
-def probe_mixers(model: nn.Module) -> tuple[bool, bool]:
-    """Whether the model's recurrent layers continue a state exactly by one token, and by several at once."""
+def probe_mixers(model: nn.Module) -> Mixers:
+    """Try it with random inputs."""
     kinds = {type(mixer): (layer, mixer) for layer, mixer in recurrent_layers(model).items()}
-    by_one = by_several = True
+    by_one = by_several = with_mask = True
     width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
     for layer, mixer in kinds.values():
-        first = next(mixer.parameters())
+        first, mix = next(mixer.parameters()), mix_of(mixer)
         generator = torch.Generator().manual_seed(0)
         hidden = torch.randn(2, sum(_PROBED_PARTS[0]), width, generator=generator).to(first.device, first.dtype)
         try:
-            whole, stepped, cut = (_in_parts(layer, mix_of(mixer), hidden, lengths) for lengths in _PROBED_PARTS)
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-            return False, False
+            whole, stepped, cut = (_in_parts(layer, mix, hidden, lengths) for lengths in _PROBED_PARTS)
+        except _REFUSALS:
+            return Mixers(False, False, False)
         tolerance = _TOLERANCE if whole.dtype is torch.float32 else _TOLERANCE_HALF
-        largest = float(whole.abs().nan_to_num().max()) + 1e-6
-        by_one &= bool((stepped - whole).abs().max() <= tolerance * largest)
-        by_several &= bool((cut - whole).abs().max() <= tolerance * largest)
-    return by_one, by_one and by_several
+        most = tolerance * (float(whole.abs().nan_to_num().max()) + 1e-6)
+        by_one &= bool((stepped - whole).abs().max() <= most)
+        by_several &= bool((cut - whole).abs().max() <= most)
+        with_mask = with_mask and _takes_a_mask(layer, mix, hidden, whole, most)
+    return Mixers(by_one, by_one and by_several, by_one and with_mask)
+
+
+_REFUSALS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+
+
+def _takes_a_mask(layer: int, mix: Mix, hidden_BLD: Tensor, whole_BLD: Tensor, most: float) -> bool:
+    """Whether a row padded on the left, and one more token, have the outputs that they have without padding."""
+    length, num_padded, cache = hidden_BLD.shape[1], 5, _cache(layer)
+    prompt_BLD = torch.cat([hidden_BLD[:, :num_padded], hidden_BLD[:, : length - 1]], dim=1)
+    mask_BL = torch.ones(prompt_BLD.shape[:2], dtype=torch.long, device=hidden_BLD.device)
+    mask_BL[0, :num_padded] = 0  # the other row is not padded, and has no reference
+    try:
+        out_BLD = torch.cat([mix(prompt_BLD, cache, mask_BL), mix(hidden_BLD[:, length - 1 :], cache)], dim=1)
+    except _REFUSALS:
+        return False
+    return bool((out_BLD[0, num_padded:] - whole_BLD[0]).abs().max() <= most)
 
 
 def _in_parts(layer: int, mix: Mix, hidden_BLD: Tensor, lengths: Seq[int]) -> Tensor:

@@ -61,7 +61,7 @@ The table holds for tiny random models of transformers {transformers} on a CPU
 run, too.
 
 - **embedded engine**: `LocalEngine` with its block cache. Where that cannot be used it takes transformers' own cache, or computes
-  every token from the start. Hybrids keep a state per sequence beside the cache; `tests/integration/test_cuda_hybrids.py` is their test on a GPU.
+  every token from the start. Hybrids keep a state per sequence beside it.
 - **packed training**: samples end to end in one row, instead of padded rows. Hybrids pad the samples of a row inside their
   recurrent layers; their libraries' varlen kernels are not used.
 - **LoRA**: `--lora-rank` adapts all linear layers, except `out_proj` and `dt_proj` of Mamba mixers and Llama 4's router. Experts:

@@ -125,7 +125,7 @@ def _estimates(outcomes: Sequence[Outcome], grading: Grading) -> dict[str, Estim
     if is_graded:
         found["accuracy"] = _share(tasks, lambda o: bool(o.correct))
     found["mean_reward"] = mean_estimate([fmean(o.reward for o in samples) for samples in tasks.values()])
-    has_roles = _num_episodes(outcomes) < len(outcomes)
+    has_roles = _num_episodes(outcomes) < len({(outcome.episode, outcome.role) for outcome in outcomes})
     if has_roles:
         found |= _by_role(outcomes, is_graded=is_graded)
     found |= _scores(tasks)

@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("--server-flags", default="", help="more flags of ludic serve, in one word")
     parser.add_argument("--json", default=None, help="append one record to this file")
     options = parser.parse_args()
-    options.env_seconds = 0.0  # what OurStep asks for beside
+    options.env_seconds = 0.0  # OurStep reads it
     with tempfile.TemporaryDirectory() as folder:
         if options.shape is not None:
             options.model = str(Path(folder, "config.json"))

@@ -1,5 +1,6 @@
 """Computes the report of an evaluation from finished rollouts."""
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,8 @@ from ludic.eval.outcome import Outcome, outcomes_of, step_records
 from ludic.eval.statistics import Estimate, check_k, majority_at_k, mean_estimate, pass_at_k, share_estimate
 from ludic.types import ConfigError, Reducer, Rollout, apply_reducers_to_records, default_reducers, result_names
 from ludic.types.steps import OWN_COMPONENTS
+
+logger = logging.getLogger(__name__)
 
 METRICS: dict[str, str] = {
     "accuracy": "share of right samples, averaged over tasks",
@@ -36,7 +39,7 @@ METRICS: dict[str, str] = {
     "mean_turns": "turns per episode, of all its roles",
     "mean_completion_tokens": "sampled tokens per episode, of all its roles",
     "{role}/accuracy": "of one role, where several of an episode are evaluated; the numbers without a role are means over roles",
-    "{role}/mean_reward": "see {role}/accuracy",
+    "{role}/mean_reward": "mean reward of one role",
 }
 """What each number of a report means; `ludic parts metric` prints it. x_low and x_high are the ends of x's 95 % interval."""
 
@@ -64,7 +67,7 @@ class EvalReport:
     """One evaluation."""
 
     outcomes: list[Outcome]
-    """One per sample."""
+    """One per sample, or one per role of a sample."""
     records: list[dict[str, Any]]
     """One per reply to the env."""
     estimates: dict[str, Estimate]
@@ -101,17 +104,23 @@ def _num_episodes(outcomes: Sequence[Outcome]) -> int:
     return len({outcome.episode for outcome in outcomes})
 
 
+def _has_roles(outcomes: Sequence[Outcome]) -> bool:
+    """Whether an episode has several evaluated roles."""
+    named = [outcome for outcome in outcomes if outcome.role is not None]
+    return _num_episodes(named) < len({(outcome.episode, outcome.role) for outcome in named})
+
+
 def _counts(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    num_episodes = _num_episodes(outcomes)
+    num_episodes, num_failed = _num_episodes(outcomes), _num_episodes([o for o in outcomes if o.failure is not None])
     return {
         "num_tasks": float(len(by_task(outcomes))),
         "num_samples": float(num_episodes),
-        "num_failed": float(sum(o.failure is not None for o in outcomes)),
+        "num_failed": float(num_failed),
         "parse_error_rate": fmean(o.has_parse_error for o in outcomes),
         "unreadable_rate": fmean(o.has_unreadable_reply for o in outcomes),
         "truncation_rate": fmean(o.is_truncated for o in outcomes),
         "over_limit_rate": fmean(o.is_truncated or o.has_cut_off_reply for o in outcomes),
-        "failed_rate": fmean(o.failure is not None for o in outcomes),
+        "failed_rate": num_failed / num_episodes,
         "mean_total_reward": fmean(o.total_reward for o in outcomes),
         "mean_turns": sum(o.num_turns for o in outcomes) / num_episodes,
         "mean_completion_tokens": sum(o.num_completion_tokens for o in outcomes) / num_episodes,
@@ -125,7 +134,7 @@ def _estimates(outcomes: Sequence[Outcome], grading: Grading) -> dict[str, Estim
     if is_graded:
         found["accuracy"] = _share(tasks, lambda o: bool(o.correct))
     found["mean_reward"] = mean_estimate([fmean(o.reward for o in samples) for samples in tasks.values()])
-    has_roles = _num_episodes(outcomes) < len({(outcome.episode, outcome.role) for outcome in outcomes})
+    has_roles = _has_roles(outcomes)
     if has_roles:
         found |= _by_role(outcomes, is_graded=is_graded)
     found |= _scores(tasks)
@@ -133,8 +142,8 @@ def _estimates(outcomes: Sequence[Outcome], grading: Grading) -> dict[str, Estim
         found[name] = _share(tasks, holds)
     if has_roles:
         if grading.pass_k or grading.majority_k:
-            raise ConfigError(
-                "pass@k and majority@k compare attempts at a task; several roles of an episode are evaluated here."
+            logger.warning(
+                "pass@k and majority@k are left out: several roles of an episode are evaluated, not attempts at a task."
             )
     elif is_graded:
         found |= {f"pass@{k}": _pass_at(tasks, k) for k in _ks(grading.pass_k, tasks)}
@@ -153,7 +162,9 @@ def _estimates(outcomes: Sequence[Outcome], grading: Grading) -> dict[str, Estim
 def _by_role(outcomes: Sequence[Outcome], *, is_graded: bool) -> dict[str, Estimate]:
     found: dict[str, Estimate] = {}
     for role in sorted({outcome.role for outcome in outcomes if outcome.role is not None}):
-        tasks = by_task([outcome for outcome in outcomes if outcome.role == role])
+        tasks = by_task(
+            [outcome for outcome in outcomes if outcome.role in (role, None)]
+        )  # None: failed before it had roles
         if is_graded:
             found[f"{role}/accuracy"] = _share(tasks, lambda o: bool(o.correct))
         found[f"{role}/mean_reward"] = mean_estimate([fmean(o.reward for o in samples) for samples in tasks.values()])

@@ -63,7 +63,7 @@ _import_lock = threading.Lock()
 
 def _bm25s() -> Any:
     """The package, imported without JAX. Where JAX is installed, bm25s calls it when it is imported, and JAX then takes three
-    quarters of the GPU's memory; bm25s uses it only in `retrieve`."""
+    quarters of the GPU's memory; bm25s uses it only in `retrieve`. Meanwhile no other thread can import JAX."""
     with _import_lock:
         if (found := sys.modules.get("bm25s")) is not None:
             return found

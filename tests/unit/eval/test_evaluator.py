@@ -13,7 +13,7 @@ from ludic.eval.outcome import canonical
 from ludic.inference import ByteTemplate
 from ludic.interaction import MultiAgentProtocol, SingleAgentProtocol
 from ludic.parsers import ParseResult, raw_parser
-from ludic.types import ConfigError, EnvSpec, ProtocolSpec, Reducer, Rollout, RolloutRequest, StepOutcome
+from ludic.types import ConfigError, EnvironmentStep, EnvSpec, ProtocolSpec, Reducer, Rollout, RolloutRequest, StepOutcome
 from tests.fakes import CountingEnv, ScriptedClient, make_agent
 from tests.unit.eval.quiz import questions, quiz_engine, says
 
@@ -216,7 +216,7 @@ async def test_results_of_games_are_shares_of_all_games():
     assert metrics["mean_reward"] == pytest.approx((1 + 1 + 0 - 1 + 0) / 5)
 
 
-async def test_a_duel_is_one_sample_and_reports_each_player():
+async def test_a_duel_is_one_sample_and_reports_each_player(caplog):
     def protocol() -> MultiAgentProtocol:
         def first_free(request) -> str:
             text = ByteTemplate().decode(request.prompt_token_ids)
@@ -237,8 +237,8 @@ async def test_a_duel_is_one_sample_and_reports_each_player():
     assert metrics["mean_reward"] == np.mean([metrics[f"{player}/mean_reward"] for player in players])
     assert abs(metrics[f"{players[0]}/mean_reward"]) == 1
     assert not [name for name in metrics if "pass@" in name or "majority@" in name]
-    with pytest.raises(ConfigError, match="several roles"):
-        await evaluate(engine, requests, grading=Grading(pass_k=(2,)), max_steps=9)
+    assert "pass@2" not in (await evaluate(engine, requests, grading=Grading(pass_k=(2,)), max_steps=9)).metrics
+    assert "several roles" in caplog.text
 
 
 # --- the evaluator a trainer holds ---
@@ -317,3 +317,25 @@ async def test_an_interrupted_evaluation_can_be_continued(tmp_path):
 async def test_an_evaluation_of_nothing_is_refused():
     with pytest.raises(ConfigError, match="at least one task"):
         await run_eval(quiz_engine(lambda question: ""), [])
+
+
+def _won(role: str, episode: str) -> Rollout:
+    meta = {"task_id": episode, "agent_id": role, "engine": {"episode_run": episode}}
+    step = EnvironmentStep(
+        id=f"{episode}.{role}", index=0, prev_obs="", action="", parsed_action="", next_obs="", source_agent_step_id="", agent_step_ids=[],
+        reward=1.0, truncated=False, terminated=True, info={"correct": True},
+    )  # fmt: skip
+    return Rollout(id=f"{episode}.{role}", meta=meta, steps=[step])
+
+
+def test_an_episode_that_failed_before_it_had_roles_counts_for_each_role():
+    failed = Rollout.failed(RuntimeError("no"), meta={"task_id": "b", "engine": {"episode_run": "b"}})
+    metrics = make_report([_won("X", "a"), _won("O", "a"), failed]).metrics
+    assert (metrics["num_samples"], metrics["num_failed"], metrics["failed_rate"]) == (2, 1, 0.5)
+    assert metrics["X/accuracy"] == metrics["O/accuracy"] == 0.5
+
+
+def test_a_failure_after_an_episode_of_one_role_does_not_make_two_roles_of_it():
+    failed = Rollout.failed(RuntimeError("on closing"), meta={"task_id": "a", "engine": {"episode_run": "a"}})
+    metrics = make_report([failed, _won("X", "a"), _won("X", "b"), _won("X", "b")], Grading(pass_k=(1,))).metrics
+    assert "pass@1" in metrics and "X/accuracy" not in metrics

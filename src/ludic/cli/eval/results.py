@@ -134,9 +134,8 @@ def make_table(columns: Sequence[Column]) -> Table:
     names = list(dict.fromkeys(name for column in columns for name in column.report.estimates))
     for name in names:
         cells = [column.report.estimates.get(name) for column in columns]
-        title = (
-            name.replace(_REWARD, "reward") if name.endswith(_REWARD) else name.removesuffix("_rate").replace("_", " ")
-        )
+        role, slash, plain = name.rpartition("/")
+        title = f"{role}{slash}{'reward' if plain == _REWARD else plain.removesuffix('_rate').replace('_', ' ')}"
         table.add_row(title, *(_cell(name, cell) for cell in cells), style="bold" if name == names[0] else "")
     if len(columns) > 1:
         table.add_row("better than the first by", "", *(_difference(columns[0], column) for column in columns[1:]))

@@ -31,7 +31,7 @@ class CachedBackend:
 
     shares_prefixes = False
     bytes_per_sequence = 0
-    """Not known: what a library's cache holds beside keys and values."""
+    """The size of the states in transformers' own cache is not known."""
     max_rounds = 1
 
     def __init__(self, view: Any, max_length: int, *, recompute: bool = False, images: Any = None) -> None:

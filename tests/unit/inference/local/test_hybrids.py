@@ -13,6 +13,7 @@ from ludic.inference.local.hybrids import runners, states
 from ludic.inference.local.hybrids.runners import RecurrentRunner
 from ludic.inference.local.hybrids.states import Mixers, StateRows, probe_mixers
 from ludic.models.recurrent.layers import mix_of, recurrent_layers
+from ludic.types import ConfigError
 from tests.tiny_families import family_model
 from tests.unit.inference.local.tiny_models import (
     Gate,
@@ -61,7 +62,7 @@ async def test_a_group_computes_its_prompt_once_even_if_that_takes_several_steps
         together = await ask_all(engine, members)
         assert engine.stats["prefix_tokens_reused"] == 2 * len(prompt)
         alone = [(await ask_all(engine, [member]))[0] for member in members]
-        # Keys and values of the first requests are no help without their states.
+        # Keys and values of the first requests cannot be reused without their states.
         assert engine.stats["prefix_tokens_reused"] == 2 * len(prompt)
     assert [tokens(answer) for answer in together] == [tokens(answer) for answer in alone]
     assert len({tuple(tokens(answer)) for answer in together}) == 3
@@ -127,7 +128,7 @@ def test_only_jamba_does_not_continue_a_state_by_several_tokens():
     }
 
 
-def test_a_layer_that_forgets_its_state_is_found_out(monkeypatch):
+def test_a_layer_that_forgets_its_state_is_detected(monkeypatch):
     monkeypatch.setattr(states, "_cache", lambda layer, *states: None)
     assert probe_mixers(family_model("lfm2")) == (False, False, False)
 
@@ -159,12 +160,17 @@ def test_prompts_padded_on_the_left_have_the_outputs_and_states_that_each_has_al
             return mix_of(mixer)(hidden, cache, mask)
 
         out = states.PromptParts(rows, prompts, mixers).recur(layer, mix, hidden)
-        held = rows.read(layer, torch.tensor([rows.row(prompt.sequence) for prompt in prompts])).layers[layer]
+        held = rows.read(layer, torch.tensor(rows.rows(prompt.sequence for prompt in prompts))).layers[layer]
         found.append([out, held.conv_states[0], held.recurrent_states[0]])
     assert calls == [5, 2, 1, 1, 1]  # similar lengths, then equal ones
     for together, alone in zip(*found, strict=True):
         if alone is not None:
             torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-4)
+
+
+def test_states_that_do_not_fit_are_refused_with_what_to_lower():
+    with pytest.raises(ConfigError, match=r"recurrent states of all sequences take .* lower max_sequences"):
+        make_engine(family_model("lfm2"), kv_tokens=None, max_sequences=10**9)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -175,7 +181,7 @@ def test_rows_keep_every_sequence_s_state_wherever_they_move(seed):
         if len(expected) < 2 or rng.random() < 0.4:
             sequence = SimpleNamespace(number=next(numbers))
             cache = states._cache(3, torch.full((1, 2, 4), float(step)), torch.full((1, 5), -float(step)))
-            rows.write(3, torch.tensor([rows.row(sequence)]), cache)
+            rows.write(3, torch.tensor(rows.rows([sequence])), cache)
             expected[sequence.number] = (sequence, float(step))
         elif rng.random() < 0.4:
             sequence, _ = expected.pop(rng.choice(list(expected)))
@@ -188,7 +194,7 @@ def test_rows_keep_every_sequence_s_state_wherever_they_move(seed):
         num_rows = max(len(decoding), 4)
         rows.arrange(decoding, num_rows)
         held = rows.read(3, slice(num_rows)).layers[3]
-        held.conv_states[0][len(decoding) :] = float("nan")  # what padding computes is of no matter
+        held.conv_states[0][len(decoding) :] = float("nan")  # what padding computes is ignored
         for row, sequence in enumerate(decoding):
             value = expected[sequence.number][1]
             assert (held.conv_states[0][row] == value).all() and (held.recurrent_states[0][row] == -value).all()

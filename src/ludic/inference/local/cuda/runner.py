@@ -399,7 +399,8 @@ class CUDARunner:
         if self._can_group and owners != self._grouped:
             self._upload_groups(owners, bucket)
         lengths = np.array([owner.length for owner in owners]) - self._host_num_shared[: len(owners)]
-        splits = num_splits(bucket * self.pool.shape.heads[0][0], self._num_processors, float(lengths.mean()))
+        num_heads = max(kv_heads for kv_heads, _ in self.pool.shape.heads)  # recurrent layers have none
+        splits = num_splits(bucket * num_heads, self._num_processors, float(lengths.mean()))
         return Kernels(bucket, splits, self._has_groups, num_slots)
 
     def _upload_groups(self, owners: list[Sequence], bucket: int) -> None:

@@ -4,6 +4,7 @@ The layers are transformers' own, not compiled. A graph reads the states of its 
 """
 
 from collections.abc import Sequence as Seq
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,11 +39,14 @@ class GraphedRecurrentRunner(CUDARunner):
             model, shape, num_blocks, block_size, max_sequences=max_sequences, max_length=max_length, max_rounds=max_rounds,
             compile_layers=False, fuse=False,
         )  # fmt: skip
-        self._states = StateRows(shape.device)
+        # Rows for every sequence, and for padding a round to the next size.
+        gap = max((after - before - 1 for before, after in pairwise([0, *self._buckets])), default=0)
+        self._states = StateRows(shape.device, max_sequences + gap)
         self._mixers = mixers
         self._recurrence: RecurrentState = DecodingRows(self._states)
+        self._is_in_capture = False
         self._num_moves = 0
-        """Of the states that the graphs read."""
+        """`num_moves` of the states when the graphs were captured."""
 
     @torch.inference_mode()
     def prefill(self, chunks: Seq[Chunk]) -> Read:
@@ -74,12 +78,15 @@ class GraphedRecurrentRunner(CUDARunner):
             self._num_moves, self._graphs = self._states.num_moves, {}
 
     def _layer_state(self, attention: AttentionState) -> AttentionState:
+        if (
+            self._is_in_capture and not torch.cuda.is_current_stream_capturing()
+        ):  # a round before it, to allocate and compile
+            return HybridState(attention, DecodingRows(self._states, keeps=False))
         return HybridState(attention, self._recurrence)
 
     def _capture(self, kernels: Kernels) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        before = self._states.snapshot(kernels.num_rows)
+        self._is_in_capture = True
         try:
             return super()._capture(kernels)
         finally:
-            for state, value in before:
-                state.copy_(value)
+            self._is_in_capture = False

@@ -48,9 +48,8 @@ class HybridBackend(PagedBackend):
         blocks = settings.num_blocks, settings.block_size
         if self._shape.device.type == "cpu":
             return RecurrentRunner(cpu_forward(view, settings), self._shape, *blocks, mixers=self._mixers)
-        from ludic.inference.local.hybrids.cuda import (
-            GraphedRecurrentRunner,
-        )  # imports triton, which needs a GPU machine
+        # It imports triton, which needs a GPU machine.
+        from ludic.inference.local.hybrids.cuda import GraphedRecurrentRunner
 
         return GraphedRecurrentRunner(
             view, self._shape, *blocks, max_sequences=settings.max_sequences, max_length=settings.max_length,
@@ -66,30 +65,35 @@ class RecurrentRunner(CPURunner):
         self._states = StateRows(shape.device)
         self._mixers = mixers
         self._recurrence: Callable[[int], RecurrentState]
-        """(flat tokens of the pass, padding included) → its recurrent layers."""
+        """(flat tokens of the pass, padding included) → its recurrent layers. It does not refer to the runner, whose memory is freed
+        without the garbage collector so."""
 
     @torch.inference_mode()
     def prefill(self, chunks: Seq[Chunk]) -> Read:
         computed = [chunk for chunk in chunks if chunk.source is None]
-        self._recurrence = lambda _: PromptParts(self._states, computed, self._mixers)
+        states, mixers = self._states, self._mixers
+        self._recurrence = lambda _: PromptParts(states, computed, mixers)
         read = super().prefill(chunks)
         self._states.copy((chunk.source, chunk.sequence) for chunk in chunks if chunk.source is not None)
         return read
 
     @torch.inference_mode()
     def decode(self, sequences: Seq[Sequence], num_rounds: int = 1) -> Read:
-        self._recurrence = self._decoding_rows
-        return super().decode(sequences, num_rounds)
+        states, rows = self._states, self._rows
 
-    def _decoding_rows(self, num_rows: int) -> DecodingRows:
-        """Rows of states are in the order of the rows of keys, which is known when the model runs."""
-        self._states.arrange(self._rows.owners(), num_rows)
-        return DecodingRows(self._states)
+        def arranged(num_rows: int) -> DecodingRows:
+            """Rows of states are in the order of the rows of keys, which is known when the model runs."""
+            states.arrange(rows.owners(), num_rows)
+            return DecodingRows(states)
+
+        self._recurrence = arranged
+        return super().decode(sequences, num_rounds)
 
     @torch.inference_mode()
     def score(self, texts: Seq[Scoring]) -> list[PromptScores]:
         lengths = [len(text.tokens) for text in texts]
-        self._recurrence = lambda num_tokens: WholeTexts([*lengths, num_tokens - sum(lengths)], self._states.device)
+        device = self._states.device
+        self._recurrence = lambda num_tokens: WholeTexts([*lengths, num_tokens - sum(lengths)], device)
         return super().score(texts)
 
     def keep(self, sequence: Sequence) -> None:

@@ -5,6 +5,7 @@ once and their state is copied; other prefixes are not shared. Prompts are compu
 continues a state exactly (`probe_mixers` tries it); else the tokens after the first part run one by one.
 """
 
+import copy
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -32,23 +33,27 @@ _TOLERANCE, _TOLERANCE_HALF = 1e-4, 5e-2
 class StateRows:
     """The states of all sequences: in each recurrent layer one row for every sequence."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, num_rows: int = 0) -> None:
+        """`num_rows`: rows to begin with; more are made when they are needed."""
         self.device = device
         self.num_moves = 0
-        """How often the states got other memory."""
+        """How often the states were moved to other memory."""
         self._row_of: dict[int, int] = {}
         """By the sequence's number."""
-        self._num_rows = 0
+        self._num_rows = num_rows
         self._states: dict[int, tuple[Tensor, Tensor | None]] = {}
         """By layer: the last inputs of its convolution, and its recurrent state if it has one. Made when a layer first runs."""
 
-    def row(self, sequence: Sequence) -> int:
-        """The sequence's row, a free one at first."""
-        if sequence.number not in self._row_of:
-            taken = set(self._row_of.values())
-            self._row_of[sequence.number] = next(row for row in count() if row not in taken)
-            self._reserve(self._row_of[sequence.number] + 1)
-        return self._row_of[sequence.number]
+    def rows(self, sequences: Iterable[Sequence]) -> list[int]:
+        """The sequences' rows, free ones at first."""
+        numbers = [sequence.number for sequence in sequences]
+        taken = set(self._row_of.values())
+        free = (row for row in count() if row not in taken)
+        for number in numbers:
+            if number not in self._row_of:
+                self._row_of[number] = next(free)
+        self._reserve(max((self._row_of[number] for number in numbers), default=-1) + 1)
+        return [self._row_of[number] for number in numbers]
 
     def leave(self, sequence: Sequence) -> None:
         self._row_of.pop(sequence.number, None)
@@ -61,7 +66,7 @@ class StateRows:
         taken = set(wanted.values())
         free = (row for row in count(num_rows) if row not in taken)
         wanted |= {number: next(free) for number, row in others.items() if row < num_rows}
-        self._reserve(max(num_rows, *wanted.values()) + 1)
+        self._reserve(max(num_rows, *(row + 1 for row in wanted.values())))
         moved = [number for number, row in wanted.items() if self._row_of[number] != row]
         if moved:
             self._copy([self._row_of[number] for number in moved], [wanted[number] for number in moved])
@@ -69,8 +74,11 @@ class StateRows:
 
     def copy(self, pairs: Iterable[tuple[Sequence, Sequence]]) -> None:
         """Copy states from one sequence to another."""
-        rows = [(self.row(source), self.row(target)) for source, target in pairs]
-        self._copy([source for source, _ in rows], [target for _, target in rows])
+        sources, targets = [], []
+        for source, target in pairs:
+            sources.append(source)
+            targets.append(target)
+        self._copy(self.rows(sources), self.rows(targets))
 
     def read(self, layer: int, rows: Tensor | slice) -> Cache:
         """A cache with the states of these rows; of a slice it changes them in place."""
@@ -108,11 +116,6 @@ class StateRows:
             for state in states:
                 if state is not None:
                     state[to_N] = state[from_N]
-
-    def snapshot(self, num_rows: int) -> list[tuple[Tensor, Tensor]]:
-        """The first rows of all states, each with a copy."""
-        views = [x[:num_rows] for states in self._states.values() for x in states if x is not None]
-        return [(view, view.clone()) for view in views]
 
 
 def _longer(state: Tensor, more: int) -> Tensor:
@@ -166,7 +169,7 @@ class PromptParts:
             places_BL = np.arange(lengths_B.max()) - (lengths_B.max() - lengths_B)[:, None]  # below 0: padding
             mask = to_device((places_BL >= 0).astype(np.int64), states.device) if places_BL.min() < 0 else None
             tokens_BL = starts[members][:, None] + places_BL.clip(min=0)
-            rows = np.array([states.row(chunks[i].sequence) for i in members])
+            rows = np.array(states.rows(chunks[i].sequence for i in members))
             self._parts.append(
                 _Part(is_later, to_device(rows, states.device), to_device(tokens_BL, states.device), mask)
             )
@@ -181,7 +184,8 @@ class PromptParts:
             elif part.mask_BL is None:
                 out_TD[part.tokens_BL] = mix(hidden_TD[part.tokens_BL], cache)
             else:  # add zeros for the padding, which shares a place with a token
-                out_BLD = mix(hidden_TD[part.tokens_BL], cache, part.mask_BL) * part.mask_BL[..., None]
+                out_BLD = mix(hidden_TD[part.tokens_BL], cache, part.mask_BL)
+                out_BLD = out_BLD.masked_fill(part.mask_BL[..., None] == 0, 0.0)
                 out_TD.index_add_(0, part.tokens_BL.flatten(), out_BLD.flatten(0, 1))
             self._states.write(layer, part.states_B, cache)
         return out_TD
@@ -190,11 +194,14 @@ class PromptParts:
 class DecodingRows:
     """Recurrent layers of one new token for each of the first rows (`StateRows.arrange`)."""
 
-    def __init__(self, states: StateRows) -> None:
-        self._states = states
+    def __init__(self, states: StateRows, *, keeps: bool = True) -> None:
+        """`keeps`: whether the states are those after the token; else they stay as they are."""
+        self._states, self._keeps = states, keeps
 
     def recur(self, layer: int, mix: Mix, hidden_TD: Tensor) -> Tensor:
-        return mix(hidden_TD[:, None], self._states.read(layer, slice(len(hidden_TD))))[:, 0]
+        count = len(hidden_TD)
+        rows = slice(count) if self._keeps else torch.arange(count, device=hidden_TD.device)
+        return mix(hidden_TD[:, None], self._states.read(layer, rows))[:, 0]
 
 
 class WholeTexts:
@@ -222,17 +229,20 @@ class Mixers(NamedTuple):
     continue_by_one: bool
     """Go on from a state by one token."""
     continue_by_several: bool
+    """Go on from a state by several tokens at once."""
     take_a_mask: bool
     """Begin with padding on the left."""
 
 
 @torch.inference_mode()
 def probe_mixers(model: nn.Module) -> Mixers:
-    """Try it with random inputs."""
+    """Find by random inputs what the recurrent layers can do, in fp32: rounding in half precision would hide a lost state."""
     kinds = {type(mixer): (layer, mixer) for layer, mixer in recurrent_layers(model).items()}
     by_one = by_several = with_mask = True
     width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
     for layer, mixer in kinds.values():
+        if all(p.is_floating_point() for p in mixer.parameters()):
+            mixer = copy.deepcopy(mixer).float()
         first, mix = next(mixer.parameters()), mix_of(mixer)
         generator = torch.Generator().manual_seed(0)
         hidden = torch.randn(2, sum(_PROBED_PARTS[0]), width, generator=generator).to(first.device, first.dtype)

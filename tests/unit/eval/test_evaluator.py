@@ -13,7 +13,16 @@ from ludic.eval.outcome import canonical
 from ludic.inference import ByteTemplate
 from ludic.interaction import MultiAgentProtocol, SingleAgentProtocol
 from ludic.parsers import ParseResult, raw_parser
-from ludic.types import ConfigError, EnvironmentStep, EnvSpec, ProtocolSpec, Reducer, Rollout, RolloutRequest, StepOutcome
+from ludic.types import (
+    ConfigError,
+    EnvironmentStep,
+    EnvSpec,
+    ProtocolSpec,
+    Reducer,
+    Rollout,
+    RolloutRequest,
+    StepOutcome,
+)
 from tests.fakes import CountingEnv, ScriptedClient, make_agent
 from tests.unit.eval.quiz import questions, quiz_engine, says
 

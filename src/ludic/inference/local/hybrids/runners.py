@@ -65,8 +65,8 @@ class RecurrentRunner(CPURunner):
         self._states = StateRows(shape.device)
         self._mixers = mixers
         self._recurrence: Callable[[int], RecurrentState]
-        """(flat tokens of the pass, padding included) → its recurrent layers. It does not refer to the runner, whose memory is freed
-        without the garbage collector so."""
+        """(flat tokens of the pass, padding included) → its recurrent layers. Without a reference to the runner, so that the
+        runner's memory is freed without the garbage collector."""
 
     @torch.inference_mode()
     def prefill(self, chunks: Seq[Chunk]) -> Read:

@@ -35,7 +35,7 @@ from ludic.cli.eval.run import make_requests, read_command
 from ludic.eval import evaluate
 from ludic.inference.local import LocalEngine
 from ludic.run.given import env_factory
-from ludic.run.parts import make_episode_setup
+from ludic.run.parts.episodes import make_episode_setup
 from ludic.tasks import long_lived_objects_exempt
 from ludic.types import ChatResponse, Info, TokenCompletionRequest
 

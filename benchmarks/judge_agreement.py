@@ -49,7 +49,7 @@ from ludic.judges import (
     pair_accuracy,
 )
 from ludic.run.given import env_factory
-from ludic.run.parts import make_episode_setup
+from ludic.run.parts.episodes import make_episode_setup
 from ludic.types import Rollout, SamplingParams
 from ludic.types.interfaces import BatchingClient
 

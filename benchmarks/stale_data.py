@@ -32,7 +32,7 @@ from letter_lines import engine_of, lines, tiny_model
 
 from ludic import registry
 from ludic.inference.local import LocalEngine
-from ludic.run.config import AlgoSettings
+from ludic.run.config.training import AlgoSettings
 from ludic.run.generation.pipeline import SAMPLE_BAND, TOKEN_BAND
 from ludic.run.resolve import NEGATIVE_MASK, open_reduction
 from ludic.training import RLAlgorithm, Trainer, TrainerConfig

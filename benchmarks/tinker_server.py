@@ -33,7 +33,7 @@ from grpo_step import OurStep
 from machine import ON_GPU, commit, hardware
 
 from ludic.models.tiny import character_tokenizer
-from ludic.run.config import ModelSettings
+from ludic.run.config.model import ModelSettings
 from ludic.run.model import load_policy
 
 GOALS = {"one": 0.85, "many": 0.70}

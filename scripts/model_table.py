@@ -18,7 +18,7 @@ from ludic.distributed.ranks import Ranks
 from ludic.inference.local.cached import CachedBackend
 from ludic.inference.local.runner import choose_backend
 from ludic.models.loading import LoadedModel
-from ludic.run.config import ModelSettings
+from ludic.run.config.model import ModelSettings
 from ludic.run.model import load_policy
 from ludic.training.learner.policy import TrainedPolicy, check_shared_prefixes
 from ludic.types import SAWItem

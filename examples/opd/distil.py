@@ -35,7 +35,8 @@ from ludic.models.loading import LoadedModel, load_model
 from ludic.models.teacher_kl import KLDirection, VocabularyKL
 from ludic.models.tiny import character_tokenizer, tiny_llama
 from ludic.run import build
-from ludic.run.parts import make_algorithm, make_episode_setup
+from ludic.run.parts.algorithm import make_algorithm
+from ludic.run.parts.episodes import make_episode_setup
 from ludic.run.resolve import ResolvedRun
 from ludic.run.sources import make_source
 from ludic.training import Trainer, make_opd

@@ -25,7 +25,7 @@ from ludic.inference import (
     ScriptedClient,
     tool_parser_for,
 )
-from ludic.run.config import ModelSettings
+from ludic.run.config.model import ModelSettings
 from ludic.run.model import load_tokenizer
 from ludic.types import Rollout
 from tests.extended import cases

@@ -16,7 +16,7 @@ import tyro
 from ludic.cli.terminal.colour import is_coloured
 from ludic.cli.terminal.flags import ASK, FlagsAsked, flags_of
 from ludic.cli.terminal.pages import HELP, HELP_ALL, help_page
-from ludic.run.config import FILE_SECTIONS, RunConfig
+from ludic.run.config.run_config import FILE_SECTIONS, RunConfig
 from ludic.run.settings import (
     Setting,
     check_numbers,

@@ -16,9 +16,12 @@ from ludic.cli.args import parse_with_settings
 from ludic.cli.terminal.colour import make_console
 from ludic.judges import agreement
 from ludic.rewards import Rewards
-from ludic.run.config import AgentSettings, RewardSettings, RunConfig, check_name
+from ludic.run.config.entries import check_name
+from ludic.run.config.env_and_agent import AgentSettings
+from ludic.run.config.reward import RewardSettings
+from ludic.run.config.run_config import RunConfig
 from ludic.run.folder import CONFIG, ROLLOUTS
-from ludic.run.parts import make_rewards
+from ludic.run.parts.rewards import make_rewards
 from ludic.run.settings import read_toml
 from ludic.types import ConfigError
 from ludic.types.files import is_compressed

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ludic.cli.args import USUAL, parse_with_settings
 from ludic.cli.train import ScriptFlags, reported, show_plan
-from ludic.run.config import RunConfig
+from ludic.run.config.run_config import RunConfig
 from ludic.run.settings import with_values
 from ludic.types import LudicError
 from ludic.types.errors import RunComplete

@@ -1,15 +1,16 @@
 """A training run as a library part: settings, model, environment, folder, and the objects that a run consists of.
 
 `cli`, examples and notebooks import it; it may import everything but `cli` and `minimal`. Start with run.py (`build`, `Run`), then
-config.py (settings), given.py (the env, and parts as objects), resolve.py (every default filled in) and checks.py. generation/ is
-where samples come from: the engine here, servers, actors, teachers. parts.py makes requests, the algorithm and loggers, protocols/
-agents and protocols, policies/ runs with several policies. model.py loads weights and serves them, folder.py is the run folder,
-settings.py reads and writes TOML; dry_run.py and export.py are `--dry-run` and `ludic export`.
+config/ (settings), given.py (the env, and parts as objects), resolve.py (every default filled in) and checks.py. generation/ is
+where samples come from: the engine here, servers, actors, teachers. parts/ makes episodes, requests, the algorithm and loggers,
+protocols/ agents and protocols, policies/ runs with several policies. sources.py is the batch source. model.py loads weights and
+serves them, folder.py is the run folder, settings.py reads and writes TOML; dry_run.py and export.py are `--dry-run` and
+`ludic export`.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from ludic.run.config import RunConfig
+from ludic.run.config.run_config import RunConfig
 
 if TYPE_CHECKING:
     from ludic.run.run import Run, RunFailed, TrainResult, build, load

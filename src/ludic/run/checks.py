@@ -1,6 +1,6 @@
 """Settings that do not go together, found before anything is loaded."""
 
-from ludic.run.config import RunConfig
+from ludic.run.config.run_config import RunConfig
 from ludic.run.given import Parts
 from ludic.types import ConfigError, shown_url
 

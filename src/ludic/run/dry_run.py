@@ -8,7 +8,7 @@ import torch
 from ludic.models import SMOLLM2, TINY
 from ludic.models.tiny import make_tiny
 from ludic.models.vision.inputs import auto_class
-from ludic.run.config import ModelSettings
+from ludic.run.config.model import ModelSettings
 from ludic.run.folder import ResumePoint
 from ludic.run.generation import check_preferences, check_teacher
 from ludic.run.model import (
@@ -19,15 +19,10 @@ from ludic.run.model import (
     forked_checkpoint,
     make_template,
 )
-from ludic.run.parts import (
-    check_protocol,
-    eval_samples,
-    first_env,
-    make_algorithm,
-    make_rewards,
-    train_samples,
-    train_stream,
-)
+from ludic.run.parts.algorithm import make_algorithm
+from ludic.run.parts.episodes import check_protocol
+from ludic.run.parts.rewards import make_rewards
+from ludic.run.parts.samples import eval_samples, first_env, train_samples, train_stream
 from ludic.run.policies.team import check_team
 from ludic.run.protocols.agents import outside_agent
 from ludic.run.resolve import MASKED_WHEN_OLD, NEGATIVE_MASK, ResolvedRun

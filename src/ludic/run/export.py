@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from ludic.models import TINY
 from ludic.models.loading import SMOLLM2, LoadedModel, load_model
-from ludic.run.config import CHECKPOINTS, TINY, ModelSettings, RunConfig
+from ludic.run.config.model import ModelSettings
+from ludic.run.config.run_config import CHECKPOINTS, RunConfig
 from ludic.run.folder import CONFIG, policy_folders
 from ludic.run.model import base_settings, checkpoint_in, load_policy
 from ludic.run.settings import read_toml

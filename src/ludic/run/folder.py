@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic import __version__
-from ludic.run.config import CHECKPOINTS, MAY_CHANGE_ON_RESUME, RunConfig
+from ludic.run.config.run_config import CHECKPOINTS, MAY_CHANGE_ON_RESUME, RunConfig
 from ludic.run.policies.entry import POLICIES
 from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import Difference, differences, read_toml, to_toml

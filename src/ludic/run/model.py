@@ -33,7 +33,8 @@ from ludic.models.vision.inputs import (
     load_image_processor,
     vision_modules,
 )
-from ludic.run.config import CHECKPOINTS, ModelSettings, RunConfig, is_served
+from ludic.run.config.model import ModelSettings, is_served
+from ludic.run.config.run_config import CHECKPOINTS, RunConfig
 from ludic.run.folder import CONFIG, METRICS, policy_folders
 from ludic.run.policies.entry import PolicyEntry
 from ludic.run.resolve import default_name

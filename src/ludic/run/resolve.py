@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 from ludic import registry
 from ludic.catalog import Suggested
 from ludic.run.checks import check_engine, check_numbers, check_stored_kind, check_tasks
-from ludic.run.config import CHECKPOINTS, DEFAULT_MAX_LAG, AlgoSettings, Averaging, RunConfig
-from ludic.run.entries import EnvEntry
+from ludic.run.config.entries import EnvEntry
+from ludic.run.config.rollouts import DEFAULT_MAX_LAG
+from ludic.run.config.run_config import CHECKPOINTS, RunConfig
+from ludic.run.config.training import AlgoSettings, Averaging
 from ludic.run.given import EnvFactory, Parts, check_data, env_factory, has_task
 from ludic.run.settings import values_of, with_values
 from ludic.training.config import CheckpointConfig, TrainerConfig

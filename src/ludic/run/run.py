@@ -20,7 +20,7 @@ from ludic.batch_gen.pipeline.connection import RedisGone
 from ludic.distributed import WeightPushError
 from ludic.eval import EvalReport
 from ludic.models.loading import LoadedModel
-from ludic.run.config import RunConfig
+from ludic.run.config.run_config import RunConfig
 from ludic.run.dry_run import plan_lines
 from ludic.run.folder import (
     CONFIG,
@@ -37,7 +37,7 @@ from ludic.run.folder import (
 from ludic.run.generation import Generation, generation_of, mark_finished
 from ludic.run.given import EnvFactory, Parts, env_factory, no_env
 from ludic.run.model import load_policy, load_reference, use_threads, with_pinned_checkpoints
-from ludic.run.parts import make_loggers
+from ludic.run.parts.loggers import make_loggers
 from ludic.run.policies.entry import PolicyEntry
 from ludic.run.policies.resolve import resolve_run
 from ludic.run.policies.team import Team, check_team

@@ -32,21 +32,11 @@ from ludic.batch_gen.sources.mixed import MixedBatchSource, MixedPart, ReplayBat
 from ludic.batch_gen.sources.stragglers import Stragglers
 from ludic.inference import ChatTemplate, HFChatTemplate
 from ludic.interaction import Policies
-from ludic.run.parts import (
-    PLAYED,
-    PROTOCOL,
-    EpisodeSetup,
-    env_arguments,
-    first_env,
-    make_algorithm,
-    make_rewards,
-    recorded_algorithm,
-    request_strategy,
-    train_inference,
-    train_requests,
-    train_samples,
-    train_stream,
-)
+from ludic.run.parts.algorithm import PLAYED, make_algorithm, recorded_algorithm
+from ludic.run.parts.episodes import PROTOCOL, EpisodeSetup
+from ludic.run.parts.requests import request_strategy, train_inference, train_requests
+from ludic.run.parts.rewards import make_rewards
+from ludic.run.parts.samples import env_arguments, first_env, train_samples, train_stream
 from ludic.run.protocols.agents import agent_factory
 from ludic.run.resolve import ResolvedRun
 from ludic.types import (

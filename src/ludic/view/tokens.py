@@ -17,7 +17,8 @@ import numpy as np
 from ludic.batch_gen.stitching import call_segments
 from ludic.inference.serving.response import TextStream
 from ludic.models import SMOLLM2, TINY
-from ludic.run.config import CHECKPOINTS, ModelSettings
+from ludic.run.config.model import ModelSettings
+from ludic.run.config.run_config import CHECKPOINTS
 from ludic.types import Rollout, Step
 from ludic.view.files import step_of_record
 from ludic.view.index import RunIndex

@@ -23,7 +23,9 @@ from ludic.batch_gen.pipeline.source import PipelineBatchSource
 from ludic.batch_gen.pipeline.wire import encode_group
 from ludic.cli.pipeline import actor as run_actor
 from ludic.run import Run
-from ludic.run.config import ModelSettings, PipelineSettings, RunConfig
+from ludic.run.config.model import ModelSettings
+from ludic.run.config.pipeline import PipelineSettings
+from ludic.run.config.run_config import RunConfig
 from ludic.run.generation import pipeline as run_pipeline
 from ludic.run.generation import pipeline_algorithm
 from ludic.run.given import env_factory

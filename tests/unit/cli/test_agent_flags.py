@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ludic.run.config import RunConfig
+from ludic.run.config.run_config import RunConfig
 from ludic.run.settings import read_toml
 from ludic.sandbox import is_bubblewrap_available
 from ludic.training.loggers import read_metrics

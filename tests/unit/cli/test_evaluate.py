@@ -20,7 +20,9 @@ from ludic.cli.eval.run import read_command
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.server import serve
 from ludic.models.tiny import tiny_llama, word_tokenizer
-from ludic.run.config import AgentSettings, EnvSettings, ModelSettings, RunConfig
+from ludic.run.config.env_and_agent import AgentSettings, EnvSettings
+from ludic.run.config.model import ModelSettings
+from ludic.run.config.run_config import RunConfig
 from ludic.run.resolve import slug
 from ludic.run.settings import to_toml, with_values
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ludic.models.tiny import character_tokenizer
-from ludic.run.config import ModelSettings
+from ludic.run.config.model import ModelSettings
 from ludic.run.model import load_policy
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
 from tests import forked

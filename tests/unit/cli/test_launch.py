@@ -8,7 +8,8 @@ import pytest
 
 from ludic.cli.pipeline.launch import ludic_command, make_roles, prepare, ray_resources, reachable_socket
 from ludic.cli.pipeline.supervisor import WhenDone
-from ludic.run.config import PipelineSettings, RunConfig, given_redis, redis_url, required_servers
+from ludic.run.config.pipeline import PipelineSettings, given_redis, redis_url, required_servers
+from ludic.run.config.run_config import RunConfig
 from ludic.run.folder import ResumePoint, prepare_folder
 from ludic.run.given import env_factory
 from ludic.run.resolve import ResolvedRun, resolve

@@ -3,7 +3,7 @@
 import pytest
 
 from ludic.models.tiny import character_tokenizer, tiny_llama
-from ludic.run.config import RunConfig
+from ludic.run.config.run_config import RunConfig
 from ludic.run.settings import read_toml
 from tests.unit.cli.train_parts import SMALL, command_in
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from ludic.models.tiny import character_tokenizer, tiny_llama
-from ludic.run.config import RunConfig
+from ludic.run.config.run_config import RunConfig
 from ludic.run.settings import read_toml
 from ludic.training.loggers import read_metrics
 from ludic.types import load_rollouts

@@ -11,7 +11,7 @@ from ludic.inference.local import LocalEngine
 from ludic.models.experts.adapters import expert_parameters, merge_experts
 from ludic.models.lora import dense_parameters
 from ludic.models.weights import shared_view
-from ludic.run.config import ModelSettings
+from ludic.run.config.model import ModelSettings
 from ludic.types import ConfigError, ReturnSpec, SamplingParams, TokenCompletionRequest
 from tests.tiny_families import family_model
 

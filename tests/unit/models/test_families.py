@@ -13,7 +13,7 @@ import torch
 from ludic.models.head import plain_model
 from ludic.models.loading import LoadedModel
 from ludic.models.lora import dense_parameters
-from ludic.run.config import ModelSettings
+from ludic.run.config.model import ModelSettings
 from ludic.run.model import load_policy
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.types import SAWItem

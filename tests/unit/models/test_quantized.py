@@ -8,7 +8,7 @@ import torch
 
 from ludic.models.lora import dense_parameters
 from ludic.models.memory.quantized import is_quantized, quantize_linears
-from ludic.run.config import ModelSettings
+from ludic.run.config.model import ModelSettings
 from ludic.run.model import load_policy
 from ludic.types import ConfigError, MissingPackage
 from tests.unit.training.bandit import hand_trainer, tiny_llama

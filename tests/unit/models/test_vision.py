@@ -12,7 +12,7 @@ from ludic.models.loading import load_model
 from ludic.models.lora import dense_parameters
 from ludic.models.vision.inputs import Pictures, VisionDecoder, freeze_vision, image_processor_of, is_vision_model
 from ludic.models.vision.tiny import save_tiny_vision, tiny_vision
-from ludic.run.config import ModelSettings
+from ludic.run.config.model import ModelSettings
 from ludic.run.model import load_policy, load_tokenizer, make_template
 from ludic.types import ConfigError, ImageSpan, content_of
 

@@ -9,7 +9,7 @@ import pytest
 
 from ludic.envs.workers import EnvServer
 from ludic.run import build
-from ludic.run.config import EnvSettings
+from ludic.run.config.env_and_agent import EnvSettings
 from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError, load_rollouts
 from tests.integration.test_env_workers import nothing_left, start_server

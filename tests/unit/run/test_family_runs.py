@@ -7,7 +7,7 @@ import torch
 
 from ludic.models.tiny import character_tokenizer
 from ludic.run import build
-from ludic.run.config import ModelSettings
+from ludic.run.config.model import ModelSettings
 from ludic.run.model import load_policy
 from tests.extended import cases
 from tests.tiny_families import FAMILIES, family_model

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from ludic.run import build
-from ludic.run.config import RunConfig
+from ludic.run.config.run_config import RunConfig
 from ludic.run.dry_run import mask_lines
 from ludic.run.resolve import MASKED_WHEN_OLD, NEGATIVE_MASK
 from ludic.run.settings import read_toml

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ludic.run import build
-from ludic.run.config import RunConfig
+from ludic.run.config.run_config import RunConfig
 from ludic.run.settings import read_toml, to_toml
 from ludic.types import ConfigError
 from tests.unit.cli.train_parts import RUN, SMALL, command_in
@@ -123,7 +123,7 @@ def test_the_losses_of_own_algorithms_are_weighted_by_their_shares(ludic):
     entry = '[[envs]]\nid = "letter.py:Letter"\nname = "{}"\nweight = {}\nalgo_set = {{name = "{}"}}\n'
     write(entry.format("a", 3, "x") + entry.format("b", 1, "y"))
     run = build(read_toml(RunConfig, Path("run.toml")), model="tiny").resolved
-    from ludic.run.parts import make_algorithm
+    from ludic.run.parts.algorithm import make_algorithm
 
     terms = make_algorithm(run).loss.terms
     assert {term.name: term.weight for term in terms} == {"a": 0.75, "b": 0.25}

@@ -7,13 +7,15 @@ import pytest
 import torch
 
 from ludic.models.tiny import character_tokenizer, tiny_llama
-from ludic.run import parts as assemble
-from ludic.run.config import AgentSettings, EnvSettings, ModelSettings, RunConfig
+from ludic.run.config.env_and_agent import AgentSettings, EnvSettings
+from ludic.run.config.model import ModelSettings
+from ludic.run.config.run_config import RunConfig
 from ludic.run.dry_run import plan_lines
 from ludic.run.folder import ResumePoint, prepare_folder
 from ludic.run.given import env_factory
 from ludic.run.model import load_policy, with_pinned_checkpoints
-from ludic.run.parts import make_loggers
+from ludic.run.parts import loggers
+from ludic.run.parts.loggers import make_loggers
 from ludic.run.resolve import ResolvedRun, resolve
 from ludic.run.settings import to_toml, with_values
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
@@ -141,7 +143,7 @@ class FakeWandb:
 
 def test_wandb_id_is_kept_on_resume_and_new_on_restart(tmp_path, monkeypatch):
     FakeWandb.ids = []
-    monkeypatch.setattr(assemble, "WandbLogger", FakeWandb)
+    monkeypatch.setattr(loggers, "WandbLogger", FakeWandb)
     for start in (ResumePoint(), ResumePoint(first_step=2), ResumePoint(restarts=True)):
         start_logging(tmp_path / "here", start)
     start_logging(tmp_path / "there", ResumePoint())  # a run of the same name in another place

@@ -12,16 +12,15 @@ from ludic.inference import ByteTemplate, ScriptedClient
 from ludic.inference.local import LocalEngine
 from ludic.interaction import MultiAgentProtocol, SingleAgentProtocol
 from ludic.models.tiny import character_tokenizer
-from ludic.run.config import AgentSettings, EnvSettings, ModelSettings, RunConfig
+from ludic.run.config.env_and_agent import AgentSettings, EnvSettings
+from ludic.run.config.model import ModelSettings
+from ludic.run.config.run_config import RunConfig
 from ludic.run.given import env_factory
 from ludic.run.model import dtype_of, load_policy, make_template, serve_locally
-from ludic.run.parts import (
-    EpisodeSetup,
-    fixed_requests,
-    make_algorithm,
-    make_episode_setup,
-    train_requests,
-)
+from ludic.run.parts.algorithm import make_algorithm
+from ludic.run.parts.episodes import EpisodeSetup, make_episode_setup
+from ludic.run.parts.evaluation import fixed_requests
+from ludic.run.parts.requests import train_requests
 from ludic.run.protocols.agents import agent_factory
 from ludic.run.resolve import ResolvedRun, resolve
 from ludic.run.settings import with_values

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from ludic.run import build, load
-from ludic.run.config import RunConfig
-from ludic.run.entries import LeagueSettings
+from ludic.run.config.entries import LeagueSettings
+from ludic.run.config.run_config import RunConfig
 from ludic.run.policies.entry import PolicyEntry, with_policies
 from ludic.run.policies.resolve import league_seatings, seatings
 from ludic.run.policies.team import cache_fraction

@@ -11,9 +11,11 @@ from ludic.inference import ByteTemplate, HermesToolParser, ScriptedClient
 from ludic.inference.openai_client import messages_of
 from ludic.interaction import DelegatingProtocol, MultiAgentProtocol, SingleAgentProtocol
 from ludic.run import build
-from ludic.run.config import AgentSettings, EnvSettings, RunConfig
+from ludic.run.config.env_and_agent import AgentSettings, EnvSettings
+from ludic.run.config.run_config import RunConfig
 from ludic.run.given import Parts, env_factory
-from ludic.run.parts import make_algorithm, make_episode_setup
+from ludic.run.parts.algorithm import make_algorithm
+from ludic.run.parts.episodes import make_episode_setup
 from ludic.run.protocols.factory import protocol_factory
 from ludic.run.resolve import resolve
 from ludic.run.settings import read_toml, with_values

@@ -10,8 +10,10 @@ from ludic.batch_gen import TooManyFailures
 from ludic.cli.eval.config import EvalConfig, of_run
 from ludic.rewards import FunctionScorer
 from ludic.rewards.shaping import LengthPenalty
-from ludic.run.config import AgentSettings, RewardSettings, RunConfig
-from ludic.run.parts import make_rewards
+from ludic.run.config.env_and_agent import AgentSettings
+from ludic.run.config.reward import RewardSettings
+from ludic.run.config.run_config import RunConfig
+from ludic.run.parts.rewards import make_rewards
 from ludic.run.settings import read_toml, to_toml
 from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError, load_rollouts

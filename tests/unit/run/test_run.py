@@ -18,7 +18,7 @@ from ludic.envs import SingleAgentEnv
 from ludic.models.tiny import make_tiny
 from ludic.parsers import ParseResult
 from ludic.run import Run, RunConfig, RunFailed, build, load
-from ludic.run.config import EnvSettings
+from ludic.run.config.env_and_agent import EnvSettings
 from ludic.run.folder import CONFIG, FAILURE
 from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import read_toml

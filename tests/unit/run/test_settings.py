@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ludic.cli.args import Switch, parse_with_settings
-from ludic.run.config import MAY_CHANGE_ON_RESUME, RunConfig
+from ludic.run.config.run_config import MAY_CHANGE_ON_RESUME, RunConfig
 from ludic.run.settings import (
     differences,
     read_pair,

@@ -8,7 +8,7 @@ import pytest
 
 from ludic.batch_gen.requests.streams import first_samples
 from ludic.run import build
-from ludic.run.parts import eval_samples, train_stream
+from ludic.run.parts.samples import eval_samples, train_stream
 from ludic.training.loggers import read_metrics
 from ludic.types import StepOutcome, load_rollouts
 from tests import forked

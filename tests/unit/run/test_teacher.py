@@ -9,7 +9,8 @@ import pytest
 from ludic.batch_gen import DomainTeachers
 from ludic.models.tiny import character_tokenizer, tiny_llama
 from ludic.run import build
-from ludic.run.config import AlgoSettings, RunConfig
+from ludic.run.config.run_config import RunConfig
+from ludic.run.config.training import AlgoSettings
 from ludic.run.generation import make_teachers
 from ludic.run.settings import read_toml
 from ludic.training.loggers import read_metrics

@@ -10,7 +10,7 @@ from ludic.inference.templates.vision import VisionTemplate
 from ludic.models.vision.inputs import image_processor_of
 from ludic.models.vision.tiny import save_tiny_vision
 from ludic.run import build
-from ludic.run.config import ModelSettings
+from ludic.run.config.model import ModelSettings
 from ludic.run.dry_run import num_parameters
 from ludic.run.model import load_policy, make_template
 from ludic.types import ConfigError, content_of, load_rollouts

@@ -15,7 +15,7 @@ from ludic.cli.args import parse_run
 from ludic.cli.train import TrainArgs
 from ludic.run import build
 from ludic.run.given import env_factory
-from ludic.run.parts import make_algorithm
+from ludic.run.parts.algorithm import make_algorithm
 from ludic.training import algorithms
 from ludic.training.algorithms import (
     RLAlgorithm,

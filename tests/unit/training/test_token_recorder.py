@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ludic.run.config import RolloutSettings
+from ludic.run.config.rollouts import RolloutSettings
 from ludic.training import Trainer, TrainerConfig, make_grpo
 from ludic.training.learner.gradients import accumulate_gradients
 from ludic.training.learner.packing import PADDING_ITEM

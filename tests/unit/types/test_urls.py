@@ -10,7 +10,9 @@ from ludic.cli.eval.config import PolicySettings
 from ludic.inference.http import EndpointError
 from ludic.inference.openai_client import OpenAIChatClient
 from ludic.inference.vllm.client import VLLMChatClient
-from ludic.run.config import AlgoSettings, PipelineSettings, RolloutSettings
+from ludic.run.config.pipeline import PipelineSettings
+from ludic.run.config.rollouts import RolloutSettings
+from ludic.run.config.training import AlgoSettings
 from ludic.types import ConfigError, shown_url
 from ludic.types.urls import LOGINS_VARIABLE, holds_login, login_of, without_login
 

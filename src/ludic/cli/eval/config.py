@@ -7,7 +7,11 @@ from pathlib import Path
 from ludic.batch_gen.requests.streams import is_stream
 from ludic.eval import Grading
 from ludic.models import SMOLLM2
-from ludic.run.config import AgentSettings, Dtype, EnvSettings, RewardSettings, RunConfig, at_least, check_name
+from ludic.run.config.entries import at_least, check_name
+from ludic.run.config.env_and_agent import AgentSettings, EnvSettings
+from ludic.run.config.model import Dtype
+from ludic.run.config.reward import RewardSettings
+from ludic.run.config.run_config import RunConfig
 from ludic.run.given import EnvFactory, check_data
 from ludic.run.resolve import resolve_play
 from ludic.run.settings import read_toml

@@ -29,7 +29,9 @@ from ludic.cli.terminal.colour import make_console
 from ludic.eval import Grading, outcome_of
 from ludic.eval import evaluate as run_episodes
 from ludic.run.given import EnvFactory, env_factory
-from ludic.run.parts import EpisodeSetup, env_arguments, fixed_requests, make_episode_setup
+from ludic.run.parts.episodes import EpisodeSetup, make_episode_setup
+from ludic.run.parts.evaluation import fixed_requests
+from ludic.run.parts.samples import env_arguments
 from ludic.tasks import long_lived_objects_exempt
 from ludic.types import ConfigError, InferenceSpec, ReturnSpec, Rollout, RolloutRequest, SamplingParams
 

@@ -15,7 +15,8 @@ from ludic.batch_gen.pipeline.actor import ActorReport, run_pipeline_actor
 from ludic.batch_gen.pipeline.connection import RedisGone, require_redis
 from ludic.cli.args import TRY_AGAIN
 from ludic.distributed.publish.folder import FolderFollower
-from ludic.run.config import RunConfig, redis_url, required_servers
+from ludic.run.config.pipeline import redis_url, required_servers
+from ludic.run.config.run_config import RunConfig
 from ludic.run.folder import ROLLOUTS, WEIGHTS
 from ludic.run.generation import pipeline_algorithm
 from ludic.run.generation.vllm import connect_to_servers
@@ -29,7 +30,8 @@ from ludic.run.model import (
     with_pinned_checkpoints,
     without_adapter,
 )
-from ludic.run.parts import EpisodeSetup, make_episode_setup, request_strategy, train_requests
+from ludic.run.parts.episodes import EpisodeSetup, make_episode_setup
+from ludic.run.parts.requests import request_strategy, train_requests
 from ludic.run.policies.resolve import resolve_run
 from ludic.run.resolve import ResolvedRun
 from ludic.tasks import cancel_all

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ludic.cli.args import A, Switch, Target, need_extras, parse_run
-from ludic.run.config import RunConfig
+from ludic.run.config.run_config import RunConfig
 from ludic.run.given import EnvFactory, env_factory
 from ludic.types import ConfigError
 

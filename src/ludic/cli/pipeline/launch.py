@@ -19,7 +19,8 @@ from ludic.cli.pipeline.command import LaunchArgs
 from ludic.cli.pipeline.processes import LocalProcesses, RayProcesses
 from ludic.cli.pipeline.supervisor import MergedOutput, Role, Supervisor, WhenDone
 from ludic.inference.vllm.command import free_port
-from ludic.run.config import REDIS_VARIABLE, SERVER_VARIABLE, RunConfig, given_redis, given_servers
+from ludic.run.config.pipeline import REDIS_VARIABLE, SERVER_VARIABLE, given_redis, given_servers
+from ludic.run.config.run_config import RunConfig
 from ludic.run.dry_run import plan_lines
 from ludic.run.folder import LOGS, REDIS, WEIGHTS, ResumePoint, how_to_resume, prepare_folder, resume_point
 from ludic.run.generation import clear_queue, pipeline_algorithm

@@ -25,10 +25,12 @@ from ludic.cli.terminal.colour import make_console
 from ludic.inference import ByteTemplate, HFChatTemplate, ScriptedClient
 from ludic.judges import JudgeModel
 from ludic.prompt_search import ModelReflector, PromptSearch
-from ludic.run.config import EnvSettings, ModelSettings
+from ludic.run.config.env_and_agent import EnvSettings
+from ludic.run.config.model import ModelSettings
 from ludic.run.folder import CONFIG, ROLLOUTS
-from ludic.run.given import EnvFactory, env_factory
-from ludic.run.parts import EpisodeSetup, Parts, env_arguments, make_episode_setup
+from ludic.run.given import EnvFactory, Parts, env_factory
+from ludic.run.parts.episodes import EpisodeSetup, make_episode_setup
+from ludic.run.parts.samples import env_arguments
 from ludic.run.protocols.agents import uses_gateway
 from ludic.run.protocols.factory import protocol_factory
 from ludic.run.resolve import resolve_play

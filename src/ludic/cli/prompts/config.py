@@ -4,7 +4,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from ludic.cli.eval.config import PolicySettings, ServingSettings
-from ludic.run.config import AgentSettings, EnvSettings, RewardSettings, at_least, check_name
+from ludic.run.config.entries import at_least, check_name
+from ludic.run.config.env_and_agent import AgentSettings, EnvSettings
+from ludic.run.config.reward import RewardSettings
 from ludic.run.given import EnvFactory, check_data
 from ludic.run.resolve import resolve_play, slug
 from ludic.run.settings import with_values

@@ -12,7 +12,7 @@ from ludic.cli.servers.stopping import serve_until_stopped
 from ludic.envs.workers import EnvServer
 from ludic.envs.workers.server import TOKEN_VARIABLE
 from ludic.inference.vllm.command import check_port, is_loopback
-from ludic.run.config import at_least
+from ludic.run.config.entries import at_least
 from ludic.types import ConfigError
 
 

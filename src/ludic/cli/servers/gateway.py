@@ -19,7 +19,8 @@ from ludic.inference.vllm.control import (
     make_control_token,
     read_control_token,
 )
-from ludic.run.config import Dtype, ModelSettings, at_least
+from ludic.run.config.entries import at_least
+from ludic.run.config.model import Dtype, ModelSettings
 from ludic.run.folder import CHECKPOINTS, METRICS
 from ludic.types import ConfigError, InferenceSpec, ReturnSpec, Rollout, SamplingParams
 from ludic.types.rollout import save_rollouts

@@ -14,7 +14,7 @@ from ludic.cli.servers.stopping import DRAIN_S, serve_until_stopped
 from ludic.envs.adapters.openenv.server import openenv_app
 from ludic.inference.vllm.command import check_port, is_loopback
 from ludic.interaction.base import AnyEnv
-from ludic.run.config import at_least
+from ludic.run.config.entries import at_least
 from ludic.run.given import env_factory
 from ludic.run.settings import read_pair
 from ludic.types import ConfigError

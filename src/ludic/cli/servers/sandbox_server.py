@@ -9,7 +9,7 @@ from ludic.cli.args import need_extras, parse
 from ludic.cli.servers.stopping import DRAIN_S, serve_until_stopped
 from ludic.inference.vllm.command import check_port
 from ludic.inference.vllm.control import TOKEN_FILE, make_control_token, read_control_token
-from ludic.run.config import at_least
+from ludic.run.config.entries import at_least
 from ludic.sandbox.backends import check_backend, make_pool
 from ludic.types import ConfigError
 

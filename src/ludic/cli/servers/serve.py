@@ -14,7 +14,9 @@ from ludic.cli.args import Switch, need_extras, parse
 from ludic.cli.servers.stopping import DRAIN_S, serve_until_stopped
 from ludic.inference.vllm.command import check_host, check_port
 from ludic.models import SMOLLM2, TINY
-from ludic.run.config import Dtype, RunConfig, at_least
+from ludic.run.config.entries import at_least
+from ludic.run.config.model import Dtype
+from ludic.run.config.run_config import RunConfig
 from ludic.run.folder import CONFIG, SERVER
 from ludic.run.settings import read_toml
 from ludic.types import ConfigError, LudicError

@@ -11,7 +11,8 @@ from typing import Any
 from ludic.cli.args import Switch, need_extras, parse
 from ludic.cli.servers.stopping import DRAIN_S, serve_until_stopped
 from ludic.inference.vllm.command import check_host, check_port
-from ludic.run.config import Dtype, at_least
+from ludic.run.config.entries import at_least
+from ludic.run.config.model import Dtype
 from ludic.types import ConfigError
 
 _KEY_SHOWN = "tml-any"

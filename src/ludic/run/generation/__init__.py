@@ -9,7 +9,7 @@
 
 from collections.abc import Mapping
 
-from ludic.run.config import RunConfig
+from ludic.run.config.run_config import RunConfig
 from ludic.run.generation.base import Generation as Generation
 from ludic.run.generation.in_process import EmbeddedGeneration, PreferenceGeneration, SGLangGeneration, VLLMGeneration
 from ludic.run.generation.in_process import check_preferences as check_preferences

@@ -9,10 +9,12 @@ from ludic.eval import EvalReport, SnapshotEvaluator
 from ludic.gateway.protocol import close_gateways
 from ludic.inference import ChatTemplate
 from ludic.models.loading import LoadedModel
-from ludic.run.config import AgentSettings
+from ludic.run.config.env_and_agent import AgentSettings
 from ludic.run.generation.teachers import check_teacher
 from ludic.run.model import ServedPolicy, make_template
-from ludic.run.parts import EnvsEvaluator, EpisodeSetup, make_algorithm, make_episode_setup, make_evaluator, play
+from ludic.run.parts.algorithm import make_algorithm
+from ludic.run.parts.episodes import EpisodeSetup, make_episode_setup
+from ludic.run.parts.evaluation import EnvsEvaluator, make_evaluator, play
 from ludic.run.protocols.agents import outside_agent
 from ludic.run.resolve import ResolvedRun
 from ludic.run.sources import check_source

@@ -18,7 +18,9 @@ from ludic.run.folder import ResumePoint, rollouts_file
 from ludic.run.generation.base import Generation
 from ludic.run.generation.teachers import load_teacher, make_teachers
 from ludic.run.model import ServedPolicy, serve_locally
-from ludic.run.parts import EpisodeSetup, check_protocol, first_env, make_algorithm
+from ludic.run.parts.algorithm import make_algorithm
+from ludic.run.parts.episodes import EpisodeSetup, check_protocol
+from ludic.run.parts.samples import first_env
 from ludic.run.protocols.agents import outside_agent
 from ludic.run.resolve import ResolvedRun
 from ludic.run.sources import make_league, make_source, with_league, with_recorded, with_replay

@@ -14,11 +14,12 @@ from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot
 from ludic.models.loading import LoadedModel
 from ludic.models.lora import dense_parameters
-from ludic.run.config import given_redis, redis_url, required_servers
+from ludic.run.config.pipeline import given_redis, redis_url, required_servers
 from ludic.run.folder import WEIGHTS, ResumePoint
 from ludic.run.generation.base import Generation
 from ludic.run.model import ServedPolicy, local_engine
-from ludic.run.parts import EpisodeSetup, make_algorithm
+from ludic.run.parts.algorithm import make_algorithm
+from ludic.run.parts.episodes import EpisodeSetup
 from ludic.run.resolve import ResolvedRun
 from ludic.training import RLAlgorithm
 from ludic.training.credit_assignment import EpisodeCredit, HybridNormalizedReturn

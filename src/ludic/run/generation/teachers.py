@@ -7,7 +7,7 @@ from pathlib import Path
 from ludic.batch_gen import DomainTeachers, Teachers
 from ludic.inference import LocalTeacher, VLLMTeacher
 from ludic.models.loading import LoadedModel
-from ludic.run.config import ModelSettings, is_served
+from ludic.run.config.model import ModelSettings, is_served
 from ludic.run.model import load_policy, load_tokenizer, local_engine
 from ludic.run.resolve import ResolvedRun
 from ludic.training import RLAlgorithm

@@ -27,7 +27,8 @@ from ludic.models.head import plain_model
 from ludic.models.loading import LoadedModel, no_progress_bar
 from ludic.models.lora import dense_parameters
 from ludic.models.vision.inputs import save_tokenizer
-from ludic.run.config import RolloutSettings, required_servers
+from ludic.run.config.pipeline import required_servers
+from ludic.run.config.rollouts import RolloutSettings
 from ludic.run.folder import SERVER
 from ludic.run.model import ServedPolicy
 from ludic.run.resolve import ResolvedRun

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ludic.run.entries import Arguments, at_least
+from ludic.run.config.entries import Arguments, at_least
 from ludic.run.settings import converted, read_pair, storable
 from ludic.types import ConfigError
 

@@ -20,7 +20,7 @@ from ludic.inference.local.snapshot import EngineSnapshot, League
 from ludic.interaction import Policies
 from ludic.models.loading import LoadedModel
 from ludic.models.weights import shared_view
-from ludic.run.config import ModelSettings
+from ludic.run.config.model import ModelSettings
 from ludic.run.folder import TRAINED, ResumePoint, rollouts_file
 from ludic.run.model import (
     ServedPolicy,
@@ -31,15 +31,11 @@ from ludic.run.model import (
     make_template,
     serve_locally,
 )
-from ludic.run.parts import (
-    EpisodeSetup,
-    env_arguments,
-    eval_requests,
-    eval_samples,
-    make_algorithm,
-    make_episode_setup,
-    request_strategy,
-)
+from ludic.run.parts.algorithm import make_algorithm
+from ludic.run.parts.episodes import EpisodeSetup, make_episode_setup
+from ludic.run.parts.evaluation import eval_requests
+from ludic.run.parts.requests import request_strategy
+from ludic.run.parts.samples import env_arguments, eval_samples
 from ludic.run.policies.resolve import league_seatings, past
 from ludic.run.protocols.agents import agent_factory
 from ludic.run.resolve import NamedPolicy, ResolvedRun

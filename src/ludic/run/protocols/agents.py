@@ -9,7 +9,7 @@ from ludic import registry
 from ludic.agents import Agent
 from ludic.gateway.agents import AgentCommand, AgentFunction, OutsideAgent, is_agent_function
 from ludic.inference import ChatTemplate
-from ludic.run.config import AgentSettings
+from ludic.run.config.env_and_agent import AgentSettings
 from ludic.run.given import Parts
 from ludic.types import ChatClient, ConfigError, MissingExtra
 

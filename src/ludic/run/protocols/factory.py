@@ -20,8 +20,8 @@ from ludic.interaction import (
     SingleAgentProtocol,
     TaskEnv,
 )
-from ludic.run.config import AgentSettings
-from ludic.run.entries import DelegateEntry
+from ludic.run.config.entries import DelegateEntry
+from ludic.run.config.env_and_agent import AgentSettings
 from ludic.run.given import Parts
 from ludic.run.protocols.agents import agent_factory, named_agent, outside_agent
 from ludic.run.settings import converted

@@ -1,5 +1,5 @@
 """Tables of the settings: several envs, recorded rollouts, replay, a league (docs/ludic-train.md has a file for each), and
-sub-agents."""
+sub-agents. And the checks of values that all sections share."""
 
 import re
 from dataclasses import dataclass, field
@@ -23,6 +23,15 @@ def above_0(where: str, **values: float) -> None:
     for name, value in values.items():
         if not value > 0:
             raise ConfigError(f"{where}: {name} = {value}; it must be above 0. To leave it out, remove the entry.")
+
+
+def check_name(name: str | None, pattern: str = r"[\w.+-]+") -> None:
+    """The name of a folder, which stays inside the folder that it is created in."""
+    if name is not None and (not re.fullmatch(pattern, name) or {".", ".."} & set(name.split("/"))):
+        raise ConfigError(
+            f"name = {name!r}; a folder is named with letters, digits and . _ + -, and cannot be . or .. (--runs or --out "
+            "chooses where it is)."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,109 @@
+"""Settings of the section rollouts: how episodes are played, and which engine or servers generate."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from ludic.run.config.entries import Arguments, at_least
+from ludic.types import ConfigError
+from ludic.types.urls import PUT_LOGIN, refuse_login
+
+DEFAULT_MAX_LAG = 4
+Engine: TypeAlias = Literal["local", "vllm", "sglang", "pipeline"]
+Push: TypeAlias = Literal["merged", "adapter"]
+Transport: TypeAlias = Literal["auto", "shared_memory", "cuda_ipc", "file", "gloo", "nccl"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSettings:
+    """How episodes are played."""
+
+    rollouts: tuple[Path, ...] = ()
+    """Train on the rollouts of these files, which `ludic rescore` or another run wrote, instead of playing."""
+    preferences: Path | None = None
+    """For dpo, ipo and kto: train on the pairs or labels of this file (JSONL, Parquet, hub:NAME:SPLIT) instead of playing,
+    rollouts_per_update of them at a time. No TARGET is needed then; an env is for evaluation (docs/algorithms/dpo.md)."""
+    rollouts_per_update: int = 128
+    """Episodes per batch; a multiple of group_size. A batch is one update, unless updates_per_batch or mini_batches is above 1."""
+    close_batch_at: float = 1.0
+    """Below 1, an update begins when this share of the episodes is done, in whole groups; the others go on into the next one, at
+    most max_lag versions later."""
+    dynamic_sampling: int = 0
+    """Above 1, groups of equal returns are replaced by fresh tasks, in at most so many rounds of an update. 0: they stay."""
+    curriculum: str | None = None
+    """What chooses the next tasks (`ludic parts curriculum`), or file.py:Class. Default: the data in random order, or new seeds."""
+    curriculum_set: Arguments = field(default_factory=dict)
+    """Argument of the curriculum."""
+    concurrency: int | None = None
+    """Episodes at a time. It changes the speed, not the episodes. Default: as many as the engine computes together (512 on a GPU,
+    64 on a CPU), of which those wait that its free memory has no room for; with servers 64."""
+    max_lag: int | None = None
+    """Above 0, the next batch is generated while this one is trained on, at most so many versions behind; each update makes one.
+    Default: 0; in a pipeline those of 4 batches; with close_batch_at those of 1."""
+    engine: Engine = "local"
+    """What generates: local is the engine inside this process; vllm a server, or several; sglang servers that are running
+    (untested against a real one: docs/serving.md); pipeline separate actor processes (`ludic actor`, or `ludic launch` for all)."""
+    server: tuple[str, ...] = ()
+    """For sglang, and for vllm, also as actor_engine: servers that are running (`ludic serve --engine vllm`). Default: one is
+    started for the run, in a pipeline by `ludic launch`; not for sglang."""
+    control_token: Path | None = None
+    """For vllm: the file with the servers' control token, or the run folder it is in. Default: $LUDIC_CONTROL_TOKEN."""
+    server_memory: float = 0.4
+    """For vllm: the share of the GPU's memory that a server started for the run may take; the trainer has the rest."""
+    server_sleep: bool = False
+    """For vllm: a server started for the run frees the GPU's memory while the trainer computes, so that server_memory may be most
+    of it (docs/serving.md). Not with max_lag."""
+    server_quantization: Literal["fp8"] | None = None
+    """For vllm: a server started for the run rounds its weights to 8 bits when they arrive; watch logp_difference_abs
+    (docs/memory.md)."""
+    server_hung_after: float = 60.0
+    """For vllm: a server started for the run that leaves /health unanswered for so many seconds is restarted."""
+    push: Push = "merged"
+    """For vllm and LoRA: send all weights with the adapter merged into them, or the adapter alone."""
+    transport: Transport = "auto"
+    """For vllm: how all weights reach the servers (docs/weights.md). auto: shared memory on this machine, else gloo; cuda_ipc: a
+    server on the trainer's GPU."""
+    save_rollouts: bool = True
+    """Write every episode to the run folder."""
+    save_tokens: str = "all"
+    """Write to the run folder what the trainer computes of every token (advantage, log-prob, entropy), for `ludic view`: all,
+    every=N (each N-th update), or off."""
+    max_failed_share: float = 0.5
+    """The run stops when a larger share of an update's episodes raised an error, each tried twice; 1 never stops it."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_failed_share <= 1:
+            raise ConfigError(
+                f"max_failed_share = {self.max_failed_share}; it is a share of the episodes, from 0 to 1."
+            )
+        if not 0 < self.close_batch_at <= 1:
+            raise ConfigError(
+                f"close_batch_at = {self.close_batch_at}; it is a share of the episodes, above 0 and at most 1, such as 0.9."
+            )
+        if self.close_batch_at < 1 and self.dynamic_sampling:
+            raise ConfigError("dynamic_sampling waits for whole rounds of episodes, so close_batch_at = 1 beside it.")
+        if not 0 < self.server_hung_after < math.inf:
+            raise ConfigError(f"server_hung_after = {self.server_hung_after}; give seconds, such as 60.")
+        for url in self.server:
+            refuse_login("server", url, PUT_LOGIN)
+        self.tokens_every  # noqa: B018 - raises
+        at_least(1, rollouts_per_update=self.rollouts_per_update, concurrency=self.concurrency)
+        at_least(0, max_lag=self.max_lag, dynamic_sampling=self.dynamic_sampling)
+        if self.dynamic_sampling == 1:
+            raise ConfigError(
+                "dynamic_sampling = 1 leaves no round to replace groups in; give 2 or more, or 0 for none."
+            )
+        if self.curriculum_set and self.curriculum is None:
+            raise ConfigError("curriculum_set holds arguments of a curriculum, but none is named; give --curriculum.")
+
+    @property
+    def tokens_every(self) -> int:
+        """`save_tokens` as a number of updates; 0 is off."""
+        known = {"all": 1, "off": 0}
+        name, _, number = self.save_tokens.partition("=")
+        if self.save_tokens in known:
+            return known[self.save_tokens]
+        if name == "every" and number.isascii() and number.isdigit() and int(number) >= 1:
+            return int(number)
+        raise ConfigError(f"save_tokens = {self.save_tokens!r}; there are all, off, and every=N, such as every=10.")

@@ -1,0 +1,162 @@
+"""All settings of a training run, as the user wrote them: `RunConfig`. `resolve` (resolve.py) fills in the defaults."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import ClassVar, Literal, TypeAlias
+
+from ludic.run.config.entries import EnvEntry, LeagueSettings, RecordedEntry, ReplaySettings, check_name
+from ludic.run.config.env_and_agent import AgentSettings, EnvSettings
+from ludic.run.config.model import ModelSettings, is_served
+from ludic.run.config.pipeline import PipelineSettings
+from ludic.run.config.reward import RewardSettings
+from ludic.run.config.rollouts import RolloutSettings
+from ludic.run.config.training import AlgoSettings, EvalSettings, TrainSettings
+from ludic.run.policies.entry import PolicyEntry, check_policies
+from ludic.training.config import CheckpointConfig, LRSchedule, TrainerConfig
+from ludic.types import ConfigError, SamplingParams
+from ludic.types.urls import PUT_LOGIN, refuse_login
+
+CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints in a run folder."""
+FILE_SECTIONS = frozenset({"league", "replay"})
+"""Sections whose settings are no flags, like lists of tables: a file has them."""
+_OPEN_END = 2**31
+"""Last step of the schedule as written; `resolve` puts the run's last step there."""
+LoggerName: TypeAlias = Literal["rich", "print", "tensorboard", "wandb", "trackio", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What is kept and shown."""
+
+    name: str | None = None
+    """Name of the run folder. Default: env, model and algorithm."""
+    runs: Path = Path("runs")
+    """Where run folders are."""
+    logger: tuple[LoggerName, ...] = ("rich",)
+    """What shows progress: rich, print, tensorboard, wandb, trackio, none; several are possible. metrics.jsonl is always
+    written."""
+
+    def __post_init__(self) -> None:
+        check_name(self.name, r"[\w.+-]+(/[\w.+-]+)*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that makes a run what it is, as it was written: None means that `resolve` chooses.
+
+    `trainer`, `checkpoint` and `sampling` are the library's own dataclasses; `KEYS` says which of their fields are settings, and
+    under which section and name a file or a flag has them.
+    """
+
+    env: EnvSettings = field(default_factory=EnvSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    agent: AgentSettings = field(default_factory=AgentSettings)
+    reward: RewardSettings = field(default_factory=RewardSettings)
+    algo: AlgoSettings = field(default_factory=AlgoSettings)
+    rollouts: RolloutSettings = field(default_factory=RolloutSettings)
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))
+    train: TrainSettings = field(default_factory=TrainSettings)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    eval: EvalSettings = field(default_factory=EvalSettings)
+    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
+    run: RunSettings = field(default_factory=RunSettings)
+    league: LeagueSettings = field(default_factory=LeagueSettings)
+    replay: ReplaySettings = field(default_factory=ReplaySettings)
+    teachers: dict[str, str] = field(default_factory=dict)
+    """Instead of --teacher: domain -> model, as for --teacher. A domain is the name of an entry of [[envs]], or what stored
+    rollouts say (docs/algorithms/mopd.md)."""
+    envs: tuple[EnvEntry, ...] = ()
+    recorded: tuple[RecordedEntry, ...] = ()
+    policies: dict[str, PolicyEntry] = field(default_factory=dict)
+    checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(CHECKPOINTS, every_n_steps=20))
+
+    KEYS: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "rollouts": {name: f"sampling.{name}" for name in ("temperature", "top_p", "top_k", "min_p")},
+        "train": {
+            "lr": "trainer.learning_rate",  # the one of the two names that wins
+            "schedule": "trainer.lr_schedule.kind",
+            "warmup_steps": "trainer.lr_schedule.warmup_steps",
+            **{
+                name: f"trainer.{name}"
+                for name in (
+                    "critic_lr", "optimizer", "weight_decay", "max_grad_norm", "max_seq_len", "too_long", "micro_token_budget",
+                    "share_prefixes", "gradient_checkpointing", "offload_activations", "context_parallel", "compile", "bitwise",
+                    "seed", "balance_experts", "replay_experts", "updates_per_batch", "mini_batches",
+                )
+            },
+        },
+        "eval": {
+            "eval_every": "trainer.eval_every_n_steps",
+            **{
+                name: f"trainer.{name}"
+                for name in ("eval_at_start", "eval_in_background", "eval_concurrency", "eval_timeout_s")
+            },
+        },
+        "run": {
+            "checkpoint_every": "checkpoint.every_n_steps",
+            "checkpoint_keep": "checkpoint.max_to_keep",
+            "save_optimizer": "checkpoint.save_optimizer",
+            "best_metric": "checkpoint.best_metric",
+            "best_mode": "checkpoint.best_mode",
+        },
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        schedule = self.trainer.lr_schedule or LRSchedule(total_steps=_OPEN_END)
+        norm = self.trainer.max_grad_norm or 0.0  # a file has no word for None
+        object.__setattr__(self, "trainer", replace(self.trainer, lr_schedule=schedule, max_grad_norm=norm))
+        if self.envs and self.env.id:
+            raise ConfigError(
+                f"[[envs]] names the envs of the run, and [env] or the command line names {self.env.id!r}; give one."
+            )
+        for what, names in (("envs", [e.label for e in self.envs]), ("recorded", [r.name for r in self.recorded])):
+            if len(set(names)) != len(names):
+                raise ConfigError(f'[[{what}]] has the names {", ".join(names)}; give each entry its own name = "…".')
+        check_policies(self.policies)
+        self._check_teachers()
+
+    def _check_teachers(self) -> None:
+        for domain, teacher in self.teachers.items():
+            if is_served(teacher):
+                refuse_login(f"[teachers] {domain}", teacher, PUT_LOGIN)
+        if self.teachers and self.algo.teacher is not None:
+            raise ConfigError(
+                f"teacher = {self.algo.teacher!r} teaches all samples, and [teachers] has one for each domain. Leave one out."
+            )
+
+    @property
+    def all_teachers(self) -> tuple[str, ...]:
+        """The only teacher, or that of each domain; empty where there is none."""
+        return tuple(self.teachers.values()) if self.algo.teacher is None else (self.algo.teacher,)
+
+    @property
+    def env_ids(self) -> tuple[str, ...]:
+        return tuple(entry.id for entry in self.envs) or ((self.env.id,) if self.env.id else ())
+
+    @property
+    def is_evaluated(self) -> bool:
+        return self.trainer.eval_at_start or bool(self.trainer.eval_every_n_steps)
+
+    @property
+    def is_pipeline(self) -> bool:
+        return self.rollouts.engine == "pipeline"
+
+    @property
+    def samples_on_vllm(self) -> bool:
+        """Whether vLLM samples: the weights are in another process, one copy of them."""
+        return self.rollouts.engine == "vllm" or (self.is_pipeline and self.pipeline.actor_engine == "vllm")
+
+
+MAY_CHANGE_ON_RESUME = frozenset(
+    {"steps", "logger", "name", "runs", "checkpoint_every", "checkpoint_keep", "save_optimizer", "best_metric", "best_mode",
+     "save_rollouts", "save_tokens", "max_failed_share", "concurrency", "threads", "device", "micro_token_budget", "share_prefixes",
+     "gradient_checkpointing", "offload_activations", "context_parallel", "compile", "bitwise", "eval_every",
+     "eval_at_start", "eval_in_background", "eval_episodes", "eval_pass_k", "eval_data", "eval_temperature",
+     "eval_concurrency", "eval_timeout_s", "redis", "episode_timeout", "env_timeout", "env_workers", "env_memory_mb",
+     "env_server", "sandbox", "actors", "max_waiting", "acknowledge", "max_restarts", "server", "control_token",
+     "server_memory", "server_sleep", "server_hung_after", "judge_key_env", "judge_concurrency", "judge_cache", "judge_device",
+     "transport"}
+)  # fmt: skip
+"""Settings with which a run stays the same run."""

@@ -1,0 +1,190 @@
+"""What the episodes of a run are played with: envs, agents and protocol, the client that answers them, rewards, engines.
+
+`ludic eval` and actors use it too, so it makes nothing that only a trainer needs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ludic import registry
+from ludic.batch_gen import RolloutEngine
+from ludic.envs.workers import EnvPool
+from ludic.inference import ByteTemplate, ChatTemplate, HermesToolParser, ScriptedClient
+from ludic.interaction import DelegatingProtocol, InteractionProtocol, Policies, RoleAssignment
+from ludic.rewards import Rewards
+from ludic.run.config.env_and_agent import AgentSettings, EnvSettings
+from ludic.run.config.reward import RewardSettings
+from ludic.run.given import EnvFactory, Parts
+from ludic.run.parts.rewards import make_rewards
+from ludic.run.parts.samples import env_arguments, first_env, first_sample
+from ludic.run.protocols.factory import protocol_factory
+from ludic.run.resolve import ResolvedRun
+from ludic.sandbox.backends import BACKEND_VARIABLE, require_server
+from ludic.training.learner.stop import run_sync
+from ludic.types import ChatClient, EnvSpec, InferenceSpec, ProtocolSpec, RolloutRequest
+from ludic.types.interfaces import BatchingClient
+
+PROTOCOL = "play"
+_CONCURRENCY = 64
+"""Episodes at a time with servers, where the settings do not say."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeSetup:
+    """What episodes of an env with a policy need."""
+
+    env: EnvSettings
+    factory: EnvFactory
+    client: ChatClient
+    """What answers the agents."""
+    make_protocol: Callable[[ChatClient], InteractionProtocol]
+    """A new one, with new agents, for each episode."""
+    max_steps: int
+    player: str | None = None
+    """Name of the model, a part of every request: the episodes of another model in the same file do not count."""
+    rewards: Rewards | None = None
+    """What scores the episodes, beside the env."""
+    protocol: str = PROTOCOL
+    """Name of its protocol in requests."""
+    beside: tuple[EpisodeSetup, ...] = ()
+    """Of the other envs of the run: its engines play their episodes, too."""
+    policies: Policies | None = None
+    """Which policy plays which role, for requests that say it."""
+    with_prompt: Callable[[str], Callable[[ChatClient], InteractionProtocol]] | None = None
+    """From a system prompt to `make_protocol` with it, for requests that name one."""
+    pool: EnvPool | None = None
+    """What holds the envs; None: this process."""
+    engines: dict[str, RolloutEngine] = field(default_factory=dict)
+    """Every engine that was made, by its purpose; `activity` reports their progress."""
+
+    def engine(
+        self,
+        *,
+        jsonl_path: Path | None = None,
+        resume: bool = False,
+        seed: int = 0,
+        max_failed_share: float = 0.5,
+        max_unscored_share: float = 1.0,
+        purpose: str = "playing",
+    ) -> RolloutEngine:
+        """A new rollout engine; `purpose` is its name in `activity`."""
+        self.engines[purpose] = RolloutEngine(
+            env_registry=self._env_registry(),
+            protocol_registry={s.protocol: s.new_protocol for s in (self, *self.beside)},
+            jsonl_path=jsonl_path,
+            resume=resume,
+            seed=seed,
+            episode_timeout_s=self.env.episode_timeout or None,
+            env_timeout_s=self.env.env_timeout or None,
+            max_failed_share=max_failed_share,
+            max_unscored_share=max_unscored_share,
+            rewards=self.rewards,
+        )
+        return self.engines[purpose]
+
+    def _env_registry(self) -> dict[str, Callable[..., Any]]:
+        """What makes the envs: a pool, or a factory of this process where the registry has none."""
+        setups = (self, *self.beside)
+        own = {s.env.id: s.factory.factory for s in setups if s.env.id not in registry.envs}
+        return own | {s.env.id: s.pool.make for s in setups if s.pool is not None}
+
+    def close(self) -> None:
+        """End the env workers, if there are some."""
+        if self.pool is not None:
+            self.pool.close()
+
+    def new_protocol(
+        self, model: str | None = None, policies: RoleAssignment | None = None, system_prompt: str | None = None
+    ) -> InteractionProtocol:
+        """For one episode."""
+        seats = None if policies is None else self.policies
+        if seats is not None:
+            made: InteractionProtocol = seats.protocol(policies or {})
+        elif self.with_prompt is not None and system_prompt is not None:
+            made = self.with_prompt(system_prompt)(self.client)
+        else:
+            made = self.make_protocol(self.client)
+        made.max_steps = self.max_steps
+        return made
+
+    @property
+    def concurrency(self) -> int:
+        """Episodes at a time where the settings do not say: as many as the client answers together."""
+        return self.client.max_sequences if isinstance(self.client, BatchingClient) else _CONCURRENCY
+
+    def activity(self) -> str:
+        """What is being played now, for displays; empty when nothing is."""
+        return "; ".join(
+            f"{purpose} {progress}"
+            for purpose, engine in self.engines.items()
+            if (progress := engine.progress) is not None
+        )
+
+    def request(self, inference: InferenceSpec, sample: Any = None, **facts: Any) -> RolloutRequest:
+        return RolloutRequest(
+            env=EnvSpec(self.env.id, env_arguments(self.env, sample)),
+            protocol=ProtocolSpec(self.protocol, {} if self.player is None else {"model": self.player}),
+            inference=inference,
+            **facts,
+        )
+
+
+def make_episode_setup(
+    env: EnvSettings,
+    agent: AgentSettings,
+    factory: EnvFactory,
+    client: ChatClient,
+    template: ChatTemplate,
+    model: str,
+    parts: Parts | None = None,
+    *,
+    reward: RewardSettings | None = None,
+) -> EpisodeSetup:
+    """`env` and `agent` are resolved. In an env with several players, each is a copy of the agent."""
+    parts = parts or Parts()
+    if env.sandbox is not None:
+        run_sync(require_server(env.sandbox))
+        os.environ[BACKEND_VARIABLE] = env.sandbox  # env workers, which are other processes, read it too
+    made = factory.make(env_arguments(env, first_sample(env, parts)))
+    make_protocol = protocol_factory(agent, made.agent_ids, template, model, parts)
+    make_protocol(client)  # a wrong name or argument is found now, not in the first episode
+    return EpisodeSetup(
+        env=env,
+        factory=factory,
+        client=client,
+        make_protocol=make_protocol,
+        max_steps=env.max_steps or 1,
+        rewards=make_rewards(reward or RewardSettings(), agent, parts),
+        pool=make_pool(env, factory),
+    )
+
+
+def make_pool(env: EnvSettings, factory: EnvFactory) -> EnvPool | None:
+    """For envs in other processes; None if the settings have none. Workers are started by the first episode."""
+    if env.env_server is not None:
+        return EnvPool(env.id, server=env.env_server)
+    if not env.env_workers:
+        return None
+    return EnvPool(
+        factory.id if factory.id in registry.envs else factory.factory,
+        workers=env.env_workers,
+        timeout_s=env.env_timeout or None,
+        memory_mb=env.env_memory_mb,
+    )
+
+
+def check_protocol(run: ResolvedRun) -> None:
+    """ConfigError if the protocol of the settings cannot be made for an env of the run."""
+    for own in run.each:
+        agent = own.config.agent
+        if agent.protocol is not None and own.parts.protocol is None:
+            template = ByteTemplate(tool_parser=HermesToolParser())
+            make = protocol_factory(agent, first_env(own).agent_ids, template, "checked", own.parts)
+            made = make(ScriptedClient(lambda request: ""))
+            for delegate in made.delegates.values() if isinstance(made, DelegatingProtocol) else ():
+                delegate.make_agent()

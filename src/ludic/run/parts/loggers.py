@@ -1,0 +1,58 @@
+"""What a run logs to: metrics.jsonl, and the displays and services of the settings."""
+
+from collections.abc import Callable
+from typing import Any
+
+from ludic.run.folder import METRICS, wandb_id
+from ludic.run.resolve import ResolvedRun
+from ludic.run.settings import values_of
+from ludic.training import (
+    JSONLLogger,
+    PrintLogger,
+    RichLiveLogger,
+    TeeLogger,
+    TensorBoardLogger,
+    TrackioLogger,
+    WandbLogger,
+)
+from ludic.types import TrainingLogger
+
+SHOWN = (
+    "avg_total_reward", "reward/*", "score/*", "!reward/env", "!reward/parser", "accuracy", "mean_reward", "*_rate", "avg_turns",
+    "avg_completion_length", "num_failed",
+    "loss", "entropy", "grad_norm", "grad_clipped", "ess", "lr", "lag_max", "correction_zero_frac", "queue_items",
+    "difficulty", "num_open_tasks", "margin", "preference_accuracy", "wanted_reward", "unwanted_reward",
+    "step_s", "fetch_s", "update_s", "tokens_per_s",
+    # Of the rates: how games ended, unreadable_rate and over_limit_rate, which count a reply that was cut off once.
+    "!parse_error_rate", "!truncated_rate", "!truncation_rate", "!completion_truncated_rate", "!seq_len_truncated_rate",
+    "!zero_weight_rate", "!failed_rate",
+    "!healed_rate", "!foreign_rate", "!retried_rate", "!undelivered_rate", "!limited_rate",
+)  # fmt: skip
+"""What progress displays show of the training stats; metrics.jsonl has them all."""
+
+
+def _plain_values(run: ResolvedRun) -> dict[str, Any]:
+    """The settings as JSON has them."""
+    return {
+        name: value if isinstance(value, (int, float)) else str(value) for name, value in values_of(run.config).items()
+    }
+
+
+def make_loggers(run: ResolvedRun, status: Callable[[], str] | None = None) -> TeeLogger:
+    """metrics.jsonl in any case, and what was asked for; consoles also show the line that `status` returns."""
+    made: list[TrainingLogger] = [JSONLLogger(run.folder / METRICS), *run.parts.loggers]
+    own = [f"{'!' * k.startswith('!')}{name}/*/{k.removeprefix('!')}" for name in run.trained_names for k in SHOWN]
+    keys = own or SHOWN
+    for name in run.config.run.logger:
+        if name == "rich":
+            made.append(RichLiveLogger(keys=keys, total_steps=run.steps, status=status))
+        elif name == "print":
+            made.append(PrintLogger(keys=keys, status=status))
+        elif name == "tensorboard":
+            made.append(TensorBoardLogger(run.folder / "events"))
+        elif name == "wandb":
+            identity = {"id": wandb_id(run.folder), "resume": "allow"}
+            made.append(WandbLogger(identity, name=run.folder.name, config=values_of(run.config), dir=run.folder))
+        elif name == "trackio":
+            made.append(TrackioLogger(name=run.folder.name, config=_plain_values(run)))
+    return TeeLogger(*made)

@@ -55,7 +55,7 @@ HEAD = """# Which models can be trained
 {table}
 
 Every way gives the log-probabilities of transformers' own forward pass (to 1e-4 in fp32) and its gradients. A slower way is named
-once, in a warning that says why. Real weights were tried of SmolLM2-135M and Qwen2.5-Coder-1.5B only.
+once, in a warning that says why. Real weights tried: SmolLM2-135M, Qwen2.5-Coder-1.5B, Gemma 3 270M, TinyLlama.
 The table holds for tiny random models of transformers {transformers} on a CPU
 (`tests/unit/models/test_families.py`). Every run decides again for its model, by small probes, so other families
 run, too.

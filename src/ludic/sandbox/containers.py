@@ -86,7 +86,12 @@ class ContainerLauncher:
             limit_processes=False,  # RLIMIT_NPROC would count all containers; --pids-limit counts this one
             cwd=tempfile.gettempdir(),  # conmon leaves an empty file `oom` in its folder when memory runs out
         )
-        await runner.ready()
+        try:
+            await runner.ready()
+        except SandboxError as error:
+            raise SandboxError(
+                f"{error}{_NO_SUBORDINATE_IDS if 'unable to setup user' in str(error) else ''}"
+            ) from error
         return runner
 
     async def remove_leftovers(self) -> None:
@@ -95,6 +100,12 @@ class ContainerLauncher:
         left = [name for name in listed.split() if _owner_is_gone(name)]
         if left:
             await _output(self._engine, "rm", "--force", *left)
+
+
+_NO_SUBORDINATE_IDS = (
+    " A container of an ordinary user needs subordinate ids: apt install uidmap, then as root "
+    "usermod --add-subuids 100000-165535 --add-subgids 100000-165535 USER."
+)
 
 
 class ContainerState(NamedTuple):

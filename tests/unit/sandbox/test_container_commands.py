@@ -15,6 +15,7 @@ from ludic.sandbox import (
     PodmanConfig,
     SandboxError,
     SandboxLimits,
+    containers,
 )
 from ludic.sandbox.containers import (
     apptainer_command,
@@ -129,3 +130,20 @@ def test_an_engine_without_its_daemon_is_reported(monkeypatch, tmp_path):
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert "Cannot connect to the Docker daemon" in engine_problem("docker")
+
+
+async def test_a_user_without_subordinate_ids_is_told_how_to_get_them(monkeypatch):
+    class Refused:
+        async def ready(self):
+            raise SandboxError(
+                "The sandbox did not start: Error: OCI runtime error: runc: unable to setup user: invalid argument"
+            )
+
+    async def start(*args, **settings):
+        return Refused()
+
+    monkeypatch.setattr(containers, "engine_problem", lambda engine: None)
+    monkeypatch.setattr(containers, "start_runner", start)
+    launcher = containers.ContainerLauncher("docker", ContainerConfig(image="x"))
+    with pytest.raises(SandboxError, match=r"unable to setup user.*usermod --add-subuids"):
+        await launcher.start(SandboxLimits())

@@ -66,8 +66,9 @@ class HFChatTemplate(ChatTemplate):
             raise MissingExtra("hf", "HFChatTemplate")
         if not tokenizer.chat_template:
             raise TemplateError(
-                f"{type(tokenizer).__name__} {tokenizer.name_or_path!r} has no chat template. Set "
-                "tokenizer.chat_template, or load the instruct version of the model."
+                f"{type(tokenizer).__name__} {tokenizer.name_or_path!r} has no chat template. Load the "
+                "instruct version of the model, or write a template into chat_template.jinja in the model's folder (in Python: set "
+                "tokenizer.chat_template)."
             )
         self.tokenizer = tokenizer
         self.tool_parser = tool_parser

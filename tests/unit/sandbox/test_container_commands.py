@@ -144,6 +144,6 @@ async def test_a_user_without_subordinate_ids_is_told_how_to_get_them(monkeypatc
 
     monkeypatch.setattr(containers, "engine_problem", lambda engine: None)
     monkeypatch.setattr(containers, "start_runner", start)
-    launcher = containers.ContainerLauncher("docker", ContainerConfig(image="x"))
+    launcher = containers.ContainerLauncher("docker", ContainerConfig())
     with pytest.raises(SandboxError, match=r"unable to setup user.*usermod --add-subuids"):
         await launcher.start(SandboxLimits())

@@ -78,11 +78,9 @@ class GraphedRecurrentRunner(CUDARunner):
             self._num_moves, self._graphs = self._states.num_moves, {}
 
     def _layer_state(self, attention: AttentionState) -> AttentionState:
-        if (
-            self._is_in_capture and not torch.cuda.is_current_stream_capturing()
-        ):  # a round before it, to allocate and compile
-            return HybridState(attention, DecodingRows(self._states, keeps=False))
-        return HybridState(attention, self._recurrence)
+        # Before a capture a round runs once, to allocate and compile: it must not change the states.
+        is_trial = self._is_in_capture and not torch.cuda.is_current_stream_capturing()
+        return HybridState(attention, DecodingRows(self._states, keeps=False) if is_trial else self._recurrence)
 
     def _capture(self, kernels: Kernels) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         self._is_in_capture = True

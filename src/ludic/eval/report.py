@@ -111,19 +111,22 @@ def _has_roles(outcomes: Sequence[Outcome]) -> bool:
 
 
 def _counts(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    num_episodes, num_failed = _num_episodes(outcomes), _num_episodes([o for o in outcomes if o.failure is not None])
+    has_roles = _has_roles(outcomes)
+    keys = [o.episode if has_roles else o.rollout_id for o in outcomes]  # roles of one episode are one sample
+    num_samples = len(set(keys))
+    num_failed = len({key for key, o in zip(keys, outcomes, strict=True) if o.failure is not None})
     return {
         "num_tasks": float(len(by_task(outcomes))),
-        "num_samples": float(num_episodes),
+        "num_samples": float(num_samples),
         "num_failed": float(num_failed),
         "parse_error_rate": fmean(o.has_parse_error for o in outcomes),
         "unreadable_rate": fmean(o.has_unreadable_reply for o in outcomes),
         "truncation_rate": fmean(o.is_truncated for o in outcomes),
         "over_limit_rate": fmean(o.is_truncated or o.has_cut_off_reply for o in outcomes),
-        "failed_rate": num_failed / num_episodes,
+        "failed_rate": num_failed / num_samples,
         "mean_total_reward": fmean(o.total_reward for o in outcomes),
-        "mean_turns": sum(o.num_turns for o in outcomes) / num_episodes,
-        "mean_completion_tokens": sum(o.num_completion_tokens for o in outcomes) / num_episodes,
+        "mean_turns": sum(o.num_turns for o in outcomes) / num_samples,
+        "mean_completion_tokens": sum(o.num_completion_tokens for o in outcomes) / num_samples,
     }
 
 

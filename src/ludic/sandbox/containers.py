@@ -130,8 +130,9 @@ class ContainerIsolation(Isolation):
     def __init__(self, engine: Engine, name: str) -> None:
         self._engine = engine
         self._name: str | None = name
-        self._unseen: str | None = None
-        """Its name, if it did not exist at the end: the client was about to make it."""
+        self._left: str | None = None
+        """Its name, if it did not exist at the end, because the client was about to make it, or could not be removed, because the
+        client was about to remove it."""
         self._was_killed_for_memory = False
         self._was_running = False
         self._has_lost_monitor = False
@@ -150,15 +151,17 @@ class ContainerIsolation(Isolation):
                 self._was_running = state.status == "running"
                 self._has_lost_monitor = self._was_running and state.monitor > 0 and not _lives(state.monitor)
         finally:
-            self._unseen = name if state is None else None
-            await _uninterrupted(_output(self._engine, "rm", "--force", name))
+            self._left = name
+            removed = await _uninterrupted(_output(self._engine, "rm", "--force", name))
+        if state is not None and removed:
+            self._left = None
         if state is not None and self._has_lost_monitor:
             _remove_groups(state.id)
 
     async def finish(self) -> None:
-        unseen, self._unseen = self._unseen, None
-        if unseen is not None:
-            await _uninterrupted(_output(self._engine, "rm", "--force", unseen))
+        left, self._left = self._left, None
+        if left is not None:
+            await _uninterrupted(_output(self._engine, "rm", "--force", left))
 
     def memory(self) -> tuple[int | None, bool]:
         return None, self._was_killed_for_memory
@@ -313,11 +316,11 @@ def memory_bytes(text: str) -> int:
     return int(number) * units[unit]
 
 
-async def _uninterrupted(work: Coroutine[Any, Any, object]) -> None:
+async def _uninterrupted(work: Coroutine[Any, Any, str]) -> str:
     """Wait for the work, also when the caller is cancelled meanwhile."""
     task = asyncio.ensure_future(work)
     try:
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise

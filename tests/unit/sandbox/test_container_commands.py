@@ -147,3 +147,18 @@ async def test_a_user_without_subordinate_ids_is_told_how_to_get_them(monkeypatc
     launcher = containers.ContainerLauncher("docker", ContainerConfig())
     with pytest.raises(SandboxError, match=r"unable to setup user.*usermod --add-subuids"):
         await launcher.start(SandboxLimits())
+
+
+async def test_a_container_that_could_not_be_removed_is_removed_after_its_client_has_ended(tmp_path):
+    engine = tmp_path / "engine"
+    engine.write_text(
+        f'#!/bin/sh\necho "$1" >> {tmp_path}/calls\n'
+        f"case $1 in inspect) echo abc exited false 0;; rm) test -e {tmp_path}/asked && echo abc; touch {tmp_path}/asked;; esac\n"
+    )
+    engine.chmod(0o755)
+    isolation = containers.ContainerIsolation(str(engine), "name")  # type: ignore[arg-type]
+    await isolation.end()
+    assert (tmp_path / "calls").read_text().split() == ["inspect", "rm"]
+    await isolation.finish()
+    await isolation.finish()
+    assert (tmp_path / "calls").read_text().split() == ["inspect", "rm", "rm"]

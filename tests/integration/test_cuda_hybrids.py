@@ -62,7 +62,7 @@ async def test_prompts_in_parts_copies_and_preempted_sequences_equal_the_models_
     assert largest < 1e-4
 
 
-async def test_sampled_groups_rows_that_come_and_go_and_scores_beside_them():
+async def test_sampled_groups_of_several_lengths_and_scores_beside_them():
     model, reference = on_gpu("lfm2"), family_model("lfm2")
     async with make_engine(model, max_sequences=8) as engine:
         texts = [(some_prompt(3, 2), some_prompt(8, 3)), (some_prompt(11, 4), some_prompt(2, 5))]

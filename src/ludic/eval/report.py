@@ -100,14 +100,10 @@ def by_task(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
     return dict(tasks)
 
 
-def _num_episodes(outcomes: Sequence[Outcome]) -> int:
-    return len({outcome.episode for outcome in outcomes})
-
-
 def _has_roles(outcomes: Sequence[Outcome]) -> bool:
     """Whether an episode has several evaluated roles."""
-    named = [outcome for outcome in outcomes if outcome.role is not None]
-    return _num_episodes(named) < len({(outcome.episode, outcome.role) for outcome in named})
+    played = {(outcome.episode, outcome.role) for outcome in outcomes if outcome.role is not None}
+    return len({episode for episode, _ in played}) < len(played)
 
 
 def _counts(outcomes: Sequence[Outcome]) -> dict[str, float]:
@@ -165,9 +161,8 @@ def _estimates(outcomes: Sequence[Outcome], grading: Grading) -> dict[str, Estim
 def _by_role(outcomes: Sequence[Outcome], *, is_graded: bool) -> dict[str, Estimate]:
     found: dict[str, Estimate] = {}
     for role in sorted({outcome.role for outcome in outcomes if outcome.role is not None}):
-        tasks = by_task(
-            [outcome for outcome in outcomes if outcome.role in (role, None)]
-        )  # None: failed before it had roles
+        # An episode that failed before it had roles counts for each.
+        tasks = by_task([outcome for outcome in outcomes if outcome.role in (role, None)])
         if is_graded:
             found[f"{role}/accuracy"] = _share(tasks, lambda o: bool(o.correct))
         found[f"{role}/mean_reward"] = mean_estimate([fmean(o.reward for o in samples) for samples in tasks.values()])

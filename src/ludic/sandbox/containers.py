@@ -89,9 +89,9 @@ class ContainerLauncher:
         try:
             await runner.ready()
         except SandboxError as error:
-            raise SandboxError(
-                f"{error}{_NO_SUBORDINATE_IDS if 'unable to setup user' in str(error) else ''}"
-            ) from error
+            if "unable to setup user" not in str(error):
+                raise
+            raise SandboxError(f"{error}{_NO_SUBORDINATE_IDS}") from error
         return runner
 
     async def remove_leftovers(self) -> None:

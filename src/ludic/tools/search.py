@@ -58,6 +58,7 @@ class DocumentSearch:
         return index
 
 
+_JAX = ("jax", "jax.lax")
 _import_lock = threading.Lock()
 
 
@@ -76,9 +77,6 @@ def _bm25s() -> Any:
             for name in _JAX:
                 del sys.modules[name]
             sys.modules.update(hidden)
-
-
-_JAX = ("jax", "jax.lax")
 
 
 def _words(texts: list[str]) -> list[list[str]]:

@@ -376,7 +376,7 @@ def _make_scheduler(
     room = max_sequences * backend.max_length
     pool_blocks = num_blocks(
         backend.bytes_per_token, device, block_size, fraction=fraction, kv_tokens=kv_tokens, most=room,
-        reserved=max_sequences * 5 // 4 * states,
+        reserved=max_sequences * 5 // 4 * states,  # with rows that pad a round
     )  # fmt: skip
     limits = Limits(
         max_sequences,

@@ -231,12 +231,13 @@ def num_blocks(
     if block_size < 1:
         raise ConfigError(f"block_size={block_size}; it must be at least 1.")
     if kv_tokens is None:
-        if reserved >= free_memory(device):
+        free = free_memory(device)
+        if reserved >= free:
             raise ConfigError(
-                f"The recurrent states of all sequences take {reserved / 1e9:.1f} GB, and {free_memory(device) / 1e9:.1f} GB are "
-                "free; lower max_sequences (--concurrency)."
+                f"The recurrent states of all sequences take {reserved / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; lower "
+                "max_sequences (--concurrency)."
             )
-        kv_tokens = min(int((free_memory(device) - reserved) * fraction) // max(bytes_per_token, 1), most)
+        kv_tokens = min(int((free - reserved) * fraction) // max(bytes_per_token, 1), most)
     if kv_tokens < block_size:
         raise ConfigError(f"The KV cache would hold {kv_tokens} tokens; raise kv_tokens or kv_memory_fraction.")
     return -(-kv_tokens // block_size)

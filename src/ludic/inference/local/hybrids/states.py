@@ -250,8 +250,8 @@ def probe_mixers(model: nn.Module) -> Mixers:
             whole, stepped, cut = (_in_parts(layer, mix, hidden, lengths) for lengths in _PROBED_PARTS)
         except _REFUSALS:
             return Mixers(False, False, False)
-        tolerance = _TOLERANCE_GPU if whole.is_cuda else _TOLERANCE
-        tolerance = tolerance if whole.dtype is torch.float32 else _TOLERANCE_HALF
+        in_fp32 = _TOLERANCE_GPU if whole.is_cuda else _TOLERANCE
+        tolerance = in_fp32 if whole.dtype is torch.float32 else _TOLERANCE_HALF
         most = tolerance * (float(whole.abs().nan_to_num().max()) + 1e-6)
         by_one &= bool((stepped - whole).abs().max() <= most)
         by_several &= bool((cut - whole).abs().max() <= most)

@@ -9,12 +9,14 @@ The learning rate is the same for all. AdamW divides a gradient by its own size,
 it takes a sum or a mean, changes the step little. The rate is the one that docs/results/gsm8k_qwen.md found good for GRPO.
 
 A finished run leaves `--results`/ALGO_SEED.jsonl, a few numbers for every batch, and is not run again. A run that was interrupted
-starts from the beginning. The first seed of all algorithms comes first.
+starts from the beginning. The first seed of all algorithms comes first. The same command may run several times at once: each takes
+runs that no other has.
 
     PYTHONPATH=src python benchmarks/baselines.py --model qwen2.5-coder-1.5b --data gsm8k_train.jsonl --eval-data gsm8k_test.jsonl
     PYTHONPATH=src python benchmarks/baselines.py --table
 """
 
+import fcntl
 import json
 import os
 import shlex
@@ -28,7 +30,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import IO, Any
 
 import tyro
 
@@ -157,7 +159,10 @@ class Queue:
         """Run one after the other until none is left, or no time for one."""
         while (run := self._take()) is not None:
             began = time.monotonic()
-            is_done = run_one(self._settings, *run)
+            with lock_file(self._settings, *run).open("w") as held:
+                if not is_free(held) or result_file(self._settings, *run).exists():
+                    continue
+                is_done = run_one(self._settings, *run)
             with self._lock:
                 self._longest = max(self._longest, time.monotonic() - began)
                 if not is_done:
@@ -171,6 +176,15 @@ class Queue:
                 say(f"No time left for {len(self._waiting)} runs; the same command goes on with them.")
                 self._waiting.clear()
             return self._waiting.pop(0) if self._waiting else None
+
+
+def is_free(file: IO[str]) -> bool:
+    """Lock the file, until it is closed or this process ends; False if another process has locked it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def run_one(settings: Settings, algo: str, seed: int) -> bool:
@@ -216,6 +230,10 @@ def _rounded(value: Any) -> Any:
 
 def result_file(settings: Settings, algo: str, seed: int) -> Path:
     return settings.results / f"{algo}_{seed}.jsonl"
+
+
+def lock_file(settings: Settings, algo: str, seed: int) -> Path:
+    return settings.runs / f"{algo}_{seed}.lock"
 
 
 def say(text: str) -> None:

@@ -1,8 +1,10 @@
-"""The embedded engine on hybrids, beside transformers' `generate` and the engine on transformers' own cache.
+"""Hybrids: the embedded engine beside transformers' `generate` and beside itself on transformers' own cache; training steps.
 
 Random weights in bf16 (fp32 on a CPU). `--requests` prompts of 100 to 600 tokens arrive together; each is answered with
 `--new-tokens` tokens at temperature 1. `generate` pads the prompts on the left and runs them as one batch. On transformers' own
-cache only sequences of one length share a pass, so that way answers with `--few` tokens.
+cache only sequences of one length share a pass, so that way answers with `--few` tokens. A training step is forward
+and backward of `--samples` samples of 200 to 1,000 tokens, packed and padded. The layers use kernels of flash-linear-attention where
+it is installed.
 
     PYTHONPATH=src python benchmarks/hybrid_engine.py --only lfm2
     PYTHONPATH=src python benchmarks/hybrid_engine.py --requests 4 --new-tokens 16 --small      # to try it on a CPU
@@ -13,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
@@ -25,7 +28,8 @@ from machine import ON_GPU, commit, hardware
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.hybrids import runners
 from ludic.inference.local.hybrids.states import Mixers
-from ludic.types import ReturnSpec, SamplingParams, TokenCompletionRequest
+from ludic.training.learner.policy import TrainedPolicy
+from ludic.types import ReturnSpec, SamplingParams, SAWItem, TokenCompletionRequest
 
 VOCAB = 65_536
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -57,6 +61,8 @@ class Settings:
     new_tokens: int = 256
     few: int = 3
     """New tokens on transformers' own cache; 0 leaves it out."""
+    samples: int = 16
+    """Of one training step; 0 leaves training out."""
     small: bool = False
 
 
@@ -111,6 +117,25 @@ def generate_speed(model: Any, prompts: list[list[int]], new_tokens: int) -> flo
     return len(prompts) * new_tokens / timed(lambda: run(new_tokens))
 
 
+def training_speed(model: Any, num_samples: int, *, packed: bool) -> float:
+    """Tokens per second of the second step."""
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(200, 1000, size=num_samples)
+    items = [
+        SAWItem(rng.integers(10, VOCAB, size=n).astype(np.int32), None, np.arange(n) >= n // 4, 1.0, {})
+        for n in lengths
+    ]
+    policy = TrainedPolicy(model, packed=packed)
+
+    def step() -> None:
+        logps, _ = policy.logps(policy.batch(items))
+        logps.sum().backward()
+        model.zero_grad(set_to_none=True)
+
+    step()
+    return float(lengths.sum()) / timed(step)
+
+
 def timed(work: Callable[[], Any]) -> float:
     began = time.perf_counter()
     work()
@@ -120,7 +145,9 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def main(settings: Settings) -> None:
-    print(f"{hardware()}, torch {torch.__version__}, transformers {transformers.__version__}, commit {commit()}")
+    fla = "with" if find_spec("fla") else "without"
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, {fla} flash-linear-attention"
+    print(f"{hardware()}, {versions}, commit {commit()}")
     prompts = make_prompts(settings.requests)
     for name in settings.only:
         model = make_model(name, small=settings.small)
@@ -134,6 +161,11 @@ def main(settings: Settings) -> None:
                 patched.enter_context(patch.object(runners, "probe_mixers", lambda model: Mixers(False, False, False)))
                 cached, way = engine_speed(model, prompts, settings.few)
             print(f"  {way}: {cached:,.0f} tok/s: {ours / cached:.1f} times", flush=True)
+        if settings.samples:
+            packed, padded = (training_speed(model, settings.samples, packed=way) for way in (True, False))
+            print(
+                f"  training: packed {packed:,.0f} tok/s, padded {padded:,.0f}: {packed / padded:.2f} times", flush=True
+            )
         del model
 
 

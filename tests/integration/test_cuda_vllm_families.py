@@ -1,0 +1,94 @@
+"""Pushed weights on vLLM's GPU build, for the families that its CPU build cannot serve (docs/models.md)."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.integration,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+from ludic.distributed import create_vllm_publisher  # noqa: E402 - after the skip
+from ludic.inference.vllm.command import find_vllm  # noqa: E402
+from ludic.inference.vllm_server import VLLMServerProcess, start_vllm_server, wait_for_vllm_health  # noqa: E402
+from ludic.models.lora import dense_parameters  # noqa: E402
+from ludic.types import ConfigError  # noqa: E402
+from tests.integration.test_cuda_vllm import ask, assert_serves, client_of, load, moved  # noqa: E402
+from tests.integration.vllm_fixtures import VOCAB_SIZE, byte_tokenizer  # noqa: E402
+from tests.tiny_families import family_model  # noqa: E402
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 2048, "initializer_range": 0.1, "eos_token_id": 256, "pad_token_id": 256,
+}  # fmt: skip
+_DELTA_NET = {"head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+_EXPERTS = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+_MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_chunk_size": 256}
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_next": {**_DELTA_NET, **_EXPERTS},
+    "qwen3_5": _DELTA_NET,
+    "qwen3_5_moe": {**_DELTA_NET, **_EXPERTS},
+    "lfm2": {},
+    "jamba": {"mamba_d_state": 16, "mamba_d_conv": 4},
+    "bamba": _MAMBA2,
+    "gpt_oss": {"head_dim": 64, "sliding_window": 128},
+    "deepseek_v3": {
+        "num_key_value_heads": 4, "moe_intermediate_size": 128, "kv_lora_rank": 512, "q_lora_rank": 64, "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128, "v_head_dim": 128,
+    },
+    "llama4": {"head_dim": 64, "intermediate_size_mlp": 512, "attention_chunk_size": 1024, "floor_scale": 8192},
+}  # fmt: skip
+"""Sizes that vLLM's kernels take, instead of those in tests/tiny_families.py."""
+
+
+def save(name: str, folder: Path) -> Path:
+    model = family_model(name, **{**_SIZES, **SIZES[name]})
+    model.to(torch.bfloat16).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, VLLMServerProcess]]]:
+    """A server for each family, all started at once."""
+    try:
+        install = find_vllm()
+    except ConfigError as error:
+        pytest.skip(f"no vLLM on this machine: {error}")
+    if install.is_cpu:
+        pytest.skip(f"{install.python} has vLLM's CPU build")
+    flags = ["--dtype", "bfloat16", "--kv-cache-memory-bytes", "512M", "--served-model-name", "tiny", "--enforce-eager"]
+    started: dict[str, tuple[Path, VLLMServerProcess]] = {}
+    try:
+        for name in SIZES:
+            with suppress(AttributeError, ImportError):  # a family that this transformers does not have
+                folder = save(name, tmp_path_factory.mktemp(name) / "model")
+                process = start_vllm_server(
+                    folder, port=0, max_model_len=2048, stream_output=False, gpu_memory_utilization=0.05, extra_args=flags,
+                    run_folder=folder.parent,
+                )  # fmt: skip
+                started[name] = folder, process
+        yield started
+    finally:
+        for _, process in started.values():
+            process.stop()
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_pushed_weights_are_served(servers, name):
+    if name not in servers:
+        pytest.skip(f"this transformers has no {name}")
+    folder, process = servers[name]
+    wait_for_vllm_health(process.command.host, process.command.port, process, timeout_s=400)
+    old = load(folder)
+    assert_serves(ask(process), old, moved(old, 2), 0)
+    new = moved(old, 1)
+    publisher = create_vllm_publisher(client_of(process), transport="cuda_ipc", timeout_s=60.0)
+    publisher.publish(dict(dense_parameters(new)), version=1)
+    assert_serves(ask(process), new, old, 1)

@@ -141,7 +141,9 @@ def write_questions(settings: Settings) -> None:
         lines = list(islice((line for line in file if line.strip()), count))
     if len(lines) < count:
         raise SystemExit(f"{settings.data} has {len(lines)} questions; --questions {count} asks for more.")
-    question_file(settings).write_text("".join(lines))
+    text = "".join(lines)
+    if not question_file(settings).exists() or question_file(settings).read_text() != text:  # a run may be reading it
+        question_file(settings).write_text(text)
 
 
 class Queue:

@@ -2,9 +2,8 @@
 
 Random weights in bf16 (fp32 on a CPU). `--requests` prompts of 100 to 600 tokens arrive together; each is answered with
 `--new-tokens` tokens at temperature 1. `generate` pads the prompts on the left and runs them as one batch. On transformers' own
-cache only sequences of one length share a pass, so that way answers with `--few` tokens. A training step is forward
-and backward of `--samples` samples of 200 to 1,000 tokens, packed and padded. The layers use kernels of flash-linear-attention where
-it is installed.
+cache only sequences of one length share a pass, so that way answers with `--few` tokens. A training step is forward and backward
+of `--samples` samples of 200 to 1,000 tokens, packed and padded. Where flash-linear-attention is installed, the layers use it.
 
     PYTHONPATH=src python benchmarks/hybrid_engine.py --only lfm2
     PYTHONPATH=src python benchmarks/hybrid_engine.py --requests 4 --new-tokens 16 --small      # to try it on a CPU

@@ -124,7 +124,7 @@ def command(settings: Settings, algo: str, seed: int) -> list[str]:
         "name": f"{algo}_{seed}",
     }
     is_first = (algo, seed) == (settings.only[0], settings.seeds[0])
-    switches = ["--no-save-rollouts", "--eval-at-start" if is_first else "--no-eval-at-start"]
+    switches = ["--no-save-rollouts", "--no-save-optimizer", "--eval-at-start" if is_first else "--no-eval-at-start"]
     pairs = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
     return ["train", str(CONFIG), *pairs, *switches, *OWN_FLAGS.get(algo, []), *shlex.split(settings.extra)]
 
@@ -213,6 +213,7 @@ def run_one(settings: Settings, algo: str, seed: int) -> bool:
     temporary = result_file(settings, algo, seed).with_suffix(".part")
     temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
     temporary.replace(result_file(settings, algo, seed))
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     say(f"{name} done in {seconds:.0f} s: accuracy {100 * rows[-1]['eval/accuracy']:.1f} %")
     return True
 

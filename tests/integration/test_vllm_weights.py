@@ -3,7 +3,9 @@
 import asyncio
 import copy
 import hashlib
+import os
 import re
+import subprocess
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,9 @@ from ludic.inference.vllm.transfer import describe, split_into_buckets
 from ludic.models.lora import dense_parameters
 from ludic.types import ChatResponse, ConfigError, ReturnSpec, SamplingParams, TokenCompletionRequest
 from tests.extended import cases
+from tests.integration import warm_vllm
 from tests.integration.vllm_fixtures import (
+    ROOT,
     RunningServer,
     save_tiny_model,
     skip_without_vllm,
@@ -164,6 +168,36 @@ def test_what_is_staged_for_the_next_push_does_not_change_what_is_served(served)
     other = weights_of(perturbed(model))
     comm.stage(split_into_buckets(describe(other), 256 << 20), other)
     assert_serves(server, model, version=1)
+
+
+_LEFT_OUT = """
+import torch
+from torch import nn
+from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload, record_metadata_for_reloading
+from ludic.inference.vllm.worker import unloaded_layers
+model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("loaded", "copied", "tied")})
+model["tied"].weight = model["loaded"].weight
+model["norm"] = nn.LayerNorm(2)
+record_metadata_for_reloading(model)
+initialize_layerwise_reload(model)
+weight = model["loaded"].weight
+weight.weight_loader(weight, torch.ones(2, 2))
+with torch.no_grad():
+    model["copied"].weight.copy_(torch.ones(2, 2))
+print(unloaded_layers(model))
+"""
+
+
+def test_layers_that_a_models_loader_writes_past_the_reload_are_found():
+    """vLLM keeps their old weights: gpt-oss's experts and sinks (tests/integration/test_cuda_vllm_families.py)."""
+    skip_without_vllm()
+    done = subprocess.run(
+        [warm_vllm.python(), "-c", _LEFT_OUT],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.splitlines()[-1:] == ["['copied', 'norm']"], done.stderr
 
 
 def test_weights_in_half_precision_are_cast_by_the_server(served):

@@ -133,6 +133,24 @@ def test_a_push_wakes_the_servers_that_sleep():
     assert [call for _, call in servers.log].count("/wake_up") == 1, "all are awake"
 
 
+def test_a_server_that_cannot_wake_is_asked_once():
+    """vLLM takes its memory anew at each attempt and keeps what a failed one took."""
+    servers = WeightServers()
+    VllmControlPlane(servers).sleep()
+    servers.failures = [(servers.servers[0], "/wake_up", RuntimeError("CUDA Error: out of memory"))] * 5
+    with pytest.raises(ConfigError, match="cannot wake. .*out of memory.*--server-memory"):
+        make(servers, wait_s=60.0, attempts=3).publish(WEIGHTS, version=2)
+    assert servers.calls().count("/wake_up") == 1 and "/pause" not in servers.calls()
+
+
+def test_a_server_that_stops_while_it_wakes_is_waited_for():
+    servers = WeightServers()
+    VllmControlPlane(servers).sleep()
+    servers.failures = [(servers.servers[0], "/wake_up", ConnectionError("refused"))]
+    make(servers, wait_s=60.0).publish(WEIGHTS, version=2)
+    assert servers.version[servers.servers[0]] == "2"
+
+
 def test_policy_version_is_the_lowest_of_all_servers():
     servers = WeightServers("http://a:1", "http://b:1")
     control = VllmControlPlane(servers)

@@ -117,9 +117,18 @@ class VllmControlPlane:
     def wake(self) -> None:
         """Wake the servers that sleep. What torch keeps here of freed GPU memory is given back first, since they need it."""
         asleep = [server for server, answer in self._get("/is_sleeping").items() if answer["is_sleeping"]]
-        if asleep:
-            torch.cuda.empty_cache()
+        if not asleep:
+            return
+        torch.cuda.empty_cache()
+        try:
             self._post("/wake_up", servers=asleep)
+        except WeightPushError as error:
+            if isinstance(error.__cause__, RuntimeError):
+                raise ConfigError(  # vLLM keeps what it took before it failed and takes all of it again: a retry makes it worse
+                    f"A sleeping server cannot wake. {error} It needs free GPU memory: end what else uses the GPU, lower "
+                    "--server-memory or the trainer's micro_token_budget. Then restart the server, or resume the run."
+                ) from error
+            raise
 
     # --- for communicators ---
 

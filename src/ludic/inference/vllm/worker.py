@@ -25,6 +25,7 @@ from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
@@ -135,6 +136,7 @@ class LudicTransfer(WeightTransferEngine):
         missing = sorted(self.parameters().keys() - self._arrived)
         if missing:  # the loader silently leaves an incomplete layer undefined
             raise RuntimeError(f"{len(missing)} weights never arrived: {missing[:3]}")
+        stale = unloaded_layers(self.model)
         with self._configured():
             finalize_layerwise_reload(self.model, self.model_config)
         self._block = None
@@ -143,6 +145,11 @@ class LudicTransfer(WeightTransferEngine):
         if self.model_config.quantization is None:
             self.differing = self._not_loaded()
         self._vectors = {}
+        if stale:
+            raise RuntimeError(
+                f"vLLM {__version__} cannot replace all weights of a running {type(self.model).__name__}: its loader left "
+                f"{len(stale)} layers as they were, such as {', '.join(stale[:3])}"
+            )
 
     def shutdown(self) -> None:
         self._group = self._store = self._block = None
@@ -200,6 +207,25 @@ class LudicTransfer(WeightTransferEngine):
             and held[name].shape == weight.shape
             and not torch.equal(held[name].data, weight.to(held[name]))
         )
+
+
+def unloaded_layers(model: nn.Module) -> list[str]:
+    """Layers that got nothing in this update. Where a model's loader does not use the parameters' own loaders (gpt-oss), vLLM
+    keeps the old weights and says so in its log only."""
+    waiting, loaded = dict[str, nn.Module](), set[int]()
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if info.can_load() and info.load_numel <= 0 and info.kernel_tensors is not None:
+            waiting[name] = layer
+        else:
+            held = layer._parameters if info.kernel_tensors is None else info.kernel_tensors[0]
+            loaded |= {weight.data_ptr() for weight in held.values() if weight is not None}
+    return [
+        name
+        for name, layer in waiting.items()
+        if not isinstance(layer, (Attention, MLAAttention))  # scales of a quantised cache, which no trainer has
+        and any(weight.data_ptr() not in loaded for weight in get_layerwise_info(layer).kernel_tensors[0].values())
+    ]
 
 
 def forget_unfinished(model: nn.Module) -> None:

@@ -34,16 +34,19 @@ PUSHED = {
     ),
     **dict.fromkeys(("glm4", "glm4_moe", "olmo2", "olmo3", "smollm3", "granite", "granite_moe_hybrid"), "yes"),
     **dict.fromkeys(("falcon_h1", "gpt2", "gptj"), "yes"),
-    **dict.fromkeys(("llama4", "deepseek_v3"), "untested: CPU build differs"),
-    **dict.fromkeys(("gpt_oss", "lfm2", "jamba", "bamba", "qwen3_next", "qwen3_5"), "untested: CPU build fails"),
+    **dict.fromkeys(("llama4", "jamba"), "yes, on a GPU"),
+    "gpt_oss": "refused",
+    **dict.fromkeys(("deepseek_v3", "lfm2"), "untested: vLLM differs"),
+    **dict.fromkeys(("bamba", "qwen3_next", "qwen3_5"), "untested: CPU build fails"),
 }
-"""Families whose pushed weights a test reads back from a running vLLM (tests/integration/test_vllm_*.py)."""
+"""Families whose pushed weights a test reads back from a running vLLM (tests/integration/test_vllm_*.py, test_cuda_vllm_*.py)."""
 NOTES = {
     "llama4": "Its full-attention layers scale queries by their place in the row, and its other layers attend in chunks.",
     "gptj": "Its attention is not called through transformers' AttentionInterface.",
     "zamba2": "Its shared block is called by several layers. In transformers, its cached step and its plain forward differ.",
     "phi3": "Checkpoints with `longrope` are paged up to the original length; a longer `max_model_len` is computed in full.",
-    "gpt_oss": "On a GPU the embedded engine falls back to transformers' own cache: its decoding kernel has no sinks.",
+    "gpt_oss": "On a GPU the embedded engine falls back to transformers' own cache: its decoding kernel has no sinks. "
+    "vLLM would keep its old experts through a push.",
     "deepseek_v3": "The cache holds expanded keys and values, the values padded to the size of the keys.",
 }
 HEAD = """# Which models can be trained
@@ -67,8 +70,8 @@ run, too.
 - **LoRA**: `--lora-rank` adapts all linear layers, except `out_proj` and `dt_proj` of Mamba mixers and Llama 4's router. Experts:
   `--lora-experts` ([mixtures](mixtures.md)).
 - **prefix trees**: tokens that samples begin with in common are computed once ([training](training.md)).
-- **vLLM push**: vLLM {vllm} knows all these architectures. "yes": a test has read pushed weights back from a running server.
-  Where its CPU build differs from transformers, or fails, before any push, nothing could be tested. Ludic compares all names and
+- **vLLM push**: vLLM {vllm} knows all these architectures. "yes": a test has read pushed weights back from a running server;
+  on a GPU with 0.26. Where vLLM differs from transformers, or fails, before any push, nothing could be tested. Ludic compares all names and
   shapes before it sends weights, and refuses what does not fit.
 
 ## Notes

@@ -103,14 +103,15 @@ def main() -> None:
         print(f"ludic: the package {error.name!r} is missing; `ludic doctor` says how to install it.", file=sys.stderr)
         sys.exit(2)
     except Exception as error:
-        from ludic.types.errors import LudicError, RunComplete
+        from ludic.types.errors import LudicError, RunComplete, full_gpu
 
-        if not isinstance(error, LudicError):
+        text = str(error) if isinstance(error, LudicError) else full_gpu(error)
+        if text is None:
             raise
         if isinstance(error, RunComplete):
-            print(error)
+            print(text)
             return
-        print(f"ludic: {error}", file=sys.stderr)
+        print(f"ludic: {text}", file=sys.stderr)
         sys.exit(2)
     if code:
         sys.exit(code)

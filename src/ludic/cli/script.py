@@ -23,7 +23,7 @@ from ludic.cli.train import ScriptFlags, reported, show_plan
 from ludic.run.config.run_config import RunConfig
 from ludic.run.settings import with_values
 from ludic.types import LudicError
-from ludic.types.errors import RunComplete
+from ludic.types.errors import RunComplete, full_gpu
 
 if TYPE_CHECKING:
     from ludic.run import Run  # loads torch
@@ -66,3 +66,7 @@ def run_script(main: Callable[[list[str]], int | None]) -> NoReturn:
         sys.exit(f"{Path(sys.argv[0]).stem}: {mistake}")
     except KeyboardInterrupt:
         sys.exit(130)
+    except RuntimeError as error:
+        if text := full_gpu(error):
+            sys.exit(f"{Path(sys.argv[0]).stem}: {text}")
+        raise

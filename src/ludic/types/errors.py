@@ -68,6 +68,15 @@ class OutOfGPUMemory(LudicError, RuntimeError):
     """The GPU has no room for what training needs; the message says who holds it and what needs less."""
 
 
+def full_gpu(error: BaseException) -> str | None:
+    """What to tell a user whose GPU had no room where no `OutOfGPUMemory` explains it (loading, say); None for other errors."""
+    first = str(error).partition("\n")[0]
+    if not type(error).__module__.startswith("torch") or "out of memory" not in first:
+        return None
+    first = first.partition(" If reserved but unallocated")[0].rstrip(".")
+    return f"The GPU has no room. {first}. `nvidia-smi` shows who holds its memory, `ludic plan` what a run needs."
+
+
 DISTRIBUTION = "ludic-rl"
 """The distribution's name. It is on no package index: `ludic` on PyPI is another project."""
 

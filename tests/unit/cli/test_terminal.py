@@ -9,8 +9,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
+from ludic.cli import main as cli
 from ludic.cli.main import BASE, COMMANDS, USUAL, find_command
+from ludic.cli.script import run_script
 from ludic.cli.terminal import pages
 from ludic.cli.terminal.colour import is_coloured
 from ludic.cli.terminal.flags import PARTS, flags_of_command
@@ -129,6 +132,31 @@ def test_a_missing_base_package_is_named_without_a_traceback():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "'tyro' is missing" in done.stderr
+
+
+CUDA_TEXT = (
+    "CUDA out of memory. Tried to allocate 54.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 41.69 MiB is free. If "
+    "reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError(CUDA_TEXT), torch.AcceleratorError("CUDA error: out of memory\nX")]
+)
+def test_a_full_gpu_is_named_without_a_traceback(error, monkeypatch, capsys):
+    def load(args):
+        raise error
+
+    monkeypatch.setattr(cli, "find_command", lambda args: load)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1 and "expandable" not in said
+    assert said.startswith("ludic: The GPU has no room. CUDA") and "`nvidia-smi` shows who holds" in said
+    with pytest.raises(SystemExit, match="The GPU has no room. CUDA"):
+        run_script(load)
+    with pytest.raises(RuntimeError, match="tensor size"):
+        run_script(lambda args: torch.ones(2) @ torch.ones(3))
 
 
 # --- colours ---

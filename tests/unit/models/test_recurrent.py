@@ -5,9 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
 from ludic.models.execution import recompute_activations
+from ludic.models.recurrent.packed import similar_lengths
 from ludic.training.learner.policy import TrainedPolicy
 from tests.tiny_families import family_model
 from tests.unit.training.samples import random_items, with_prefix
@@ -104,3 +107,14 @@ def test_a_sample_says_nothing_about_its_neighbours(family):
     assert not torch.equal(before[1], after[1])
     for number in (0, 2, 3):
         assert torch.equal(before[number], after[number])
+
+
+@given(st.lists(st.integers(1, 6000), min_size=1, max_size=40))
+def test_rows_computed_together_have_little_padding_and_bounded_memory(lengths):
+    groups = similar_lengths(lengths)
+    assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
+    for group in groups:
+        own = [lengths[i] for i in group]
+        padded = own[0] * len(own)
+        assert own == sorted(own, reverse=True)
+        assert len(own) == 1 or padded <= min(1.5 * sum(own), 4096)

@@ -17,6 +17,8 @@ from ludic.models.recurrent.layers import Mix
 
 _MAX_WASTE = 1.5
 """A group holds at most this many times its own tokens after padding: a scan costs much per call, whatever its rows hold."""
+_MAX_TOKENS = 4096
+"""Of a group with padding, unless it is one row: transformers 5.17 without `mamba-ssm` takes 3 MB a token in a Mamba-2 layer."""
 
 
 def similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
@@ -25,9 +27,11 @@ def similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
     groups: list[list[int]] = []
     while order:
         longest, count, total = lengths[order[0]], 0, 0
-        while count < len(order) and longest * (count + 1) <= _MAX_WASTE * (total + lengths[order[count]]):
-            total += lengths[order[count]]
-            count += 1
+        while count < len(order):
+            padded, own = longest * (count + 1), total + lengths[order[count]]
+            if count and (padded > _MAX_WASTE * own or padded > _MAX_TOKENS):
+                break
+            total, count = own, count + 1
         groups.append(order[:count])
         order = order[count:]
     return groups

@@ -27,18 +27,10 @@ _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 2048, "initializer_range": 0.1, "eos_token_id": 256, "pad_token_id": 256,
 }  # fmt: skip
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 2048, "initializer_range": 0.1, "eos_token_id": 256, "pad_token_id": 256,
-}  # fmt: skip
-_DELTA_NET = {"head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
-_EXPERTS = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
 SIZES: dict[str, dict[str, Any]] = {
-    # as published configs, and vLLM, call the sizes
-    "lfm2": {"conv_dim": 256, "conv_dim_out": 256, "block_dim": 256, "block_ff_dim": 512},
     "jamba": {"mamba_d_state": 16, "mamba_d_conv": 4},
     "llama4": {"head_dim": 64, "intermediate_size_mlp": 512, "attention_chunk_size": 1024, "floor_scale": 8192},
-}  # fmt: skip
+}
 """Sizes that vLLM's kernels take, instead of those in tests/tiny_families.py."""
 GPT_OSS = {"head_dim": 64, "sliding_window": 128, "max_position_embeddings": 131_072}
 

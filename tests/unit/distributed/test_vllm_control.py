@@ -134,7 +134,7 @@ def test_a_push_wakes_the_servers_that_sleep():
 
 
 def test_a_server_that_cannot_wake_is_asked_once():
-    """vLLM takes its memory anew at each attempt and keeps what a failed one took."""
+    """vLLM takes all of its memory at each attempt and keeps what a failed one took."""
     servers = WeightServers()
     VllmControlPlane(servers).sleep()
     servers.failures = [(servers.servers[0], "/wake_up", RuntimeError("CUDA Error: out of memory"))] * 5

@@ -33,11 +33,11 @@ PUSHED = {
         ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3", "gemma4", "phi3"), "yes"
     ),
     **dict.fromkeys(("glm4", "glm4_moe", "olmo2", "olmo3", "smollm3", "granite", "granite_moe_hybrid"), "yes"),
-    **dict.fromkeys(("falcon_h1", "gpt2", "gptj"), "yes"),
-    **dict.fromkeys(("llama4", "jamba"), "yes, on a GPU"),
-    "gpt_oss": "refused",
-    **dict.fromkeys(("deepseek_v3", "lfm2"), "untested: vLLM differs"),
-    **dict.fromkeys(("bamba", "qwen3_next", "qwen3_5"), "untested: CPU build fails"),
+    **dict.fromkeys(("falcon_h1", "zamba2", "gpt2", "gptj"), "yes"),
+    **dict.fromkeys(("llama4", "gpt_oss", "deepseek_v3", "lfm2", "qwen3_next"), "yes"),
+    "jamba": "yes, on a GPU",
+    "bamba": "no: unknown to vLLM",
+    "qwen3_5": "untested: CPU build fails",
 }
 """Families whose pushed weights a test reads back from a running vLLM (tests/integration/test_vllm_*.py, test_cuda_vllm_*.py)."""
 NOTES = {
@@ -45,9 +45,10 @@ NOTES = {
     "gptj": "Its attention is not called through transformers' AttentionInterface.",
     "zamba2": "Its shared block is called by several layers. In transformers, its cached step and its plain forward differ.",
     "phi3": "Checkpoints with `longrope` are paged up to the original length; a longer `max_model_len` is computed in full.",
-    "gpt_oss": "On a GPU the embedded engine falls back to transformers' own cache: its decoding kernel has no sinks. "
-    "vLLM would keep its old experts through a push.",
-    "deepseek_v3": "The cache holds expanded keys and values, the values padded to the size of the keys.",
+    "gpt_oss": "On a GPU the embedded engine falls back to transformers' own cache: its decoding kernel has no sinks.",
+    "deepseek_v3": "The cache holds expanded keys and values, the values padded to the size of the keys. vLLM's router differs "
+    "where config.json lacks `scoring_func` and `topk_method`, as one that transformers has made new does.",
+    "lfm2": "vLLM ties its head to its embedding whatever the config says. Its CPU build is right with one head only.",
 }
 HEAD = """# Which models can be trained
 
@@ -70,9 +71,8 @@ run, too.
 - **LoRA**: `--lora-rank` adapts all linear layers, except `out_proj` and `dt_proj` of Mamba mixers and Llama 4's router. Experts:
   `--lora-experts` ([mixtures](mixtures.md)).
 - **prefix trees**: tokens that samples begin with in common are computed once ([training](training.md)).
-- **vLLM push**: vLLM {vllm} knows all these architectures. "yes": a test has read pushed weights back from a running server;
-  on a GPU with 0.26. Where vLLM differs from transformers, or fails, before any push, nothing could be tested. Ludic compares all names and
-  shapes before it sends weights, and refuses what does not fit.
+- **vLLM push**: "yes": a test has read pushed weights back from a running server,
+  {vllm} on a CPU or 0.26 on a GPU. Ludic compares all names and shapes before it sends weights, and refuses what does not fit.
 
 ## Notes
 

@@ -170,34 +170,53 @@ def test_what_is_staged_for_the_next_push_does_not_change_what_is_served(served)
     assert_serves(server, model, version=1)
 
 
-_LEFT_OUT = """
+_COPIED = """
 import torch
 from torch import nn
 from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload, record_metadata_for_reloading
-from ludic.inference.vllm.worker import unloaded_layers
-model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("loaded", "copied", "tied")})
+from ludic.inference.vllm.reload import LoadsCopies, unloaded_layers
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(4, 2), False), nn.Parameter(torch.zeros(3), False)
+model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("loaded", "copied", "tied")} | {"pair": Pair()})
 model["tied"].weight = model["loaded"].weight
 model["norm"] = nn.LayerNorm(2)
 record_metadata_for_reloading(model)
 initialize_layerwise_reload(model)
-weight = model["loaded"].weight
-weight.weight_loader(weight, torch.ones(2, 2))
+held = dict(model.named_parameters())
+def load():
+    held["loaded.weight"].weight_loader(held["loaded.weight"], torch.ones(2, 2))
+    held["copied.weight"].copy_(torch.ones(2, 2))
 with torch.no_grad():
-    model["copied"].weight.copy_(torch.ones(2, 2))
-print(unloaded_layers(model))
+    load()
+    print(unloaded_layers(model))
+    with LoadsCopies(model):
+        load()
+        held["pair.a"].data[2:].copy_(torch.full((2, 2), 3.0))
+        held["pair.a"].data[:2].copy_(torch.full((2, 2), 2.0))
+        held["pair.b"].copy_(torch.arange(3.0))
+    print(unloaded_layers(model))
+print(*(model[name].weight.sum().item() for name in ("loaded", "copied")))
+print(model["pair"].a.tolist(), model["pair"].b.tolist())
 """
 
 
-def test_layers_that_a_models_loader_writes_past_the_reload_are_found():
-    """vLLM keeps their old weights: gpt-oss's experts and sinks (tests/integration/test_cuda_vllm_families.py)."""
+def test_what_a_models_loader_copies_past_the_reload_is_loaded_and_what_gets_nothing_is_found():
+    """vLLM itself would drop it: gpt-oss's experts and sinks."""
     skip_without_vllm()
     done = subprocess.run(
-        [warm_vllm.python(), "-c", _LEFT_OUT],
+        [warm_vllm.python(), "-c", _COPIED],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
     )
-    assert done.stdout.splitlines()[-1:] == ["['copied', 'norm']"], done.stderr
+    assert done.stdout.splitlines()[-4:] == [
+        "['copied', 'pair', 'norm']",
+        "['norm']",
+        "4.0 4.0",
+        "[[2.0, 2.0], [2.0, 2.0], [3.0, 3.0], [3.0, 3.0]] [0.0, 1.0, 2.0]",
+    ], done.stderr
 
 
 def test_weights_in_half_precision_are_cast_by_the_server(served):

@@ -1,5 +1,7 @@
 """A vision-language model's decoder with pictures: equal to transformers' own forward pass, row by row and from a folder."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ from ludic.models.vision.tiny import save_tiny_vision, tiny_vision
 from ludic.run.config.model import ModelSettings
 from ludic.run.model import load_policy, load_tokenizer, make_template
 from ludic.types import ConfigError, ImageSpan, content_of
+from tests.tiny_families import family_model
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +129,14 @@ def test_a_vllm_worker_expects_the_weights_that_the_trainer_has():
         shapes = {name: tuple(weight.shape) for name, weight in expected.named_parameters()}
         assert shapes == {name: tuple(weight.shape) for name, weight in dense_parameters(trained)}
         assert all(weight.is_meta for weight in expected.parameters())
+
+
+def test_a_vllm_worker_knows_a_config_whose_rope_vllm_has_renamed():
+    """vLLM does so in DeepSeek-V3's config."""
+    trained = family_model("deepseek_v3")
+    renamed = {**trained.config.rope_parameters, "rope_type": "deepseek_yarn"}
+    config = copy.copy(trained.config)
+    config.rope_parameters = renamed
+    expected = without_values(config)
+    assert [name for name, _ in expected.named_parameters()] == [name for name, _ in trained.named_parameters()]
+    assert config.rope_parameters is renamed, "vLLM goes on to compute with it"

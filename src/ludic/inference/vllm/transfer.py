@@ -5,6 +5,7 @@ server: torch, transformers and the standard library only.
 """
 
 import base64
+import copy
 import math
 import socket
 import zlib
@@ -258,7 +259,12 @@ def without_values(config: Any) -> Any:
 
     The class is the one that `ludic.models.loading` chooses: of text where transformers has one, else of text and pictures."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") not in {"default", *ROPE_INIT_FUNCTIONS}:  # vLLM renames DeepSeek's
+        config = copy.copy(config)
+        config.rope_parameters = {**rope, "rope_type": "default"}
     is_text = type(config) in AutoModelForCausalLM._model_mapping
     with torch.device("meta"):
         return (AutoModelForCausalLM if is_text else AutoModelForImageTextToText).from_config(config)

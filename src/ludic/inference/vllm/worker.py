@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -25,12 +25,16 @@ from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
-from vllm.model_executor.layers.attention import Attention, MLAAttention
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 from vllm.version import __version__
 
+from ludic.inference.vllm.reload import (
+    LoadsCopies,
+    forget_unfinished,
+    pack_experts_again,
+    repack_tied_heads,
+    unloaded_layers,
+)
 from ludic.inference.vllm.transfer import (
     Bucket,
     Meeting,
@@ -129,7 +133,7 @@ class LudicTransfer(WeightTransferEngine):
         self.checksums |= {name: checksum(weight) for name, weight in weights if name in chosen}
         self._vectors |= {name: weight.clone() for name, weight in weights if weight.dim() == 1}
         self._arrived |= {name for name, _ in weights}
-        with self._configured():
+        with self._configured(), LoadsCopies(self.model):
             self.model.load_weights(self._as_in_checkpoints(weights))
 
     def finish_weight_update(self) -> None:
@@ -207,53 +211,6 @@ class LudicTransfer(WeightTransferEngine):
             and held[name].shape == weight.shape
             and not torch.equal(held[name].data, weight.to(held[name]))
         )
-
-
-def unloaded_layers(model: nn.Module) -> list[str]:
-    """Layers that got nothing in this update. Where a model's loader does not use the parameters' own loaders (gpt-oss), vLLM
-    keeps the old weights and says so in its log only."""
-    waiting, loaded = dict[str, nn.Module](), set[int]()
-    for name, layer in model.named_modules():
-        info = get_layerwise_info(layer)
-        if info.can_load() and info.load_numel <= 0 and info.kernel_tensors is not None:
-            waiting[name] = layer
-        else:
-            held = layer._parameters if info.kernel_tensors is None else info.kernel_tensors[0]
-            loaded |= {weight.data_ptr() for weight in held.values() if weight is not None}
-    return [
-        name
-        for name, layer in waiting.items()
-        if not isinstance(layer, (Attention, MLAAttention))  # scales of a quantised cache, which no trainer has
-        and any(weight.data_ptr() not in loaded for weight in get_layerwise_info(layer).kernel_tensors[0].values())
-    ]
-
-
-def forget_unfinished(model: nn.Module) -> None:
-    """Undo a broken update: its queued or half-loaded weights would be taken for parts of this one."""
-    for layer in model.modules():
-        info = get_layerwise_info(layer)
-        if info.can_load() and info.kernel_tensors is not None:
-            _place_kernel_tensors(layer, info)
-            info.reset()
-
-
-def pack_experts_again(model: nn.Module) -> None:
-    """On a CPU experts compute with a packed layout. vLLM packs them where it makes their kernel, and a kernel that is there
-    already would read what the loader copied without packing; without one it makes another."""
-    for layer in model.modules():
-        method: Any = getattr(layer, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None
-
-
-def repack_tied_heads(model: nn.Module) -> None:
-    """On a CPU a head tied to the embedding computes with a packed copy, which the loader does not update."""
-    heads = [layer for layer in model.modules() if isinstance(layer, ParallelLMHead)]
-    embeddings = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
-    tables = {layer.weight.data_ptr() for layer in embeddings if layer not in heads}
-    for head in heads:
-        if head.weight.data_ptr() in tables:
-            head.quant_method.process_weights_after_loading(head)
 
 
 WeightTransferEngineFactory.register_engine("ludic", LudicTransfer)

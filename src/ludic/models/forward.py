@@ -9,6 +9,7 @@ Three implementations, from general to fast, with equal results up to rounding:
 
 import logging
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -65,9 +66,22 @@ def make_forward(view: Any, *, pack: bool, packed: "Pack | None" = None) -> Forw
 # Packed linear layers: a product of few rows with a large matrix spends most of its time rearranging that matrix. PyTorch
 # rearranges on every call, because training changes the weights; between two policy versions once is enough. Large
 # matrices are kept in oneDNN's blocked layout, small ones transposed (there oneDNN's fixed cost per call dominates). The
-# choice depends on the shape alone, never on a measurement, so that the same model rounds the same way in every process.
-# Both layouts give a row the same result whatever other rows are in the batch (with at least two rows: a single row takes
-# another path through the library). Plain `nn.Linear` does not, below nine rows.
+# choice depends on the shape and the processor, never on a measured time, so that the same model rounds the same way in every
+# process. Both layouts give a row the same result whatever other rows are in the batch (with at least two rows: a single row
+# takes another path through the library); where the processor's library does not, with small matrices, these take oneDNN's
+# layout, too. Plain `nn.Linear` does not give it, below nine rows.
+
+
+@cache
+def products_keep_rows() -> bool:
+    """Whether a product with a transposed matrix gives a row the same result in every batch; MKL does not on an AMD Zen 5."""
+    for num_in, num_out in ((32, 48), (100, 77)):
+        x, weight = (torch.arange(float(size * num_in)).sin().view(-1, num_in) for size in (70, num_out))
+        product = torch.mm(x, weight.t().contiguous())
+        for count in (2, 3, 5, 9, 17, 33):
+            if not torch.equal(torch.mm(x[:count].contiguous(), weight.t().contiguous()), product[:count]):
+                return False
+    return True
 
 
 class PackedLinear(nn.Module):
@@ -84,8 +98,8 @@ class PackedLinear(nn.Module):
         """Some modules read weight and bias of their layers without calling them."""
         self.in_features = linears[0].in_features
         self.out_features = sum(linear.out_features for linear in linears)
-        is_large = self.in_features * self.out_features >= _LARGE
-        self._is_large = is_large and torch.backends.mkldnn.is_available()
+        is_blocked = self.in_features * self.out_features >= _LARGE or not products_keep_rows()
+        self._is_blocked = is_blocked and torch.backends.mkldnn.is_available()
         self._packed: Tensor
         self._bias: Tensor | None = None
         self.refresh()
@@ -96,14 +110,14 @@ class PackedLinear(nn.Module):
         weight = _joined([linear.weight.detach() for linear in self._linears])
         biases = [linear.bias.detach() for linear in self._linears if linear.bias is not None]
         self._bias = _joined(biases) if biases else None
-        if self._is_large:
+        if self._is_blocked:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, MIN_ROWS_PLAIN)
         else:
             self._packed = weight.t().contiguous()
 
     def forward(self, x: Tensor, first_row: int = 0) -> Tensor:
         """`first_row`: the place in the pass of the first row of `x`, for layers that treat rows differently."""
-        if self._is_large:
+        if self._is_blocked:
             out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
             return out
         flat = x.reshape(-1, self.in_features)

@@ -19,7 +19,7 @@ from ludic.inference.vllm.versions import RELEASES, Release, WeightVersions, is_
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "src" / "ludic"
-INSIDE_VLLM = ["inference/vllm/worker.py", "inference/vllm/logits_processor.py"]
+INSIDE_VLLM = ["inference/vllm/worker.py", "inference/vllm/reload.py", "inference/vllm/logits_processor.py"]
 CALLERS = [
     "inference/vllm/client.py",
     "inference/vllm/process.py",
@@ -41,9 +41,14 @@ NAMES = {
     "vllm.lora.peft_helper": {"PEFTHelper"},
     "vllm.lora.request": {"LoRARequest"},
     "vllm.lora.utils": {"parse_fine_tuned_lora_name"},
+    "vllm.model_executor.layers.attention": {"Attention", "MLAAttention"},
     "vllm.model_executor.layers.vocab_parallel_embedding": {"ParallelLMHead", "VocabParallelEmbedding"},
     "vllm.model_executor.model_loader.reload": {"finalize_layerwise_reload", "initialize_layerwise_reload"},
-    "vllm.model_executor.model_loader.reload.layerwise": {"_place_kernel_tensors", "get_layerwise_info"},
+    "vllm.model_executor.model_loader.reload.layerwise": {
+        "_layerwise_process", "_place_kernel_tensors", "get_layerwise_info",
+    },
+    "vllm.model_executor.model_loader.reload.meta": {"materialize_layer"},
+    "vllm.model_executor.model_loader.reload.utils": {"get_layer_size", "get_layer_tensors"},
     "vllm.sampling_params": {"SamplingParams"},
     "vllm.tokenizers": {"cached_tokenizer_from_config"},
     "vllm.v1.sample.logits_processor": {"AdapterLogitsProcessor"},
@@ -66,7 +71,7 @@ MEMBERS = {
     "lora/lora_weights.py": {"lora_a", "lora_b"},
     "lora/peft_helper.py": {"from_local_dir", "vllm_lora_scaling_factor"},
     "lora/request.py": {"load_inplace"},
-    "model_executor/model_loader/reload/types.py": {"can_load", "kernel_tensors", "reset"},
+    "model_executor/model_loader/reload/types.py": {"can_load", "kernel_tensors", "load_numel", "loaded_weights", "reset"},
     "v1/worker/gpu_worker.py": {"weight_transfer_engine", "_weight_update_active", "model_runner"},
     "v1/worker/lora_model_runner_mixin.py": {"lora_manager"},
     "config/parallel.py": {"data_parallel_index", "world_size", "rank"},

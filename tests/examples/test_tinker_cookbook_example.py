@@ -58,7 +58,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def url(model: Path, tmp_path: Path) -> Iterator[str]:
-    flags = ["--tinker", "--model", model, "--port", 0]
+    flags = ["--tinker", "--model", model, "--dtype", "float32", "--port", 0]
     server = forked.python("-m", "ludic.cli.main", "serve", *flags, cwd=tmp_path)  # keeps its data below that folder
     try:
         yield address_of(server)

@@ -58,9 +58,11 @@ def tokenizer(vllm_server) -> Any:
 
 @pytest.fixture(scope="module")
 def engine(vllm_server) -> Iterator[Any]:
+    import torch
+
     from ludic.inference.local import LocalEngine
 
-    engine = LocalEngine(str(vllm_server.model_dir), kv_tokens=4096)
+    engine = LocalEngine(str(vllm_server.model_dir), dtype=torch.float32, kv_tokens=4096)
     yield engine
     engine.close()
 

@@ -43,9 +43,10 @@ class LoadsCopies(TorchDispatchMode):
 
     @staticmethod
     def _load(layer: nn.Module, name: str, placeholder: Tensor, *, target: Tensor, value: Tensor) -> bool:
-        """False where the parameter's loader has taken the value, and now only counts it."""
+        """False where the parameter's loader keeps the value, and runs on the placeholder to count its elements."""
         info = get_layerwise_info(layer)
-        if not info.can_load() or name in {kept for kept, _ in info.loaded_weights}:
+        is_counted = bool(info.loaded_weights) and info.loaded_weights[-1][0] == name
+        if is_counted or not info.can_load():
             return False
         materialize_layer(layer, info)
         held = getattr(layer, name).data

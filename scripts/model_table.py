@@ -47,8 +47,9 @@ NOTES = {
     "phi3": "Checkpoints with `longrope` are paged up to the original length; a longer `max_model_len` is computed in full.",
     "gpt_oss": "On a GPU the embedded engine falls back to transformers' own cache: its decoding kernel has no sinks.",
     "deepseek_v3": "The cache holds expanded keys and values, the values padded to the size of the keys. vLLM's router differs "
-    "where config.json lacks `scoring_func` and `topk_method`, as one that transformers has made new does.",
-    "lfm2": "vLLM ties its head to its embedding whatever the config says. Its CPU build is right with one head only.",
+    "where config.json lacks `scoring_func` and `topk_method`, for example in one that transformers wrote for a new model.",
+    "lfm2": "vLLM ties its head to its embedding whatever the config says. Its CPU build computes LFM2 correctly with one "
+    "attention head only.",
 }
 HEAD = """# Which models can be trained
 
@@ -71,8 +72,8 @@ run, too.
 - **LoRA**: `--lora-rank` adapts all linear layers, except `out_proj` and `dt_proj` of Mamba mixers and Llama 4's router. Experts:
   `--lora-experts` ([mixtures](mixtures.md)).
 - **prefix trees**: tokens that samples begin with in common are computed once ([training](training.md)).
-- **vLLM push**: "yes": a test has read pushed weights back from a running server,
-  {vllm} on a CPU or 0.26 on a GPU. Ludic compares all names and shapes before it sends weights, and refuses what does not fit.
+- **vLLM push**: "yes": a test has read pushed weights back from vLLM {vllm} on a CPU; from 0.26 on a GPU only Llama, Llama 4 and
+  Jamba. Ludic compares all names and shapes before it sends weights, and refuses what does not fit.
 
 ## Notes
 

@@ -174,31 +174,37 @@ _COPIED = """
 import torch
 from torch import nn
 from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload, record_metadata_for_reloading
-from ludic.inference.vllm.reload import LoadsCopies, unloaded_layers
+from ludic.inference.vllm.reload import LoadsCopies, is_waiting, unloaded_layers
 class Pair(nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.b = nn.Parameter(torch.zeros(4, 2), False), nn.Parameter(torch.zeros(3), False)
-model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("loaded", "copied", "tied")} | {"pair": Pair()})
+model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("loaded", "copied", "tied", "dropped")})
 model["tied"].weight = model["loaded"].weight
-model["norm"] = nn.LayerNorm(2)
+model.update({"copied pair": Pair(), "loaded pair": Pair(), "norm": nn.LayerNorm(2)})
 record_metadata_for_reloading(model)
 initialize_layerwise_reload(model)
-held = dict(model.named_parameters())
-def load():
-    held["loaded.weight"].weight_loader(held["loaded.weight"], torch.ones(2, 2))
-    held["copied.weight"].copy_(torch.ones(2, 2))
+def load(name, value):
+    weight = dict(model.named_parameters())[name]
+    weight.weight_loader(weight, torch.full(weight.shape, value))
 with torch.no_grad():
-    load()
-    print(unloaded_layers(model))
-    with LoadsCopies(model):
-        load()
-        held["pair.a"].data[2:].copy_(torch.full((2, 2), 3.0))
-        held["pair.a"].data[:2].copy_(torch.full((2, 2), 2.0))
-        held["pair.b"].copy_(torch.arange(3.0))
-    print(unloaded_layers(model))
+    model["dropped"].weight.copy_(torch.ones(2, 2))
+    copies = LoadsCopies(model)
+    with copies:
+        load("loaded.weight", 1.0)
+        load("loaded pair.b", 7.0)
+        load("loaded pair.a", 8.0)
+        model["copied"].weight.copy_(torch.ones(2, 2))
+        held = model["copied pair"].a
+        held.data[2:].copy_(torch.full((2, 2), 3.0))
+        held.data[:2].copy_(torch.full((2, 2), 2.0))
+    print(unloaded_layers(model), is_waiting(model["copied pair"]))
+    with copies:  # the next part of the push
+        model["copied pair"].b.copy_(torch.arange(3.0))
+    print(unloaded_layers(model), is_waiting(model["copied pair"]))
 print(*(model[name].weight.sum().item() for name in ("loaded", "copied")))
-print(model["pair"].a.tolist(), model["pair"].b.tolist())
+for name in ("copied pair", "loaded pair"):
+    print(model[name].a.tolist(), model[name].b.tolist())
 """
 
 
@@ -211,11 +217,12 @@ def test_what_a_models_loader_copies_past_the_reload_is_loaded_and_what_gets_not
         capture_output=True,
         text=True,
     )
-    assert done.stdout.splitlines()[-4:] == [
-        "['copied', 'pair', 'norm']",
-        "['norm']",
+    assert done.stdout.splitlines()[-5:] == [
+        "['dropped', 'norm'] True",
+        "['dropped', 'norm'] False",
         "4.0 4.0",
         "[[2.0, 2.0], [2.0, 2.0], [3.0, 3.0], [3.0, 3.0]] [0.0, 1.0, 2.0]",
+        "[[8.0, 8.0], [8.0, 8.0], [8.0, 8.0], [8.0, 8.0]] [7.0, 7.0, 7.0]",
     ], done.stderr
 
 

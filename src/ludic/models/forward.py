@@ -67,14 +67,15 @@ def make_forward(view: Any, *, pack: bool, packed: "Pack | None" = None) -> Forw
 # rearranges on every call, because training changes the weights; between two policy versions once is enough. Large
 # matrices are kept in oneDNN's blocked layout, small ones transposed (there oneDNN's fixed cost per call dominates). The
 # choice depends on the shape and the processor, never on a measured time, so that the same model rounds the same way in every
-# process. Both layouts give a row the same result whatever other rows are in the batch (with at least two rows: a single row
-# takes another path through the library); where the processor's library does not, with small matrices, these take oneDNN's
-# layout, too. Plain `nn.Linear` does not give it, below nine rows.
+# process. A row must have the same result whatever other rows are in the batch. oneDNN's layout does that from two rows on (a
+# single row takes another path through the library). The transposed one does on most processors; where it does not, small
+# matrices take oneDNN's layout, too. Plain `nn.Linear` needs nine rows, or more with several threads.
 
 
 @cache
 def products_keep_rows() -> bool:
-    """Whether a product with a transposed matrix gives a row the same result in every batch; MKL does not on an AMD Zen 5."""
+    """Whether a small product with a transposed matrix gives a row the same result in batches of other sizes, as far as two shapes
+    show. MKL does not on an AMD Zen 5."""
     for num_in, num_out in ((32, 48), (100, 77)):
         x, weight = (torch.arange(float(size * num_in)).sin().view(-1, num_in) for size in (70, num_out))
         product = torch.mm(x, weight.t().contiguous())

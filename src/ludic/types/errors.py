@@ -7,6 +7,7 @@ that ended an episode.
 import difflib
 import os
 import random
+import re
 import sysconfig
 import time
 import traceback
@@ -71,7 +72,7 @@ class OutOfGPUMemory(LudicError, RuntimeError):
 def full_gpu(error: BaseException) -> str | None:
     """What to tell a user whose GPU had no room where no `OutOfGPUMemory` explains it (loading, say); None for other errors."""
     first = str(error).partition("\n")[0]
-    if not type(error).__module__.startswith("torch") or "out of memory" not in first:
+    if not isinstance(error, RuntimeError) or "CUDA" not in first or not re.search("out of memory|ALLOC_FAILED", first):
         return None
     first = first.partition(" If reserved but unallocated")[0].rstrip(".")
     return f"The GPU has no room. {first}. `nvidia-smi` shows who holds its memory, `ludic plan` what a run needs."

@@ -141,7 +141,12 @@ CUDA_TEXT = (
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError(CUDA_TEXT), torch.AcceleratorError("CUDA error: out of memory\nX")]
+    "error",
+    [
+        torch.OutOfMemoryError(CUDA_TEXT),
+        torch.AcceleratorError("CUDA error: out of memory\nX"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
 )
 def test_a_full_gpu_is_named_without_a_traceback(error, monkeypatch, capsys):
     def load(args):

@@ -151,6 +151,16 @@ def test_a_server_that_stops_while_it_wakes_is_waited_for():
     assert servers.version[servers.servers[0]] == "2"
 
 
+def test_one_server_that_cannot_wake_is_asked_once_while_another_is_waited_for():
+    servers = WeightServers("http://a:1", "http://b:1")
+    VllmControlPlane(servers).sleep()
+    servers.failures = [("http://a:1", "/wake_up", ConnectionError("refused"))] * 3
+    servers.failures += [("http://b:1", "/wake_up", RuntimeError("CUDA Error: out of memory"))] * 5
+    with pytest.raises(ConfigError, match="cannot wake"):
+        make(servers, wait_s=60.0, attempts=3).publish(WEIGHTS, version=2)
+    assert [call for call in servers.log if call == ("http://b:1", "/wake_up")] == [("http://b:1", "/wake_up")]
+
+
 def test_policy_version_is_the_lowest_of_all_servers():
     servers = WeightServers("http://a:1", "http://b:1")
     control = VllmControlPlane(servers)

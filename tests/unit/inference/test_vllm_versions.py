@@ -47,7 +47,7 @@ NAMES = {
     "vllm.model_executor.model_loader.reload.layerwise": {
         "_layerwise_process", "_place_kernel_tensors", "get_layerwise_info",
     },
-    "vllm.model_executor.model_loader.reload.meta": {"materialize_layer"},
+    "vllm.model_executor.model_loader.reload.meta": {"SKIP_TENSORS", "materialize_layer"},
     "vllm.model_executor.model_loader.reload.utils": {"get_layer_size", "get_layer_tensors"},
     "vllm.sampling_params": {"SamplingParams"},
     "vllm.tokenizers": {"cached_tokenizer_from_config"},

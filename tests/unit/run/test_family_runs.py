@@ -36,7 +36,14 @@ def one_update(name, tmp_path, dtype):
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     given = {"max_tokens": 2, "group_size": 4, "rollouts_per_update": 8, "lr": 1e-2, "entropy_bonus": 0.1}
-    settings = {**given, "device": "cpu", "dtype": dtype, "logger": "none", "system_prompt": None, "checkpoint_every": 1}
+    settings = {
+        **given,
+        "device": "cpu",
+        "dtype": dtype,
+        "logger": "none",
+        "system_prompt": None,
+        "checkpoint_every": 1,
+    }
     with build(env=Letter, model=str(folder), runs=tmp_path, name="run", steps=1, **settings) as run:
         result = run.train()
     assert result.step == 1 and math.isfinite(result.stats["train/loss"])

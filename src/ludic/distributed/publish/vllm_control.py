@@ -120,15 +120,16 @@ class VllmControlPlane:
         if not asleep:
             return
         torch.cuda.empty_cache()
-        try:
-            self._post("/wake_up", servers=asleep)
-        except WeightPushError as error:
-            if isinstance(error.__cause__, RuntimeError):
-                raise ConfigError(  # vLLM keeps what it took before it failed and takes all of it again: a retry makes it worse
-                    f"A sleeping server cannot wake. {error} It needs free GPU memory: end what else uses the GPU, lower "
-                    "--server-memory or the trainer's micro_token_budget. Then restart the server, or resume the run."
-                ) from error
-            raise
+        for server in asleep:
+            try:
+                self._post("/wake_up", servers=[server])
+            except WeightPushError as error:
+                if isinstance(error.__cause__, RuntimeError):
+                    raise ConfigError(  # without memory vLLM keeps what it got, and takes all again when it is asked again
+                        f"A sleeping server cannot wake. {error} If it lacks GPU memory: end what else uses the GPU, lower "
+                        "--server-memory or the trainer's micro_token_budget. Then restart the server, or resume the run."
+                    ) from error
+                raise
 
     # --- for communicators ---
 

@@ -4,6 +4,7 @@ During an update vLLM holds each layer's weights as placeholders without values.
 until a layer is complete; then vLLM brings the layer into the form that its kernels read, and copies it over the old one.
 """
 
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,45 +17,62 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     _place_kernel_tensors,
     get_layerwise_info,
 )
-from vllm.model_executor.model_loader.reload.meta import materialize_layer
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materialize_layer
 from vllm.model_executor.model_loader.reload.utils import get_layer_size, get_layer_tensors
 
 
 class LoadsCopies(TorchDispatchMode):
     """Loads what a model copies into a placeholder itself, past the parameter's loader (gpt-oss: experts and sinks). vLLM would
-    drop it, and say so in its log only."""
+    drop it, and say so in its log only. For one update; the model's `load_weights` is called inside."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._places = {
-            tensor.untyped_storage()._cdata: (layer, name, tensor)  # the tensor is kept: its address names it
-            for layer in model.modules()
-            if is_waiting(layer) and not isinstance(layer, (Attention, MLAAttention))
-            for name, tensor in get_layer_tensors(layer).items()
-            if tensor.is_meta
-        }
+        self._is_loader_running = False
+        self._places: dict[int, tuple[nn.Module, str, Tensor]] = {}
+        """Layer, name and tensor by the tensor's storage."""
+        for layer in model.modules():
+            if is_waiting(layer) and not isinstance(layer, (Attention, MLAAttention)):
+                for tensor in get_layer_tensors(layer).values():
+                    loader = getattr(tensor, "weight_loader", None)
+                    if getattr(loader, "__name__", "") == "online_process_loader":
+                        tensor.weight_loader = self._marked(loader)
+                self._watch(layer)
+
+    def _watch(self, layer: nn.Module) -> None:
+        for name, tensor in get_layer_tensors(layer).items():
+            if name not in SKIP_TENSORS:
+                self._places[tensor.untyped_storage()._cdata] = layer, name, tensor
+
+    def _marked(self, loader: Any) -> Any:
+        """vLLM knows its own loader by its name, and unwraps it."""
+
+        @wraps(loader)
+        def online_process_loader(*args: Any, **kwargs: Any) -> Any:
+            self._is_loader_running = True
+            try:
+                return loader(*args, **kwargs)
+            finally:
+                self._is_loader_running = False
+
+        return online_process_loader
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_copy = func is torch.ops.aten.copy_.default and not args[1].is_meta
-        place = self._places.get(args[0].untyped_storage()._cdata) if is_copy else None
-        if place is None or not self._load(*place, target=args[0], value=args[1]):
-            return func(*args, **(kwargs or {}))
-        return args[0]
+        if func is torch.ops.aten.copy_.default and not self._is_loader_running and not args[1].is_meta:
+            place = self._places.get(args[0].untyped_storage()._cdata)
+            if place is not None and get_layerwise_info(place[0]).can_load():
+                self._load(*place[:2], target=args[0], value=args[1])
+                return args[0]
+        return func(*args, **(kwargs or {}))
 
-    @staticmethod
-    def _load(layer: nn.Module, name: str, placeholder: Tensor, *, target: Tensor, value: Tensor) -> bool:
-        """False where the parameter's loader keeps the value, and runs on the placeholder to count its elements."""
+    def _load(self, layer: nn.Module, name: str, *, target: Tensor, value: Tensor) -> None:
         info = get_layerwise_info(layer)
-        is_counted = bool(info.loaded_weights) and info.loaded_weights[-1][0] == name
-        if is_counted or not info.can_load():
-            return False
         materialize_layer(layer, info)
+        self._watch(layer)
         held = getattr(layer, name).data
         held.as_strided(target.size(), target.stride(), target.storage_offset()).copy_(value)
         info.load_numel += target.numel()
         if info.load_numel >= get_layer_size(layer):
             _layerwise_process(layer, info)
-        return True
 
 
 def is_waiting(layer: nn.Module) -> bool:

@@ -93,6 +93,7 @@ class LudicTransfer(WeightTransferEngine):
         self.differing: list[str] = []
         """Weights that the model does not hold as received."""
         self._arrived: set[str] = set()
+        self._copies: Any = None
         self._vectors: dict[str, Tensor] = {}
         self._group: Any = None
         self._store: Any = None
@@ -119,6 +120,7 @@ class LudicTransfer(WeightTransferEngine):
             if self.device.type == "cpu":
                 pack_experts_again(self.model)
             initialize_layerwise_reload(self.model)
+        self._copies = LoadsCopies(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class would wait for an accelerator, which a CPU does not have.
@@ -133,17 +135,17 @@ class LudicTransfer(WeightTransferEngine):
         self.checksums |= {name: checksum(weight) for name, weight in weights if name in chosen}
         self._vectors |= {name: weight.clone() for name, weight in weights if weight.dim() == 1}
         self._arrived |= {name for name, _ in weights}
-        with self._configured(), LoadsCopies(self.model):
+        with self._configured(), self._copies:
             self.model.load_weights(self._as_in_checkpoints(weights))
 
     def finish_weight_update(self) -> None:
         missing = sorted(self.parameters().keys() - self._arrived)
         if missing:  # the loader silently leaves an incomplete layer undefined
             raise RuntimeError(f"{len(missing)} weights never arrived: {missing[:3]}")
-        stale = unloaded_layers(self.model)
+        stale = unloaded_layers(self._pushed_model())
         with self._configured():
             finalize_layerwise_reload(self.model, self.model_config)
-        self._block = None
+        self._block = self._copies = None
         if self.device.type == "cpu":
             repack_tied_heads(self.model)
         if self.model_config.quantization is None:
@@ -152,7 +154,7 @@ class LudicTransfer(WeightTransferEngine):
         if stale:
             raise RuntimeError(
                 f"vLLM {__version__} cannot replace all weights of a running {type(self.model).__name__}: its loader left "
-                f"{len(stale)} layers as they were, such as {', '.join(stale[:3])}"
+                f"{len(stale)} layers as they were, such as {', '.join(stale[:3])}; another push ends in the same way"
             )
 
     def shutdown(self) -> None:
@@ -176,6 +178,12 @@ class LudicTransfer(WeightTransferEngine):
                 self._plain = without_values(self.model_config.hf_config)
             self.expected = {name: list(parameter.shape) for name, parameter in self._plain.named_parameters()}
         return self.expected
+
+    def _pushed_model(self) -> Any:
+        """The part of the served model that a push replaces: of one that sees, while its text is trained, the text's layers."""
+        text_of = getattr(self.model, "get_language_model", None)
+        sees = hasattr(self._plain.config, "vision_config")
+        return self.model if sees or text_of is None else text_of()
 
     def _as_in_checkpoints(self, weights: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """A mixture's experts under the names that its checkpoints have, one tensor for each expert, which vLLM's loader reads;

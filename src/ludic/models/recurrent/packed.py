@@ -18,7 +18,8 @@ from ludic.models.recurrent.layers import Mix
 _MAX_WASTE = 1.5
 """A group holds at most this many times its own tokens after padding: a scan costs much per call, whatever its rows hold."""
 _MAX_TOKENS = 4096
-"""Of a group with padding, unless it is one row: transformers 5.17 without `mamba-ssm` takes 3 MB a token in a Mamba-2 layer."""
+"""Of a group of several rows, padding included; a single row may be longer. transformers 5.17 without `mamba-ssm` takes 3 MB a
+token in a Mamba-2 layer."""
 
 
 def similar_lengths(lengths: Sequence[int]) -> list[list[int]]:

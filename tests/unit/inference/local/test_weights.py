@@ -221,7 +221,7 @@ async def test_many_updates_in_a_row_keep_run_lengths_that_add_up():
         running = asyncio.create_task(ask_all(engine, [*requests(max_tokens=30), *requests(max_tokens=20)]))
         while not running.done():
             await asyncio.to_thread(engine.new_version)
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.001)
         for answer in await running:
             lengths = [run.length for run in answer.version_runs]
             versions = [run.version for run in answer.version_runs]

@@ -142,7 +142,7 @@ def assert_sharing_changes_nothing(model, loss, items, exact=None, *, compiles=F
     assert apart_stats.pop("perf/prefix_sharing") == 1 < stats.pop("perf/prefix_sharing")
     assert largest(apart[1]) > 1e-4
     for ours, theirs, right in zip(shared, apart, precise, strict=True):
-        assert distance(ours, theirs) <= EQUAL + distance(theirs, right)
+        assert distance(ours, right) <= EQUAL + 2 * distance(theirs, right), "both round, each in its order"
     for name, value in apart_stats.items():
         if name != "num_micro_batches":
             assert stats[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name

@@ -28,6 +28,8 @@ _MLP_ROWS = 256
 """Rows that pass an MLP at a time: what lies between its matrices stays in the processor's cache."""
 MIN_ROWS_PACKED = 2
 MIN_ROWS_PLAIN = 16
+_ROWS_PER_THREAD = 4
+"""Threads divide the rows of a plain product; one with fewer rows rounds otherwise (MKL, 1 to 16 threads)."""
 _FAMILY = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
 
 
@@ -150,7 +152,8 @@ class ModuleForward:
     def __init__(self, model: Any, packed: list[PackedLinear]) -> None:
         self._model = model
         self._packed = packed
-        self.min_rows = MIN_ROWS_PACKED if packed and _is_complete(model) else MIN_ROWS_PLAIN
+        plain = max(MIN_ROWS_PLAIN, _ROWS_PER_THREAD * torch.get_num_threads())
+        self.min_rows = MIN_ROWS_PACKED if packed and _is_complete(model) else plain
 
     def logits(self, ids_T: Tensor, positions_T: Tensor, state: AttentionState, where_N: Tensor) -> Tensor:
         out: Tensor = self._model(

@@ -37,6 +37,23 @@ def test_a_row_of_a_packed_layer_does_not_depend_on_the_others(shape):
             assert torch.equal(packed(x[:count].contiguous()), everything[:count]), count
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_row_of_a_plain_layer_does_not_depend_on_the_others_from_the_least_number_of_rows_on(num_threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        least = ModuleForward(nn.Linear(1, 1), []).min_rows
+        for num_in, num_out in ((32, 48), (64, 320), (576, 1536)):
+            torch.manual_seed(0)
+            layer, x = nn.Linear(num_in, num_out), torch.randn(70, num_in)
+            with torch.inference_mode():
+                everything = layer(x)
+                for count in range(least, 70):
+                    assert torch.equal(layer(x[:count].contiguous()), everything[:count]), (num_in, num_out, count)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_packed_layer_sees_new_weights_only_after_refresh():
     linear = nn.Linear(8, 4)
     packed = PackedLinear(linear)
@@ -77,7 +94,7 @@ def test_fast_and_plain_forward_agree(family, changes, atol, rtol):
     plain, fast = make_forward(routed_view(model), pack=False), make_forward(routed_view(model), pack=True)
     assert isinstance(plain, ModuleForward)
     assert isinstance(fast, FusedLlama if family in FUSED else ModuleForward)
-    assert fast.min_rows == 2 and plain.min_rows == 16
+    assert fast.min_rows == 2 and plain.min_rows == max(16, 4 * torch.get_num_threads())
     tokens = torch.randint(0, 128, (24,)).tolist()
     assert torch.allclose(logits(fast, tokens), logits(plain, tokens), atol=atol, rtol=rtol)
 

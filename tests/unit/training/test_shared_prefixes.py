@@ -252,7 +252,7 @@ def test_compiled_layers_that_make_their_length_groups_when_they_attend(quick_co
     monkeypatch.setattr(packed_attention, "to_device", traced_only_outside)
     found = computed(model, GRPO, items, shares=False, compiles=True)
     for part in (0, 1):  # log-probs, gradients
-        assert distance(found[part], plain[part]) <= EQUAL + distance(plain[part], precise[part])
+        assert distance(found[part], precise[part]) <= EQUAL + 2 * distance(plain[part], precise[part])
 
 
 def test_samples_of_another_tokenizer_are_refused():

@@ -142,4 +142,4 @@ def test_a_run_whose_env_server_is_killed_goes_on_with_the_next(tmp_path, monkey
             server.wait()
             server.stdout.close()
     assert len(servers) == 2 and counts(run.folder, "num_failed") == [0, 0, 0]
-    assert sum(starts()) == 24 + sum(counts(run.folder, "num_retried")) > 24
+    assert 24 < sum(starts()) <= 24 + sum(counts(run.folder, "num_retried"))  # one may have waited for its start

@@ -100,12 +100,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """What each family has instead of its sizes in tests/tiny_families.py."""
-_STATES = ["--no-enable-prefix-caching"]
-"""On a CPU vLLM prefills in one part, and states of recurrent layers cannot be shared then."""
-FLAGS = {
-    **dict.fromkeys(("falcon_h1", "granite_moe_hybrid", "zamba2", "lfm2"), _STATES),
-    "qwen3_next": [*_STATES, "--dtype", "bfloat16"],
-}
+FLAGS = {"qwen3_next": ["--dtype", "bfloat16"]}
 
 
 def save(name: str, folder: Path) -> Path:

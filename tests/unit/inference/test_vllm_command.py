@@ -89,6 +89,21 @@ def test_flags_of_the_user_are_not_repeated(flags, left_out):
     assert left_out not in default_flags(CPU, flags)
 
 
+def test_states_of_recurrent_layers_are_not_shared_on_a_cpu(tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from tests.tiny_families import FAMILIES, family_config
+
+    flag, changed = "--no-enable-prefix-caching", set()
+    for name in FAMILIES:
+        family_config(name).save_pretrained(tmp_path)
+        assert flag not in default_flags(GPU, [], str(tmp_path))
+        assert flag not in default_flags(CPU, ["--enable-prefix-caching"], str(tmp_path))
+        changed |= {name} if flag in default_flags(CPU, [], str(tmp_path)) else set()
+    hybrids = {"granite_moe_hybrid", "falcon_h1", "bamba", "jamba", "zamba2", "lfm2"}
+    assert changed == {"qwen3_next", "qwen3_5", "qwen3_5_moe", *hybrids}
+    assert flag not in default_flags(CPU, [], "a/name-on-the-hub")
+
+
 def test_a_gpu_build_gets_no_cpu_settings(tmp_path):
     only_cpu = set(default_flags(CPU, [])) - set(default_flags(GPU, []))
     assert only_cpu == {

@@ -163,7 +163,7 @@ def server_command(
     return ServerCommand(
         arguments=(
             str(install.python.absolute()), "-m", release.entry_point, "--model", model, "--host", host, "--port", str(port),
-            *flags, *default_flags(install, flags), *versions,
+            *flags, *default_flags(install, flags, model), *versions,
             # The last middleware is the outermost: the guard sees every request before the user's middlewares do.
             "--middleware", "ludic.inference.vllm.control.EndWithParent",
             "--middleware", "ludic.inference.vllm.control.ControlGuard",
@@ -224,8 +224,8 @@ def _config_flags(flags: Sequence[str]) -> list[str]:
     return made
 
 
-def default_flags(install: VLLMInstall, flags: Sequence[str]) -> list[str]:
-    """Ludic's flags, except those that the user gave."""
+def default_flags(install: VLLMInstall, flags: Sequence[str], model: str = "") -> list[str]:
+    """Ludic's flags for the model in this folder, except those that the user gave."""
     given = _names(flags)
     wanted: list[tuple[str, str | None]] = [
         # The model's own generation_config.json would silently change the request's sampling.
@@ -248,10 +248,24 @@ def default_flags(install: VLLMInstall, flags: Sequence[str]) -> list[str]:
         # vLLM 0.32 on a CPU crashes on a seeded prompt that is computed in chunks ("CPU Generator does not use offset").
         if "--enable-chunked-prefill" not in given:
             wanted.append(("--no-enable-chunked-prefill", None))
+            if "--enable-prefix-caching" not in given and _is_recurrent(
+                model
+            ):  # vLLM shares states of prompts that are computed in chunks only
+                wanted.append(("--no-enable-prefix-caching", None))
         if not _PARALLEL & given:
             wanted.append(("--distributed-executor-backend", "uni"))  # saves a process that would spin on a core
     taken = given | {f"--{flag[5:]}" for flag in given if flag.startswith("--no-")}
     return [part for name, value in wanted if name not in taken for part in (name, value) if part is not None]
+
+
+def _is_recurrent(model: str) -> bool:
+    """Whether config.json in this folder has the sizes of Mamba layers, gated delta nets or short convolutions."""
+    try:
+        config = json.loads((Path(model) / "config.json").read_text())
+    except OSError:
+        return False
+    names = {*config, *(config.get("text_config") or {})}
+    return any(name.startswith(("mamba_", "linear_conv_", "conv_L_")) for name in names)
 
 
 def _names(flags: Sequence[str]) -> set[str]:

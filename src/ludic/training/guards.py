@@ -111,8 +111,8 @@ def _likely_cause(idle: Sequence[Mapping[str, Any]]) -> str:
 
     if always("parse_error_rate", 1) and always("unreadable_rate", 0):
         return (
-            "Every episode had replies that ran out of tokens before they ended, so they were not read. Give more with "
-            "--max-tokens, or read them as they are with --cut-off read."
+            "Every episode had replies that ran out of tokens before they ended, and no action was read from them. Give more "
+            "with --max-tokens, or, where they are rejected unread, read them as they are with --cut-off read."
         )
     if always("parse_error_rate", 1):
         return (

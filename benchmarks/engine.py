@@ -1,7 +1,7 @@
 """The embedded engine against `transformers.generate` (CPU), vLLM (GPU) and the hardware's own limit, in one run.
 
-End to end through `complete_tokens`: asyncio, scheduler and sampling included. On a CPU: SmolLM2-135M's shape in fp32, a group
-with a shared prompt, and a tiny model dominated by Python overhead. On a CUDA GPU: the workloads of engine_gpu.py. The limit is
+End to end through `complete_tokens`: asyncio, scheduler and sampling included. On a CPU: SmolLM2-135M's shape, a group
+with a shared prompt, and a tiny model dominated by Python overhead (in bf16: Qwen2.5-1.5B's shape). On a CUDA GPU: the workloads of engine_gpu.py. The limit is
 the minimum time of one decoding step: multiplying all weights on a CPU (measured matrix-product speed), reading all weights and
 keys on a GPU (measured copy speed).
 
@@ -196,18 +196,23 @@ def compare(name: str, model: Any, prompts: list[list[int]], num_new: int, repea
     )
 
 
-def on_cpu(repeat: int) -> None:
+def on_cpu(repeat: int, dtype: torch.dtype) -> None:
     print(described())
     print(
         f"{'':38} {'batch':>5} {'generate':>9} {'ours':>9} {'ratio':>7} {'of pairs':>11} {'ms/step':>9} {'limit ms':>9} "
         f"{'of limit':>8}\n(tokens per second, medians; ms/step includes the prompts)"
     )
     rng = np.random.default_rng(0)
-    model = make(smollm2, "cpu", torch.float32)
-    compare("SmolLM2-135M fp32, 32 → 64", model, rng.integers(3, 49152, size=(32, 32)).tolist(), 64, repeat)
+    bits = "fp32" if dtype is torch.float32 else "bf16"
+    model = make(smollm2, "cpu", dtype)
+    compare(f"SmolLM2-135M {bits}, 32 → 64", model, rng.integers(3, 49152, size=(32, 32)).tolist(), 64, repeat)
     shared = rng.integers(3, 49152, size=400).tolist()
-    compare("SmolLM2-135M fp32, group, 400 shared", model, [shared] * 8, 64, repeat)
-    model = make(tiny, "cpu", torch.float32)
+    compare(f"SmolLM2-135M {bits}, group, 400 shared", model, [shared] * 8, 64, repeat)
+    if dtype is torch.bfloat16:
+        model = make(qwen, "cpu", dtype)
+        compare("Qwen2.5-1.5B bf16, 8 → 16", model, rng.integers(3, 49152, size=(8, 32)).tolist(), 16, repeat)
+        return
+    model = make(tiny, "cpu", dtype)
     for batch in (1, 8, 64):
         compare("tiny (4 layers, width 128), 16 → 64", model, rng.integers(3, 1024, size=(batch, 16)).tolist(), 64, 5)
 
@@ -304,6 +309,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--threads", type=int, default=None)
     arguments.add_argument("--sampler", action="store_true", help="time drawing alone")
+    arguments.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="on a CPU")
     arguments.add_argument("--hybrids", action="store_true", help="tiny hybrids on a CPU")
     engine_gpu.add_flags(arguments)
     options = arguments.parse_args()
@@ -320,7 +326,7 @@ def main() -> None:
     if torch.cuda.is_available() or options.shape:
         engine_gpu.run(options)
         return
-    on_cpu(options.repeat)
+    on_cpu(options.repeat, getattr(torch, options.dtype))
 
 
 if __name__ == "__main__":

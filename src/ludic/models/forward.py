@@ -8,6 +8,7 @@ Three implementations, from general to fast, with equal results up to rounding:
 """
 
 import logging
+import platform
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol, TypeAlias
@@ -101,8 +102,8 @@ class PackedLinear(nn.Module):
         """Some modules read weight and bias of their layers without calling them."""
         self.in_features = linears[0].in_features
         self.out_features = sum(linear.out_features for linear in linears)
-        is_blocked = self.in_features * self.out_features >= _LARGE or not products_keep_rows()
-        self._is_blocked = is_blocked and torch.backends.mkldnn.is_available()
+        is_large = self.in_features * self.out_features >= _LARGE or self.weight.dtype is not torch.float32
+        self._is_blocked = (is_large or not products_keep_rows()) and torch.backends.mkldnn.is_available()
         self._packed: Tensor
         self._bias: Tensor | None = None
         self.refresh()
@@ -137,7 +138,16 @@ def _joined(tensors: list[Tensor]) -> Tensor:
 
 
 def is_packable(module: nn.Module) -> bool:
-    return type(module) is nn.Linear and module.weight.dtype is torch.float32
+    """In fp32, and in bf16 where oneDNN computes in it."""
+    return type(module) is nn.Linear and (
+        module.weight.dtype is torch.float32 or (module.weight.dtype is torch.bfloat16 and _has_bf16())
+    )
+
+
+@cache
+def _has_bf16() -> bool:
+    is_x86 = platform.machine() in ("x86_64", "AMD64")  # not tried on others
+    return is_x86 and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def packed_bytes(model: nn.Module) -> int:
@@ -219,8 +229,8 @@ def _agree(one: Forward, other: Forward, vocab_size: int) -> bool:
 
 
 def can_fuse(model: Any) -> bool:
-    """Whether the model belongs to the family and its layers are unwrapped."""
-    return is_of_family(model) and all(is_packable(m) for m in linears(model))
+    """Whether the model belongs to the family, its layers are unwrapped, and its norms may be summed in its dtype."""
+    return is_of_family(model) and all(is_packable(m) and m.weight.dtype is torch.float32 for m in linears(model))
 
 
 def is_of_family(model: Any) -> bool:

@@ -1,12 +1,15 @@
 """The implementations of a forward pass on a CPU agree, and a row does not depend on the other rows of the batch."""
 
+import copy
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ludic.inference.local.kv import PrefillState, Span
 from ludic.models.attention import route_attention
-from ludic.models.forward import FusedLlama, ModuleForward, PackedLinear, make_forward, packed_bytes
+from ludic.models.forward import FusedLlama, ModuleForward, PackedLinear, is_packable, make_forward, packed_bytes
 from ludic.models.weights import WeightsWatch, shared_view
 from tests.unit.inference.local.tiny_models import FAMILIES, new_model
 
@@ -37,6 +40,41 @@ def test_a_row_of_a_packed_layer_does_not_depend_on_the_others(shape):
             assert torch.equal(packed(x[:count].contiguous()), everything[:count]), count
 
 
+def skip_without_bf16():
+    if not is_packable(nn.Linear(1, 1).bfloat16()):
+        pytest.skip("oneDNN does not compute in bf16 on this processor")
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", [(32, 48), (100, 77), (512, 520), (1536, 576)], ids=str)
+def test_a_packed_layer_in_bf16(shape, has_bias):
+    skip_without_bf16()
+    torch.manual_seed(0)
+    linears = [nn.Linear(*shape, bias=has_bias).bfloat16(), nn.Linear(shape[0], 3, bias=has_bias).bfloat16()]
+    packed, x = PackedLinear(*linears), torch.randn(70, shape[0]).bfloat16()
+    with torch.inference_mode():
+        exact = torch.cat(
+            [F.linear(x.double(), m.weight.double(), m.bias.double() if has_bias else None) for m in linears], dim=-1
+        )
+        everything = packed(x)
+        assert (everything.double() - exact).abs().max() < 2**-8 * exact.abs().max(), "rounded once"
+        for count in (1, 2, 3, 5, 8, 16, 33):
+            assert torch.equal(packed(x[:count].contiguous()), everything[:count]), count
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3-sliding"])
+def test_a_forward_pass_in_bf16_is_as_exact_packed_as_plain(family):
+    skip_without_bf16()
+    model = new_model(family, initializer_range=0.1).bfloat16()
+    tokens = [5, 9, 30, 2, 77, 61, 8]
+    exact, plain, packed = (
+        logits(make_forward(routed_view(m), pack=pack), tokens)
+        for m, pack in ((copy.deepcopy(model).double(), False), (model, False), (model, True))
+    )
+    assert not isinstance(make_forward(routed_view(model), pack=True), FusedLlama), "its norms sum in the model's dtype"
+    assert (packed - exact).abs().mean() < 1.5 * (plain - exact).abs().mean()
+
+
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_a_row_of_a_plain_layer_does_not_depend_on_the_others_from_the_least_number_of_rows_on(num_threads):
     before = torch.get_num_threads()
@@ -54,16 +92,19 @@ def test_a_row_of_a_plain_layer_does_not_depend_on_the_others_from_the_least_num
         torch.set_num_threads(before)
 
 
-def test_a_packed_layer_sees_new_weights_only_after_refresh():
-    linear = nn.Linear(8, 4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_layer_sees_new_weights_only_after_refresh(dtype):
+    linear = nn.Linear(8, 4).to(dtype)
+    if not is_packable(linear):
+        pytest.skip("oneDNN does not compute in bf16 on this processor")
     packed = PackedLinear(linear)
-    x = torch.randn(3, 8)
+    x = torch.randn(3, 8).to(dtype)
     with torch.no_grad():
         before = packed(x)
         linear.weight.mul_(2)
         assert torch.equal(packed(x), before)
         packed.refresh()
-        assert torch.allclose(packed(x), linear(x), atol=1e-6)
+        assert torch.allclose(packed(x), linear(x), atol=1e-6, rtol=torch.finfo(dtype).eps)
 
 
 def routed_view(model):

@@ -1,9 +1,9 @@
 """The embedded engine against `transformers.generate` (CPU), vLLM (GPU) and the hardware's own limit, in one run.
 
-End to end through `complete_tokens`: asyncio, scheduler and sampling included. On a CPU: SmolLM2-135M's shape, a group
-with a shared prompt, and a tiny model dominated by Python overhead (in bf16: Qwen2.5-1.5B's shape). On a CUDA GPU: the workloads of engine_gpu.py. The limit is
-the minimum time of one decoding step: multiplying all weights on a CPU (measured matrix-product speed), reading all weights and
-keys on a GPU (measured copy speed).
+End to end through `complete_tokens`: asyncio, scheduler and sampling included. On a CPU: SmolLM2-135M's shape, a group with a
+shared prompt, and a tiny model dominated by Python overhead (in bf16: Qwen2.5-1.5B's shape). On a CUDA GPU: the workloads of
+engine_gpu.py. The limit is the minimum time of one decoding step: multiplying all weights on a CPU (at the speed of a product of
+1,024 rows), reading all weights and keys on a GPU (measured copy speed).
 
 On a CPU the engine and `generate` alternate; the ratio is the median of `--repeat` pairs, with the lowest and the highest.
 With one thread times are CPU time, which other programs on the machine change little; else wall-clock time.
@@ -146,14 +146,14 @@ def limit_s(model: Any, batch: int, context: int) -> float:
     """Minimum time of one decoding step."""
     num_params = sum(p.numel() for p in model.parameters())
     if model.device.type == "cpu":
-        return 2 * num_params * batch / _cpu_flops()
+        return 2 * num_params * batch / _cpu_flops(model.dtype)
     config = model.config
     kv = 2 * config.num_hidden_layers * config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
     return (num_params + kv * batch * context) * 2 / _gpu_bandwidth()
 
 
-def _cpu_flops() -> float:
-    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+def _cpu_flops(dtype: torch.dtype) -> float:
+    a, b = torch.randn(1024, 1024, dtype=dtype), torch.randn(1024, 1024, dtype=dtype)
     seconds = []
     for _ in range(10):
         started = clock()

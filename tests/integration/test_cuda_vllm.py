@@ -48,15 +48,19 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model") / "tiny", config)
 
 
-@pytest.fixture(scope="module")
-def servers(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VLLMServerProcess]]:
-    """One server for all weights and one for adapters, which start side by side."""
+def skip_without_gpu_build() -> None:
     try:
         install = find_vllm()
     except ConfigError as error:
         pytest.skip(f"no vLLM on this machine: {error}")
     if install.is_cpu:
         pytest.skip(f"{install.python} has vLLM's CPU build")
+
+
+@pytest.fixture(scope="module")
+def servers(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VLLMServerProcess]]:
+    """One server for all weights and one for adapters, which start side by side."""
+    skip_without_gpu_build()
     flags = ["--dtype", "bfloat16", "--kv-cache-memory-bytes", "128M", "--served-model-name", "tiny"]
     started = [
         start_vllm_server(

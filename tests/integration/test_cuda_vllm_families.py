@@ -15,11 +15,16 @@ pytestmark = [
 ]
 
 from ludic.distributed import create_vllm_publisher  # noqa: E402 - after the skip
-from ludic.inference.vllm.command import find_vllm  # noqa: E402
 from ludic.inference.vllm_server import VLLMServerProcess, start_vllm_server, wait_for_vllm_health  # noqa: E402
 from ludic.models.lora import dense_parameters  # noqa: E402
-from ludic.types import ConfigError  # noqa: E402
-from tests.integration.test_cuda_vllm import ask, assert_serves, client_of, load, moved  # noqa: E402
+from tests.integration.test_cuda_vllm import (  # noqa: E402
+    ask,
+    assert_serves,
+    client_of,
+    load,
+    moved,
+    skip_without_gpu_build,
+)
 from tests.integration.vllm_fixtures import VOCAB_SIZE, byte_tokenizer  # noqa: E402
 from tests.tiny_families import FAMILIES, family_model  # noqa: E402
 
@@ -38,12 +43,7 @@ SIZES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, VLLMServerProcess]]]:
     """A server for each family, all started at once."""
-    try:
-        install = find_vllm()
-    except ConfigError as error:
-        pytest.skip(f"no vLLM on this machine: {error}")
-    if install.is_cpu:
-        pytest.skip(f"{install.python} has vLLM's CPU build")
+    skip_without_gpu_build()
     flags = ["--dtype", "bfloat16", "--kv-cache-memory-bytes", "512M", "--served-model-name", "tiny", "--enforce-eager"]
     started: dict[str, tuple[Path, VLLMServerProcess]] = {}
     try:

@@ -248,9 +248,8 @@ def default_flags(install: VLLMInstall, flags: Sequence[str], model: str = "") -
         # vLLM 0.32 on a CPU crashes on a seeded prompt that is computed in chunks ("CPU Generator does not use offset").
         if "--enable-chunked-prefill" not in given:
             wanted.append(("--no-enable-chunked-prefill", None))
-            if "--enable-prefix-caching" not in given and _is_recurrent(
-                model
-            ):  # vLLM shares states of prompts that are computed in chunks only
+            # vLLM shares the states of recurrent layers only where prompts are computed in chunks.
+            if "--enable-prefix-caching" not in given and _is_recurrent(model):
                 wanted.append(("--no-enable-prefix-caching", None))
         if not _PARALLEL & given:
             wanted.append(("--distributed-executor-backend", "uni"))  # saves a process that would spin on a core
@@ -262,7 +261,7 @@ def _is_recurrent(model: str) -> bool:
     """Whether config.json in this folder has the sizes of Mamba layers, gated delta nets or short convolutions."""
     try:
         config = json.loads((Path(model) / "config.json").read_text())
-    except OSError:
+    except (OSError, ValueError):
         return False
     names = {*config, *(config.get("text_config") or {})}
     return any(name.startswith(("mamba_", "linear_conv_", "conv_L_")) for name in names)

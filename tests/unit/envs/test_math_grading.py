@@ -307,7 +307,7 @@ async def test_grading_works_concurrently_and_keeps_the_loop_running():
     verdicts = await asyncio.gather(*(async_is_equivalent(a, g, timeout_s=limit) for a, g, limit in questions))
     ticking.cancel()
     assert verdicts == [False, False, True, False, False]
-    assert ticks > 10
+    assert ticks > 3, "the loop stood still"
 
 
 # --- the worker itself, with a stand-in for math-verify -----------------------------------------------------

@@ -24,7 +24,7 @@ async def test_two_streamed_turns_continue_the_tokens_and_carry_log_probs_and_ve
     policy = Policy(client=client, chat_template=make_template(tokenizer, with_tools=False), model="tiny")
     gateway = Gateway({"tiny": policy}, default="tiny")
     await gateway.start()
-    inference = InferenceSpec(sampling=SamplingParams(temperature=1.0, max_tokens=30), return_=ReturnSpec.for_rl())
+    inference = InferenceSpec(sampling=SamplingParams(temperature=1.0, max_tokens=200), return_=ReturnSpec.for_rl())
     session = gateway.open_session(inference=inference, sampling_seed=3)
     messages: list[Any] = [{"role": "user", "content": "Hello"}]
     try:

@@ -101,6 +101,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """What each family has instead of its sizes in tests/tiny_families.py."""
 FLAGS = {"qwen3_next": ["--dtype", "bfloat16"]}
+"""vLLM's gated delta nets compute in bf16 only on a CPU."""
 
 
 def save(name: str, folder: Path) -> Path:

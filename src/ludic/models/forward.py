@@ -76,14 +76,15 @@ def make_forward(view: Any, *, pack: bool, packed: "Pack | None" = None) -> Forw
 
 
 @cache
-def products_keep_rows() -> bool:
+def _products_keep_rows() -> bool:
     """Whether a small product with a transposed matrix gives a row the same result in batches of other sizes, as far as two shapes
     show. MKL does not on an AMD Zen 5."""
     for num_in, num_out in ((32, 48), (100, 77)):
         x, weight = (torch.arange(float(size * num_in)).sin().view(-1, num_in) for size in (70, num_out))
-        product = torch.mm(x, weight.t().contiguous())
+        transposed = weight.t().contiguous()
+        product = torch.mm(x, transposed)
         for count in (2, 3, 5, 9, 17, 33):
-            if not torch.equal(torch.mm(x[:count].contiguous(), weight.t().contiguous()), product[:count]):
+            if not torch.equal(torch.mm(x[:count].contiguous(), transposed), product[:count]):
                 return False
     return True
 
@@ -102,8 +103,9 @@ class PackedLinear(nn.Module):
         """Some modules read weight and bias of their layers without calling them."""
         self.in_features = linears[0].in_features
         self.out_features = sum(linear.out_features for linear in linears)
-        is_large = self.in_features * self.out_features >= _LARGE or self.weight.dtype is not torch.float32
-        self._is_blocked = (is_large or not products_keep_rows()) and torch.backends.mkldnn.is_available()
+        is_large = self.in_features * self.out_features >= _LARGE
+        needs_blocks = is_large or self.weight.dtype is torch.bfloat16 or not _products_keep_rows()
+        self._is_blocked = needs_blocks and torch.backends.mkldnn.is_available()
         self._packed: Tensor
         self._bias: Tensor | None = None
         self.refresh()

@@ -76,7 +76,7 @@ def test_a_forward_pass_in_bf16_is_as_exact_packed_as_plain(family):
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_a_row_of_a_plain_layer_does_not_depend_on_the_others_from_the_least_number_of_rows_on(num_threads):
+def test_a_row_of_a_plain_layer_does_not_depend_on_the_others_from_min_rows_on(num_threads):
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

@@ -29,7 +29,7 @@ class LoadsCopies(TorchDispatchMode):
         super().__init__()
         self._is_loader_running = False
         self._places: dict[int, tuple[nn.Module, str, Tensor]] = {}
-        """Layer, name and tensor by the tensor's storage."""
+        """Layer, name and tensor by the tensor's storage. Keeping the tensor keeps the storage's address from being used again."""
         for layer in model.modules():
             if is_waiting(layer) and not isinstance(layer, (Attention, MLAAttention)):
                 for tensor in get_layer_tensors(layer).values():
@@ -44,7 +44,7 @@ class LoadsCopies(TorchDispatchMode):
                 self._places[tensor.untyped_storage()._cdata] = layer, name, tensor
 
     def _marked(self, loader: Any) -> Any:
-        """vLLM knows its own loader by its name, and unwraps it."""
+        """vLLM's loader, with a note of when it runs; under the same name, by which vLLM unwraps its loaders."""
 
         @wraps(loader)
         def online_process_loader(*args: Any, **kwargs: Any) -> Any:

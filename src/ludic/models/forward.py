@@ -8,10 +8,7 @@ Three implementations, from general to fast, with equal results up to rounding:
 """
 
 import logging
-import platform
-from collections.abc import Callable
-from functools import cache
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,18 +16,22 @@ from torch import Tensor, nn
 
 from ludic.models.attention import SKIP_MASK, AttentionRules, AttentionState
 from ludic.models.llama.adapters import is_plain_linear
+from ludic.models.packed_linear import (
+    MIN_ROWS_PACKED,
+    MIN_ROWS_PLAIN,
+    ROWS_PER_THREAD,
+    Layout,
+    Pack,
+    PackedLinear,
+    is_packable,
+    keeps_rows,
+)
 from ludic.models.weights import forward_hooks
 
 logger = logging.getLogger(__name__)
 
-_LARGE = 1 << 18
-"""Elements from which oneDNN's layout is faster; measured on Neoverse-N1 with 1 to 64 rows."""
 _MLP_ROWS = 256
 """Rows that pass an MLP at a time: what lies between its matrices stays in the processor's cache."""
-MIN_ROWS_PACKED = 2
-MIN_ROWS_PLAIN = 16
-_ROWS_PER_THREAD = 4
-"""Threads divide the rows of a plain product; one with fewer rows rounds otherwise (MKL, 1 to 16 threads)."""
 _FAMILY = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
 
 
@@ -43,6 +44,11 @@ class Forward(Protocol):
         """Minimum rows of a batch for a row's result to be independent of the other rows."""
         ...
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether that holds on this processor: tried with the shapes of the model's matrix products."""
+        ...
+
     def logits(self, ids_T: Tensor, positions_T: Tensor, state: AttentionState, where_N: Tensor) -> Tensor:
         """[N, V] at the flat positions `where_N`."""
         ...
@@ -52,7 +58,7 @@ class Forward(Protocol):
         ...
 
 
-def make_forward(view: Any, *, pack: bool, packed: "Pack | None" = None) -> Forward:
+def make_forward(view: Any, *, pack: bool, packed: Pack | None = None) -> Forward:
     """The fastest implementation for this model. It may replace modules of `view`, which must be the caller's own tree.
 
     `packed` makes its packed layers, if they are other than `PackedLinear`."""
@@ -64,92 +70,6 @@ def make_forward(view: Any, *, pack: bool, packed: "Pack | None" = None) -> Forw
             return fused
         logger.warning("%s differs from its family's arithmetic; its own modules are used", type(view).__name__)
     return ModuleForward(view, pack_linears(view, packed or PackedLinear))
-
-
-# Packed linear layers: a product of few rows with a large matrix spends most of its time rearranging that matrix. PyTorch
-# rearranges on every call, because training changes the weights; between two policy versions once is enough. Large
-# matrices are kept in oneDNN's blocked layout, small ones transposed (there oneDNN's fixed cost per call dominates). The
-# choice depends on the shape and the processor, never on a measured time, so that the same model rounds the same way in every
-# process. A row must have the same result whatever other rows are in the batch. oneDNN's layout does that from two rows on (a
-# single row takes another path through the library). The transposed one does on most processors; where it does not, small
-# matrices take oneDNN's layout, too. Plain `nn.Linear` needs nine rows, or more with several threads.
-
-
-@cache
-def _products_keep_rows() -> bool:
-    """Whether a small product with a transposed matrix gives a row the same result in batches of other sizes, as far as two shapes
-    show. MKL does not on an AMD Zen 5."""
-    for num_in, num_out in ((32, 48), (100, 77)):
-        x, weight = (torch.arange(float(size * num_in)).sin().view(-1, num_in) for size in (70, num_out))
-        transposed = weight.t().contiguous()
-        product = torch.mm(x, transposed)
-        for count in (2, 3, 5, 9, 17, 33):
-            if not torch.equal(torch.mm(x[:count].contiguous(), transposed), product[:count]):
-                return False
-    return True
-
-
-class PackedLinear(nn.Module):
-    """One or several `nn.Linear` with the same input, over a rearranged private copy of their weights.
-
-    Call `refresh` after the weights have changed. The outputs of several linears are concatenated.
-    """
-
-    def __init__(self, *linears: nn.Linear) -> None:
-        super().__init__()
-        self._linears = linears  # a tuple: unregistered, so that parameters are not counted twice
-        self.weight = linears[0].weight
-        self.bias = linears[0].bias if len(linears) == 1 else None
-        """Some modules read weight and bias of their layers without calling them."""
-        self.in_features = linears[0].in_features
-        self.out_features = sum(linear.out_features for linear in linears)
-        is_large = self.in_features * self.out_features >= _LARGE
-        needs_blocks = is_large or self.weight.dtype is torch.bfloat16 or not _products_keep_rows()
-        self._is_blocked = needs_blocks and torch.backends.mkldnn.is_available()
-        self._packed: Tensor
-        self._bias: Tensor | None = None
-        self.refresh()
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Copy the current weights."""
-        weight = _joined([linear.weight.detach() for linear in self._linears])
-        biases = [linear.bias.detach() for linear in self._linears if linear.bias is not None]
-        self._bias = _joined(biases) if biases else None
-        if self._is_blocked:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, MIN_ROWS_PLAIN)
-        else:
-            self._packed = weight.t().contiguous()
-
-    def forward(self, x: Tensor, first_row: int = 0) -> Tensor:
-        """`first_row`: the place in the pass of the first row of `x`, for layers that treat rows differently."""
-        if self._is_blocked:
-            out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
-            return out
-        flat = x.reshape(-1, self.in_features)
-        out = torch.mm(flat, self._packed) if self._bias is None else torch.addmm(self._bias, flat, self._packed)
-        return out.view(*x.shape[:-1], self.out_features)
-
-
-Pack: TypeAlias = Callable[..., PackedLinear]
-"""Makes a packed layer of linear layers with the same input."""
-
-
-def _joined(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-
-
-def is_packable(module: nn.Module) -> bool:
-    """In fp32, and in bf16 where oneDNN computes in it."""
-    return type(module) is nn.Linear and (
-        module.weight.dtype is torch.float32 or (module.weight.dtype is torch.bfloat16 and _has_bf16())
-    )
-
-
-@cache
-def _has_bf16() -> bool:
-    is_x86 = platform.machine() in ("x86_64", "AMD64")  # not tried on others
-    return is_x86 and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def packed_bytes(model: nn.Module) -> int:
@@ -164,8 +84,9 @@ class ModuleForward:
     def __init__(self, model: Any, packed: list[PackedLinear]) -> None:
         self._model = model
         self._packed = packed
-        plain = max(MIN_ROWS_PLAIN, _ROWS_PER_THREAD * torch.get_num_threads())
-        self.min_rows = MIN_ROWS_PACKED if packed and _is_complete(model) else plain
+        is_packed = _computes_by(model, PackedLinear)
+        self.min_rows = MIN_ROWS_PACKED if is_packed else max(MIN_ROWS_PLAIN, ROWS_PER_THREAD * torch.get_num_threads())
+        self.keeps_rows = all(layer.keeps_rows for layer in packed) and (is_packed or self._plain_layers_keep_rows())
 
     def logits(self, ids_T: Tensor, positions_T: Tensor, state: AttentionState, where_N: Tensor) -> Tensor:
         out: Tensor = self._model(
@@ -177,6 +98,13 @@ class ModuleForward:
             ludic_state=state,
         ).logits[0]
         return out
+
+    def _plain_layers_keep_rows(self) -> bool:
+        plain = [module for module in self._model.modules() if type(module) is nn.Linear]
+        return _computes_by(self._model, (PackedLinear, nn.Linear)) and all(
+            keeps_rows(Layout.PLAIN, layer.in_features, layer.out_features, layer.weight.dtype, self.min_rows)
+            for layer in plain
+        )
 
     def refresh(self) -> None:
         for layer in self._packed:
@@ -195,9 +123,10 @@ def pack_linears(model: nn.Module, pack: Pack = PackedLinear) -> list[PackedLine
     return packed
 
 
-def _is_complete(model: nn.Module) -> bool:
-    """Whether packed layers do every matrix product (mixtures of experts have others)."""
-    known = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, PackedLinear))}
+def _computes_by(model: nn.Module, kinds: type[nn.Module] | tuple[type[nn.Module], ...]) -> bool:
+    """Whether layers of these kinds do every matrix product (mixtures of experts have others)."""
+    embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding))
+    known = {id(m.weight) for m in (*embeddings, *(m for m in model.modules() if isinstance(m, kinds)))}
     return all(id(p) in known for p in model.parameters() if p.dim() >= 2)
 
 
@@ -287,11 +216,12 @@ class FusedLlama:
         self._layers = [_Layer(layer, number, pack) for number, layer in enumerate(model.model.layers)]
         self._norm = _Norm(model.model.norm)
         self._head = pack(model.lm_head)
+        self._packed = [self._head, *(packed for layer in self._layers for packed in layer.packed)]
+        self.keeps_rows = all(packed.keeps_rows for packed in self._packed)
 
     def refresh(self) -> None:
-        self._head.refresh()
-        for layer in self._layers:
-            layer.refresh()
+        for packed in self._packed:
+            packed.refresh()
 
     def logits(self, ids_T: Tensor, positions_T: Tensor, state: AttentionState, where_N: Tensor) -> Tensor:
         hidden = F.embedding(ids_T, self._embedding)
@@ -321,10 +251,7 @@ class _Layer:
         self._out = pack(attention.o_proj)
         self._gate_up = pack(mlp.gate_proj, mlp.up_proj)
         self._down = pack(mlp.down_proj)
-
-    def refresh(self) -> None:
-        for packed in (self._qkv, self._out, self._gate_up, self._down):
-            packed.refresh()
+        self.packed = self._qkv, self._out, self._gate_up, self._down
 
     def __call__(self, hidden: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, state: AttentionState) -> Tensor:
         qkv = self._qkv.forward(self._norms[0](hidden)).view(hidden.shape[0], -1, self._head_dim)

@@ -19,13 +19,12 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver, spawn
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from ludic.inference.vllm.command import free_port
-from tests import warm_python
 
 ROOT = Path(__file__).parents[1]
 PRELOADED = [
@@ -83,8 +82,7 @@ def call(function: Callable[..., Any], *arguments: Any, name: str = "") -> Any:
     """A function in a separate process: a multiprocessing.Process that has been started."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    python = os.environ.get(warm_python.COLLECTED, sys.executable)
-    with mock.patch.dict(os.environ, ALWAYS), mock.patch.object(spawn, "_python_exe", os.fsencode(python)):
+    with mock.patch.dict(os.environ, ALWAYS):
         forkserver.ensure_running()
     process = context.Process(target=function, args=arguments, name=name or None, daemon=True)
     process.start()

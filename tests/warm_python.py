@@ -3,9 +3,7 @@
 The program asks a server, over a socket, to fork a process that runs the command with the program's folder, variables and
 streams. Signals go to that process, its end is the program's end, and killing the program kills the process and its group. Use
 it where a program under test starts interpreters itself (a launcher its roles, torchrun its ranks). An interpreter flag that it
-does not know makes it an ordinary Python. pytest's own workers come from such a server as well: it has collected all tests, so
-that no worker imports what another one has imported. Only the standard library is imported here: vLLM's interpreter runs this
-file, too.
+does not know makes it an ordinary Python. Only the standard library is imported here, because vLLM's interpreter runs this file.
 """
 
 import atexit
@@ -20,7 +18,6 @@ import selectors
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import tempfile
 import threading
@@ -43,42 +40,6 @@ def executable() -> str:
 
     path, program = socket_and_program(sys.executable)
     forked.call(serve, path, name="warm Python")
-    return program
-
-
-COLLECTED = "LUDIC_TESTS_WARM_PYTHON"
-"""The variable that names the program for the workers of a session."""
-COLLECT = """
-import os, sys
-import pytest
-sys.path.insert(0, sys.argv.pop(1))
-from tests import warm_python
-server = warm_python.listening(sys.argv[1])
-sys.stdout = sys.stderr = open(os.devnull, "w")
-pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *sys.argv[2:]])
-sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-warm_python.forget_tests()
-warm_python.serve(sys.argv[1], server)
-"""
-
-
-def forget_tests() -> None:
-    """A worker's tests are its own; only what they import is shared."""
-    tests = str(Path(__file__).parent)
-    for name, module in list(sys.modules.items()):
-        is_below = name.partition(".")[0] == "tests"  # folders are modules without a file
-        if is_below or (getattr(module, "__file__", None) or "").startswith(tests):
-            del sys.modules[name]
-
-
-def start_collected(*arguments: str) -> str:
-    """The program for pytest's workers. Its server collects the tests of these arguments first, without threads: they would not be
-    there after a fork. No test asks the hub for models."""
-    path, program = socket_and_program(sys.executable)
-    command = [sys.executable, "-c", COLLECT, str(Path(__file__).parents[1]), path, *arguments]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
-    atexit.register(server.terminate)
     return program
 
 

@@ -46,7 +46,7 @@ class Forward(Protocol):
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether that holds on this processor: tried with the shapes of the model's matrix products."""
+        """Whether the result is independent on this processor, as tried with the shapes of the model's matrix products."""
         ...
 
     def logits(self, ids_T: Tensor, positions_T: Tensor, state: AttentionState, where_N: Tensor) -> Tensor:
@@ -84,9 +84,19 @@ class ModuleForward:
     def __init__(self, model: Any, packed: list[PackedLinear]) -> None:
         self._model = model
         self._packed = packed
-        is_packed = _computes_by(model, PackedLinear)
+        plain = [module for module in model.modules() if type(module) is nn.Linear]
+        self._plain_shapes = {(layer.in_features, layer.out_features, layer.weight.dtype) for layer in plain}
+        self._has_other_products = not _computes_by(model, PackedLinear, nn.Linear)
+        is_packed = packed and _computes_by(model, PackedLinear)
         self.min_rows = MIN_ROWS_PACKED if is_packed else max(MIN_ROWS_PLAIN, ROWS_PER_THREAD * torch.get_num_threads())
-        self.keeps_rows = all(layer.keeps_rows for layer in packed) and (is_packed or self._plain_layers_keep_rows())
+
+    @property
+    def keeps_rows(self) -> bool:
+        return (
+            not self._has_other_products
+            and all(layer.keeps_rows for layer in self._packed)
+            and all(keeps_rows(Layout.PLAIN, *shape, self.min_rows) for shape in self._plain_shapes)
+        )
 
     def logits(self, ids_T: Tensor, positions_T: Tensor, state: AttentionState, where_N: Tensor) -> Tensor:
         out: Tensor = self._model(
@@ -98,13 +108,6 @@ class ModuleForward:
             ludic_state=state,
         ).logits[0]
         return out
-
-    def _plain_layers_keep_rows(self) -> bool:
-        plain = [module for module in self._model.modules() if type(module) is nn.Linear]
-        return _computes_by(self._model, (PackedLinear, nn.Linear)) and all(
-            keeps_rows(Layout.PLAIN, layer.in_features, layer.out_features, layer.weight.dtype, self.min_rows)
-            for layer in plain
-        )
 
     def refresh(self) -> None:
         for layer in self._packed:
@@ -123,10 +126,9 @@ def pack_linears(model: nn.Module, pack: Pack = PackedLinear) -> list[PackedLine
     return packed
 
 
-def _computes_by(model: nn.Module, kinds: type[nn.Module] | tuple[type[nn.Module], ...]) -> bool:
+def _computes_by(model: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Whether layers of these kinds do every matrix product (mixtures of experts have others)."""
-    embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding))
-    known = {id(m.weight) for m in (*embeddings, *(m for m in model.modules() if isinstance(m, kinds)))}
+    known = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, *kinds))}
     return all(id(p) in known for p in model.parameters() if p.dim() >= 2)
 
 

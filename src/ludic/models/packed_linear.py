@@ -23,8 +23,8 @@ ROWS_PER_THREAD = 4
 """Threads divide the rows of a plain product; one with fewer rows rounds otherwise (MKL, 1 to 16 threads)."""
 _LARGE = 1 << 18
 """Elements from which oneDNN's layout is faster; measured on Neoverse-N1 with 1 to 64 rows."""
-_PROBED_BATCHES = (2, 3, 5, 9, 16, 17, 20, 24, 33, 40, 64, 100)
-_PROBED_ROWS = 130
+_PROBED_BATCHES = (2, 3, 5, 9, 16, 17, 20, 24, 33, 40, 64, 100, 130)
+_PROBED_ROWS = 260
 _PERIOD = 100_003
 """Different values in a probed matrix."""
 
@@ -65,9 +65,7 @@ def keeps_rows(layout: Layout, num_in: int, num_out: int, dtype: torch.dtype, mi
 
 @cache
 @torch.inference_mode()
-def _keeps_rows(
-    layout: Layout, num_in: int, num_out: int, dtype: torch.dtype, min_rows: int, num_threads: int
-) -> bool:
+def _keeps_rows(layout: Layout, num_in: int, num_out: int, dtype: torch.dtype, min_rows: int, num_threads: int) -> bool:
     values = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(0)).to(dtype)
     x, weight = (
         values.repeat(-(-size * num_in // _PERIOD))[: size * num_in].view(size, num_in)

@@ -13,9 +13,10 @@ from ludic.models.execution import recompute_activations
 from ludic.models.recurrent.packed import similar_lengths
 from ludic.training.learner.policy import TrainedPolicy
 from tests.tiny_families import family_model
-from tests.unit.training.samples import random_items, with_prefix
+from tests.unit.training.samples import assert_same_up_to_rounding, random_items, with_prefix
 
 HYBRIDS = ["qwen3_next", "qwen3_5", "granite_moe_hybrid", "falcon_h1", "bamba", "jamba", "lfm2"]
+MIXTURES = {"qwen3_next", "granite_moe_hybrid", "jamba"}
 EQUAL = 1e-5
 """Of log-probs and gradients in fp32, relative to the largest of them."""
 
@@ -105,8 +106,12 @@ def test_a_sample_says_nothing_about_its_neighbours(family):
             for second in (items[1], changed)
         )
     assert not torch.equal(before[1], after[1])
-    for number in (0, 2, 3):
-        assert torch.equal(before[number], after[number])
+    others = {str(number): (before[number], after[number]) for number in (0, 2, 3)}
+    found, expected = ({name: pair[which] for name, pair in others.items()} for which in (1, 0))
+    if family in MIXTURES:  # an expert computes other numbers of rows when the neighbour's tokens change
+        assert_same_up_to_rounding(found, expected)
+    else:
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @given(st.lists(st.integers(1, 6000), min_size=1, max_size=40))

@@ -2,7 +2,7 @@
 
 It is one of the passes of `ludic.models.forward`, whose linear layers add to their product what each row's adapter gives.
 Projections with the same input share one product with A. Rows of an adapter are computed two at least, so that a row has the
-same result, bit for bit, whatever other rows are in the pass.
+same result, bit for bit, whatever other rows are in the pass (if the shared products keep it, `Forward.keeps_rows`).
 """
 
 import itertools
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from ludic.models.adapters.adapter import LoraAdapter, adaptable_linears
 from ludic.models.adapters.stack import MAX_ROWS, AdapterStack, StackedRows
 from ludic.models.attention import AttentionState
-from ludic.models.forward import Forward, FusedLlama, PackedLinear, make_forward
+from ludic.models.forward import Forward, FusedLlama, make_forward
+from ludic.models.packed_linear import PackedLinear
 from ludic.types import ConfigError
 
 MIN_ROWS = 2
@@ -222,6 +223,10 @@ class AdaptedForward:
                 layer = _PlainLinear(name, self._pass, linear is head, linear)
                 setattr(view.get_submodule(parent) if parent else view, child, layer)
         self.min_rows = self._forward.min_rows
+
+    @property
+    def keeps_rows(self) -> bool:
+        return self._forward.keeps_rows
 
     def use(self, rows: AdapterRows, where: Sequence[int]) -> None:
         """The next pass has these rows; its logits are requested at `where`."""

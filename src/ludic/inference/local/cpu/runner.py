@@ -2,8 +2,8 @@
 
 Batches are padded to a minimum number of tokens, and keys to a multiple (`kv.padded_length`), because products with very few
 rows and sums with a remainder take another path through the math library and round differently. With this padding a request
-gets the same logits, bit for bit, alone and in any batch, if the library's other choices depend on neither (measured on
-aarch64). Otherwise logits differ by rounding, and `sampling` still draws the same tokens except for near ties.
+gets the same logits, bit for bit, alone and in company, if the forward pass `keeps_rows`, which it tries on the processor at hand.
+Otherwise logits differ by rounding, and `sampling` still draws the same tokens except for near ties.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from ludic.inference.local.runner import Read, RunnerSettings, sampled_from
 from ludic.inference.local.sampling import PromptScores, Scoring, scores_of
 from ludic.inference.local.sequence import Chunk, Sequence, tokens_as_bytes
 from ludic.models.adapters.forward import AdaptedForward, AdapterRows
-from ludic.models.attention import AttentionState
+from ludic.models.attention import AttentionState, say_once
 from ludic.models.experts import Routers
 from ludic.models.forward import Forward, make_forward, packed_bytes
 
@@ -30,7 +30,13 @@ def cpu_forward(view: Any, settings: RunnerSettings) -> Forward:
     pack = settings.pack_weights
     if pack is None:
         pack = packed_bytes(view) < free_memory(torch.device("cpu")) // 4
-    return AdaptedForward(view, pack=pack) if settings.adapters else make_forward(view, pack=pack)
+    forward = AdaptedForward(view, pack=pack) if settings.adapters else make_forward(view, pack=pack)
+    if not forward.keeps_rows:
+        say_once(
+            "On this processor, this model's matrix products round a row in another way in batches of other sizes: the logits of a "
+            "request depend, by rounding, on the requests that are computed with it."
+        )
+    return forward
 
 
 class CPURunner:

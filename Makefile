@@ -10,7 +10,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 VENV_VLLM := .venv-vllm
 
-.PHONY: help train tinker test test-all tests test-fast vllm try-vllm system lint style types lock bench docs clean
+.PHONY: help train tinker test test-all tests test-fast test-processors vllm try-vllm system lint style types lock bench docs clean
 
 help:
 	@echo "make train      set up, then train a tic-tac-toe player from random weights (four minutes)"
@@ -18,6 +18,7 @@ help:
 	@echo "make test       set up, then run the checks and tests of the default tier (at its end: how many tests it left out)"
 	@echo "make test-all   the same with the extended tests: every test that this machine can run"
 	@echo "make test-fast  the unit, contract and golden tests that are quick (a minute)"
+	@echo "make test-processors  the exactness tests as other x86_64 processors run them (under three minutes)"
 	@echo "make vllm       set up .venv-vllm, the environment of the vLLM server"
 	@echo "make system     install redis-server, bubblewrap, podman, cargo and chromium, where missing and you are root on Debian"
 	@echo "make lint       ruff and mypy"
@@ -122,12 +123,20 @@ test-all:
 	$(MAKE) test MARKED="not diagnostic"
 
 # A file's tests share models and servers, so a file stays with one worker; each computes with one thread. Two cores have four
-# workers: tests/conftest.py says which tests each of them takes, and puts the longest files first.
+# workers, because many tests wait for processes and time limits.
 tests: $(VENV)/.ready-all
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 30 -m "$(MARKED)" tests
 
 test-fast: $(VENV)/.ready-all
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/contract tests/golden -m "not integration and not slow and not extended and not diagnostic"
+
+# Tests whose results depend on how the processor computes matrix products and sums.
+EXACTNESS := $(addprefix tests/unit/models/test_,forward.py recurrent.py packed.py prefix_tree.py families.py) \
+	$(addprefix tests/unit/inference/local/test_,exactness.py rows.py adapters.py) tests/unit/training/test_gradients.py \
+	tests/golden --ignore tests/golden/test_math_pairs.py
+
+test-processors: $(VENV)/.ready-all
+	scripts/processors.sh $(BIN)/pytest -q -n 2 --dist loadfile -m "$(MARKED)" $(EXACTNESS)
 
 lint: style types
 

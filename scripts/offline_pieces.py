@@ -30,7 +30,7 @@ PACKAGES = (
     "msgspec", "tyro", "typeguard", "docstring-parser", "shtab", "rich", "markdown-it-py", "mdurl", "pygments", "gguf",
     "math-verify", "latex2sympy2-extended", "antlr4-python3-runtime==4.13.2", "sympy", "mpmath", "aiohttp", "aiosignal",
     "aiohappyeyeballs", "attrs", "frozenlist", "multidict", "propcache", "yarl", "idna", "redis", "zstandard", "bm25s",
-    "pytest", "pluggy", "iniconfig", "pytest-asyncio", "hypothesis", "sortedcontainers", "msgpack",
+    "pytest", "pytest-xdist", "execnet", "pluggy", "iniconfig", "pytest-asyncio", "hypothesis", "sortedcontainers", "msgpack",
 )  # fmt: skip
 """What `ludic train`, the benchmarks and the CUDA tests import, beside what the machine has."""
 MODEL_PARTS = 22

@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from ludic.inference.local.cpu.runner import cpu_forward
+from ludic.inference.local.runner import RunnerSettings
+from ludic.models.attention import route_attention
 from tests.extended import cases
+from tests.tiny_families import family_model
 from tests.unit.inference.local.tiny_models import (
     FAMILIES,
     ask,
@@ -27,6 +31,7 @@ from tests.unit.inference.local.tiny_models import (
 )
 
 NUM_NEW = 8
+SETTINGS = RunnerSettings(num_blocks=512, block_size=4, max_sequences=64, max_length=256, pack_weights=True)
 PROMPTS = [some_prompt(length) for length in (1, 9, 16, 25, 40)]
 
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -78,6 +83,32 @@ async def test_greedy_with_prefix_hits_equals_generate(family):
         assert engine.stats["prefix_tokens_reused"] == 80 + 108
         assert [tokens(answer) for answer in further] == [text[6:] for text in expected(family)]
     assert [tokens(answer) for answer in first] == [tokens(answer) for answer in again] == expected(family)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+async def test_a_request_has_the_same_log_probs_alone_and_in_company_where_products_keep_rows(dtype):
+    model = new_model("llama", hidden_size=256, intermediate_size=1024, head_dim=64).to(dtype)
+    view = copy_of(model)
+    route_attention(view)
+    if not cpu_forward(view, SETTINGS).keeps_rows:
+        pytest.skip("the matrix products of this model do not keep rows apart on this processor")
+    wanted = [request(prompt, temperature=1.0, seed=n, max_tokens=NUM_NEW) for n, prompt in enumerate(PROMPTS)]
+    noise = [request(some_prompt(n, seed=1), temperature=1.0, seed=n, max_tokens=1 + n % 9) for n in range(1, 30)]
+    alone = []
+    for one in wanted:
+        async with make_engine(model, pack_weights=True) as engine:
+            alone += await ask_all(engine, [one])
+    async with make_engine(model, pack_weights=True) as engine:
+        together = await ask_all(engine, [*wanted, *noise])
+    for own, other in zip(alone, together, strict=False):
+        assert tokens(own) == tokens(other) and np.array_equal(own.completion_logprobs, other.completion_logprobs)
+
+
+def test_the_engine_says_once_that_a_mixture_of_experts_does_not_keep_rows(caplog, monkeypatch):
+    monkeypatch.setattr("ludic.models.attention._said", set())
+    for _ in range(2):
+        cpu_forward(copy_of(family_model("qwen3_moe", attention="eager")), SETTINGS)
+    assert caplog.text.count("round a row in another way in batches of other sizes") == 1
 
 
 async def test_requests_that_end_in_one_step_wake_the_event_loop_once(monkeypatch):

@@ -31,11 +31,7 @@ def check_engine(config: RunConfig, parts: Parts) -> None:
         raise ConfigError("source= wraps rollouts that this process plays; with engine = 'pipeline' actors play them.")
     if config.pipeline.redis and not config.is_pipeline:
         raise ConfigError(f"redis is for engine = 'pipeline', but the engine is {rollouts.engine!r}.")
-    if rollouts.engine == "sglang" and not rollouts.server:
-        raise ConfigError(
-            "engine = 'sglang' needs servers that are running: give --server http://HOST:30000 (python -m sglang.launch_server)."
-        )
-    if rollouts.server and not config.samples_on_vllm and rollouts.engine != "sglang":
+    if rollouts.server and not config.samples_on_vllm:
         servers = ", ".join(map(shown_url, rollouts.server))
         who = "actor_engine" if config.is_pipeline else "engine"
         what = config.pipeline.actor_engine if config.is_pipeline else rollouts.engine
@@ -55,7 +51,7 @@ def check_engine(config: RunConfig, parts: Parts) -> None:
             f"transport = {rollouts.transport!r} is for servers named with --server: one that is started for the run and restarted "
             "gets the last weights again, which shared_memory and cuda_ipc keep."
         )
-    if config.trainer.eval_in_background and (config.samples_on_vllm or rollouts.engine == "sglang"):
+    if config.trainer.eval_in_background and config.samples_on_vllm:
         raise ConfigError(
             "eval_in_background needs an engine that can keep a copy of the weights: local. A server has one set of weights, "
             "and they change with every update. Evaluate without it."

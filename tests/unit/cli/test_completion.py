@@ -46,7 +46,7 @@ def test_bash_completes_commands_flags_choices_and_parts(scripts):
         "ludic|train|--algo-": ["--algo-set"],
         "ludic|train|tic_tac_toe|--algo|dr_": ["dr_grpo"],
         "ludic|train|x|--engine|=|v": ["vllm"],
-        "ludic|train|x|--engine|=": ["local", "vllm", "sglang", "pipeline"],
+        "ludic|train|x|--engine|=": ["local", "vllm", "pipeline"],
         "ludic|train|x|--dry-run|--res": ["--resume"],
         "ludic|train|--no-save": ["--no-save-rollouts", "--no-save-optimizer"],
         "ludic|train|--logger|tens": ["tensorboard"],

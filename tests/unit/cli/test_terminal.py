@@ -62,7 +62,7 @@ def test_help_all_has_every_flag_and_help_says_how_to_reach_them():
 def test_flags_as_data_are_what_tyro_reads():
     flags = {flag.name: flag for flag in flags_of_command(find_command(["train"]))}
     assert flags["target"].is_positional and flags["target"].parts == "env" and not flags["target"].is_required
-    assert flags["engine"].choices == ("local", "vllm", "sglang", "pipeline") and flags["lr"].default == "1e-05"
+    assert flags["engine"].choices == ("local", "vllm", "pipeline") and flags["lr"].default == "1e-05"
     assert flags["data"].is_path and flags["set"].is_repeated and flags["set"].metavar == "NAME=VALUE"
     assert flags["save_rollouts"].spellings == ("--save-rollouts", "--no-save-rollouts")
     assert flags["dry_run"].spellings == ("--dry-run",) and not flags["dry_run"].takes_value

@@ -10,7 +10,7 @@ from ludic.types import ConfigError
 from ludic.types.urls import PUT_LOGIN, refuse_login
 
 DEFAULT_MAX_LAG = 4
-Engine: TypeAlias = Literal["local", "vllm", "sglang", "pipeline"]
+Engine: TypeAlias = Literal["local", "vllm", "pipeline"]
 Push: TypeAlias = Literal["merged", "adapter"]
 Transport: TypeAlias = Literal["auto", "shared_memory", "cuda_ipc", "file", "gloo", "nccl"]
 
@@ -42,11 +42,11 @@ class RolloutSettings:
     """Above 0, the next batch is generated while this one is trained on, at most so many versions behind; each update makes one.
     Default: 0; in a pipeline those of 4 batches; with close_batch_at those of 1."""
     engine: Engine = "local"
-    """What generates: local is the engine inside this process; vllm a server, or several; sglang servers that are running
-    (untested against a real one: docs/serving.md); pipeline separate actor processes (`ludic actor`, or `ludic launch` for all)."""
+    """What generates: local is the engine inside this process; vllm a server, or several; pipeline separate actor
+    processes (`ludic actor`, or `ludic launch` for all)."""
     server: tuple[str, ...] = ()
-    """For sglang, and for vllm, also as actor_engine: servers that are running (`ludic serve --engine vllm`). Default: one is
-    started for the run, in a pipeline by `ludic launch`; not for sglang."""
+    """For vllm, also as actor_engine: servers that are running (`ludic serve --engine vllm`). Default: one is started for the
+    run, in a pipeline by `ludic launch`."""
     control_token: Path | None = None
     """For vllm: the file with the servers' control token, or the run folder it is in. Default: $LUDIC_CONTROL_TOKEN."""
     server_memory: float = 0.4

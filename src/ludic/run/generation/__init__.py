@@ -1,8 +1,7 @@
-"""Generation: where the samples of a run come from, and how new weights get there. Five implementations, chosen here.
+"""Generation: where the samples of a run come from, and how new weights get there. Four implementations, chosen here.
 
 - `EmbeddedGeneration` (engine = local): the engine in this process, which shares the trainer's weights.
 - `VLLMGeneration` (engine = vllm): vLLM servers, given or started for the run.
-- `SGLangGeneration` (engine = sglang): SGLang servers that are running.
 - `PipelineGeneration` (engine = pipeline): actors push samples to a queue in Redis; weights go to a folder or to servers.
 - `PreferenceGeneration` (--preferences): comparisons of a file, for DPO and its relatives.
 """
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 
 from ludic.run.config.run_config import RunConfig
 from ludic.run.generation.base import Generation as Generation
-from ludic.run.generation.in_process import EmbeddedGeneration, PreferenceGeneration, SGLangGeneration, VLLMGeneration
+from ludic.run.generation.in_process import EmbeddedGeneration, PreferenceGeneration, VLLMGeneration
 from ludic.run.generation.in_process import check_preferences as check_preferences
 from ludic.run.generation.pipeline import PipelineGeneration
 from ludic.run.generation.pipeline import clear_queue as clear_queue
@@ -23,7 +22,6 @@ from ludic.run.generation.teachers import make_teachers as make_teachers
 GENERATIONS: Mapping[str, type[EmbeddedGeneration] | type[PipelineGeneration]] = {
     "local": EmbeddedGeneration,
     "vllm": VLLMGeneration,
-    "sglang": SGLangGeneration,
     "pipeline": PipelineGeneration,
 }
 """Engine of the settings -> what generates."""

@@ -1,4 +1,4 @@
-"""Runs whose trainer gets its samples in its own process: it plays the episodes (with the engine here, vLLM or SGLang), or reads
+"""Runs whose trainer gets its samples in its own process: it plays the episodes (with the engine here, or vLLM), or reads
 stored comparisons."""
 
 from collections.abc import AsyncGenerator
@@ -109,15 +109,6 @@ class VLLMGeneration(EmbeddedGeneration):
         from ludic.run.generation.vllm import serve_on_vllm
 
         return serve_on_vllm(self._run, self._loaded)
-
-
-class SGLangGeneration(EmbeddedGeneration):
-    """SGLang servers answer the agents; they get the weights after every update."""
-
-    def _serve(self) -> ServedPolicy:
-        from ludic.run.generation.vllm import serve_on_sglang
-
-        return serve_on_sglang(self._run, self._loaded)
 
 
 class PreferenceGeneration(Generation):

@@ -1,4 +1,4 @@
-"""Serves the policy with vLLM: servers that were named, or one that is started for the run. Or with named SGLang servers."""
+"""Serves the policy with vLLM: servers that were named, or one that is started for the run."""
 
 import asyncio
 import contextlib
@@ -13,10 +13,8 @@ import torch
 
 from ludic.distributed import VllmAdapterPublisher, create_vllm_publisher
 from ludic.distributed.publish.adapter import fitting_rank, read_adapter
-from ludic.distributed.publish.sglang import SGLangPublisher
 from ludic.distributed.publish.vllm_control import VllmControlPlane
 from ludic.distributed.publisher import BroadcastPolicyPublisher
-from ludic.inference.sglang.client import SGLangChatClient
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.command import find_vllm
 from ludic.inference.vllm.control import CONTROL_VARIABLE, TOKEN_FILE, read_control_token
@@ -184,29 +182,3 @@ async def served_name(client: VLLMChatClient) -> str:
             f"The servers serve different models ({', '.join(sorted(names))}); start them with the same --served-model-name."
         )
     return str(names.pop())
-
-
-# --- SGLang ---
-
-KEY_VARIABLE, ADMIN_VARIABLE = "SGLANG_API_KEY", "SGLANG_ADMIN_API_KEY"
-"""Environment variables with the keys of servers that were started with --api-key and --admin-api-key."""
-
-
-def serve_on_sglang(run: ResolvedRun, loaded: LoadedModel) -> ServedPolicy:
-    """The given servers. They get the weights of `loaded` at once: they may have started with others."""
-    client = SGLangChatClient(
-        run.config.rollouts.server,
-        api_key=os.environ.get(KEY_VARIABLE),
-        admin_api_key=os.environ.get(ADMIN_VARIABLE),
-    )
-    config = plain_model(loaded.model).config
-
-    def save_config(folder: Path) -> None:
-        config.save_pretrained(folder)
-        loaded.tokenizer.save_pretrained(folder)
-
-    publisher = SGLangPublisher(client, run.folder / SERVER / "sglang", save_config=save_config)
-    publisher.publish(dict(dense_parameters(loaded.model)), version=0)
-    facts = run_sync(client.model_info(client.servers[0]))
-    name = str(facts.get("served_model_name") or facts.get("model_path"))
-    return ServedPolicy(client=client, publisher=publisher, close=lambda: run_sync(client.close()), model=name)

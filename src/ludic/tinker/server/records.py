@@ -27,8 +27,9 @@ RequestKind = Literal[
     "save_weights_for_sampler",
     "save_weights_external",
     "load_weights",
+    "refused",
 ]
-"""Training requests that change a run or depend on its state. The runs carry them out in the order of their numbers."""
+"""Training requests that change a run or depend on its state; of one that was refused, its number and why are kept. The runs carry them out in the order of their numbers."""
 
 _FOLDER_OF: dict[CheckpointKind, str] = {
     "training": "weights",

@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 _LORA_ALPHA = 32.0
 """Tinker's, whatever the rank."""
+_BYTES_PER_TOKEN = 16
+"""Of training data, about: a token's id, its target and a weight."""
 
 
 @dataclass(slots=True, eq=False)
@@ -254,6 +256,12 @@ class Service:
         self._forget_unnamed(run, keep=0)
         self.store.end_run(run.record.id)
 
+    def abandon(self, run_id: str) -> None:
+        """Take no requests of a run that cannot be restored; its files stay as they are."""
+        if (run := self._runs.pop(run_id, None)) is not None:
+            run.is_closed = True
+            self._scheduler.close_run(run_id)
+
     def restore_session(self, session: Session) -> None:
         """A session of before a restart. Its client has time again to be heard."""
         self._sessions[session.id] = _OpenSession(session, self._clock(), is_finished=session.finished is not None)
@@ -278,11 +286,9 @@ class Service:
             if number not in results:
                 self._submit(run, number, kind, payload)
                 continue
-            _, done = self._begin(run, number)
+            _, done = self._begin(run, number, payload)
             done = functools.partial(_kept, run, results[number], done)
-            task = self._requests.repeated(run, number, kind, payload, results[number], done)
-            self._usage.add(record.tenant, task.num_tokens)
-            self._scheduler.submit(task)
+            self._scheduler.submit(self._requests.repeated(run, number, kind, payload, results[number], done))
 
     # --- training requests ---
 
@@ -305,19 +311,21 @@ class Service:
         return self._submit(run, number, kind, payload)
 
     def _submit(self, run: OpenRun, number: int, kind: RequestKind, payload: bytes) -> Future:
-        future, done = self._begin(run, number)
-        task = self._requests.task(run, number, kind, payload, done)
-        self._usage.add(run.record.tenant, task.num_tokens)
-        self._scheduler.submit(task)
+        future, done = self._begin(run, number, payload)
+        self._scheduler.submit(self._requests.task(run, number, kind, payload, done))
         return future
 
-    def _begin(self, run: OpenRun, number: int) -> tuple[Future, Callable[[Task, Result], None]]:
+    def _begin(
+        self, run: OpenRun, number: int, payload: bytes
+    ) -> tuple[Future, Callable[[Task, Result], None]]:
         """A future, and what the worker calls with its result."""
         name, tenant = request_id(run.record.id, number), run.record.tenant
+        num_tokens = len(payload) // _BYTES_PER_TOKEN
+        self._usage.add(tenant, num_tokens)
         # A request of before a restart may have its result already.
         future = self.futures.get(name, tenant) or self.futures.begin(name, tenant)
 
-        def resolve(num_tokens: int, result: Result) -> None:
+        def resolve(result: Result) -> None:
             self._usage.remove(tenant, num_tokens)
             self.futures.resolve(future, result)
 
@@ -328,7 +336,7 @@ class Service:
                 except OSError as error:
                     logger.error("request %d of %s could not be written down: %s", number, run.record.id, error)
                     result = Failure(f"The server could not write the result down: {error}", is_users=False)
-            self._post(resolve, task.num_tokens, result)
+            self._post(resolve, result)
 
         return future, done
 

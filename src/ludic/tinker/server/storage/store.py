@@ -28,9 +28,10 @@ from torch import Tensor
 from ludic.tinker.server.futures import Failure, Result
 from ludic.tinker.server.records import Checkpoint, CheckpointPath, Refused, RequestKind, Run, Sampler, Session
 from ludic.tinker.server.storage.checkpoints import Checkpoints
-from ludic.tinker.server.storage.journal import FAILED, JournalDamaged, Record, RunJournal, StorageError
+from ludic.tinker.server.storage.journal import FAILED, Record, RunJournal, StorageError
 from ludic.types import ConfigError
 from ludic.types.files import replacing, write_json
+from ludic.types.parsing import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +168,7 @@ class DiskStore:
         if not path.exists():
             write_json(path, {"format": _FORMAT, "base_model": base_model, "secret": secrets.token_hex(32)})
             path.chmod(0o600)
-        found = json.loads(path.read_text())
+        found = parse_json(path.read_text())
         if (found["format"], found["base_model"]) != (_FORMAT, base_model):
             raise ConfigError(
                 f"{self.folder} has the runs of base model {found['base_model']!r} (format {found['format']}), but this server "
@@ -268,11 +269,11 @@ class DiskStore:
                 continue
             try:
                 saved = self._open_journal(run.id).recover()
-            except JournalDamaged as error:
+                results = {number: _decoded(record) for number, record in saved.results.items()}
+            except (OSError, ValueError, msgspec.MsgspecError) as error:
                 logger.error("Run %s cannot be continued: %s Its checkpoints can still be loaded.", run.id, error)
                 self.damaged[run.id] = str(error)
                 continue
-            results = {number: _decoded(record) for number, record in saved.results.items()}
             found.append(RecoveredRun(run, saved.state, saved.first_seq, saved.requests, results))
         return found
 
@@ -301,5 +302,5 @@ def _encoded(result: Result) -> tuple[str, bytes]:
 def _decoded(record: Record) -> Result:
     if record.kind == FAILED:
         return msgspec.json.decode(record.payload, type=Failure)
-    decoded: Result = record.payload if record.kind == "proto" else json.loads(record.payload)
+    decoded: Result = record.payload if record.kind == "proto" else parse_json(record.payload)
     return decoded

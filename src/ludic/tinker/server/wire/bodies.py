@@ -177,11 +177,14 @@ class JsonTensor(Struct, kw_only=True):
     sparse_col_indices: list[int] | None = None
 
     def dense(self, pad: int) -> npt.NDArray[np.int64]:
-        values = np.asarray(self.data, np.int64)
-        if self.sparse_crow_indices is None:
-            return shaped(values, self.shape)
-        rows, columns = np.asarray(self.sparse_crow_indices), np.asarray(self.sparse_col_indices or [])
-        return from_csr(values, rows, columns, self.shape or [], pad)
+        try:
+            values = np.asarray(self.data, np.int64)
+            if self.sparse_crow_indices is None:
+                return shaped(values, self.shape)
+            rows, columns = (np.asarray(own, np.int64) for own in (self.sparse_crow_indices, self.sparse_col_indices or []))
+            return from_csr(values, rows, columns, self.shape or [], pad)
+        except (ValueError, IndexError, OverflowError) as error:
+            raise ConfigError(f"A tensor cannot be read: {error}.") from error
 
 
 class SampleBody(Struct, kw_only=True):
@@ -239,6 +242,20 @@ def read_json(data: bytes, kind: type[B]) -> B:
 # --- tensors ---
 
 
+MAX_ENTRIES = 1 << 24
+"""Numbers in the tensors of one request when sparse ones are filled; a dense body of the largest size holds as many."""
+_MAX_WIDTH = 1024
+"""Columns of a sparse tensor: targets of one token."""
+
+
+def check_sparse(name: str, shape: Sequence[int], num_rows: int) -> None:
+    """ConfigError unless a sparse tensor has this many rows and few columns; called before it is filled."""
+    if len(shape) != 2 or shape[0] != num_rows or not 0 <= shape[1] <= _MAX_WIDTH:
+        raise ConfigError(
+            f"{name} has the shape {list(shape)}; a sparse tensor here has the shape [{num_rows}, K], with K at most {_MAX_WIDTH}."
+        )
+
+
 def shaped(values: npt.NDArray[Any], shape: Sequence[int] | None) -> npt.NDArray[Any]:
     """In this shape; without one, flat."""
     return values.reshape(list(shape)) if shape else values
@@ -251,8 +268,8 @@ def from_csr(
     is_sound = len(shape) == 2 and len(ends) == shape[0] + 1 and len(columns) == len(values)
     if not is_sound or ends[0] != 0 or ends[-1] != len(values) or (np.diff(ends) < 0).any():
         raise ValueError("a sparse tensor's indices do not fit its shape")
-    if max(shape) > 1 << 24 or shape[0] * shape[1] > 1 << 26 or ((columns < 0) | (columns >= shape[1])).any():
-        raise ValueError("a sparse tensor's columns are outside of its shape, or it is too large")
+    if ((columns < 0) | (columns >= shape[1])).any():
+        raise ValueError("a sparse tensor's columns are outside of its shape")
     table = np.full(shape, pad, values.dtype)
     table[np.repeat(np.arange(shape[0]), np.diff(ends)), columns] = values
     return table

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING
 
 from ludic.inference.local import LocalEngine
 from ludic.tinker.server.futures import Failure, Result
-from ludic.tinker.server.records import Checkpoint, CheckpointPath, Refused, RequestKind, Run, Sampler, Store
+from ludic.tinker.server.records import (
+    Checkpoint,
+    CheckpointPath,
+    Refused,
+    RequestKind,
+    Run,
+    Sampler,
+    Store,
+    TenantLimits,
+)
 from ludic.tinker.server.runs import AdamSettings, TrainingBase, TrainingRun
 from ludic.tinker.server.scheduler import PassTask, Task, UnreadPass, as_failure
 from ludic.tinker.server.wire.bodies import LoadWeights, OptimStep, SaveExternal, SaveWeights, read_json
@@ -62,12 +71,13 @@ class TrainingRequests:
         base: TrainingBase,
         engine: LocalEngine,
         store: Store,
+        limits: TenantLimits,
         *,
         on_sampler: Callable[[OpenRun, Sampler], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`on_sampler` is told of sampler weights without a name, which the engine holds already."""
-        self._base, self._engine, self._store = base, engine, store
+        self._base, self._engine, self._store, self._limits = base, engine, store, limits
         self._on_sampler, self._clock = on_sampler, clock
 
     def task(self, run: OpenRun, number: int, kind: RequestKind, payload: bytes, done: Done) -> Task:
@@ -192,6 +202,7 @@ class TrainingRequests:
     def _save(
         self, run: OpenRun, number: int, path: CheckpointPath, body: SaveWeights, tensors: "Mapping[str, Tensor]"
     ) -> None:
+        self._limits.check_metadata(body.user_metadata)
         now, is_unnamed = self._clock(), path.kind == "sampler" and body.path is None
         checkpoint = Checkpoint(
             path=path,

@@ -2,8 +2,8 @@
 
 Requests of one run are carried out in the order of their numbers, whatever order they arrive in. A round of the worker first
 reads the passes whose turn is near, carries out what is no pass (optimizer steps, saving, loading), at most once per run, and
-then computes one batch of rows, taken row by row from the tenant that has had the fewest tokens: rows of several tenants share the batch, and a tenant with a
-million tokens waiting delays the others by one batch at most.
+then computes one batch of rows, taken row by row from the tenant that has had the fewest tokens: rows of several tenants share
+the batch, and a tenant with a million tokens waiting delays the others by one batch at most.
 """
 
 import functools

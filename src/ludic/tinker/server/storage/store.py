@@ -14,6 +14,7 @@ import fcntl
 import json
 import logging
 import secrets
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -200,6 +201,15 @@ class DiskStore:
         session = self.sessions.get(session_id)
         if session.finished is None:
             self.sessions.put(dataclasses.replace(session, finished=finished, detail=detail))
+
+    def forget_session(self, session_id: str) -> None:
+        """Forget a session that has ended, and its runs that left no checkpoint."""
+        tenant = self.sessions.get(session_id).tenant
+        self.sessions.remove(session_id)
+        for run in self.runs.listed(tenant):
+            if run.session == session_id and not self.checkpoints.listed(tenant, run.id):
+                self.runs.remove(run.id)
+                shutil.rmtree(self._run_folder(run.id), ignore_errors=True)
 
     def add_run(self, run: Run) -> None:
         assert run.spec.seed is not None, "after a restart the adapter is made again from its seed"

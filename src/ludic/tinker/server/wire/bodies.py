@@ -17,6 +17,8 @@ from ludic.types import ConfigError
 B = TypeVar("B", bound=Struct)
 
 Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Lifetime = Annotated[int, Meta(ge=1, le=100 * 366 * 24 * 3600)]
+"""Seconds, a century at most: dates end in the year 9999."""
 
 
 class CreateSession(Struct, kw_only=True):
@@ -93,7 +95,7 @@ class SaveWeights(Struct, kw_only=True):
     seq_id: Number
     path: str | None = None
     sampling_session_seq_id: Number | None = None
-    ttl_seconds: Annotated[int, Meta(ge=1)] | None = None
+    ttl_seconds: Lifetime | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
     kind: Literal["snapshot"] = "snapshot"
@@ -107,7 +109,7 @@ class SaveExternal(Struct, kw_only=True):
     model_id: str
     seq_id: Number
     path: str
-    ttl_seconds: Annotated[int, Meta(ge=1)] | None = None
+    ttl_seconds: Lifetime | None = None
     age_encryption_recipients: list[str] | None = None
     type: str = ""
 
@@ -181,7 +183,9 @@ class JsonTensor(Struct, kw_only=True):
             values = np.asarray(self.data, np.int64)
             if self.sparse_crow_indices is None:
                 return shaped(values, self.shape)
-            rows, columns = (np.asarray(own, np.int64) for own in (self.sparse_crow_indices, self.sparse_col_indices or []))
+            rows, columns = (
+                np.asarray(own, np.int64) for own in (self.sparse_crow_indices, self.sparse_col_indices or [])
+            )
             return from_csr(values, rows, columns, self.shape or [], pad)
         except (ValueError, IndexError, OverflowError) as error:
             raise ConfigError(f"A tensor cannot be read: {error}.") from error
@@ -235,7 +239,7 @@ def read_json(data: bytes, kind: type[B]) -> B:
         if unknown := sorted(name for name, value in body.items() if name not in known and value):
             raise Refused(400, f"This server does not know {', '.join(unknown)} of {kind.__name__}; leave it out.")
         return msgspec.convert({name: value for name, value in body.items() if value is not None}, kind, strict=True)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(400, f"The body is not what {kind.__name__} should be: {error}.") from error
 
 

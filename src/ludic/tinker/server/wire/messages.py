@@ -58,7 +58,9 @@ def check_size(request: Any) -> None:
     if num_parts <= _MAX_PARTS:
         num_parts += sum(len(datum.model_input) + len(datum.loss_fn_inputs) for datum in request.data)
     if num_parts > _MAX_PARTS:
-        raise ConfigError(f"This request has {num_parts} data, chunks and tensors; this server takes {_MAX_PARTS} at once.")
+        raise ConfigError(
+            f"This request has {num_parts} data, chunks and tensors; this server takes {_MAX_PARTS} at once."
+        )
     num_entries = 0
     for number, datum in enumerate(request.data):
         num_tokens = sum(len(chunk.encoded_text.tokens) for chunk in datum.model_input) // 4

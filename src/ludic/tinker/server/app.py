@@ -126,7 +126,7 @@ async def serve(
     """
     check_host(host, "keys" if keys else None, insecure)
     allow_many_files()  # every client that waits for a result holds a connection
-    server = AppServer(make_app(service, keys, limits=limits, config=config), limits)
+    server = AppServer(make_app(service, keys, limits=limits, config=config), limits, has_token=bool(keys))
     sweeper = asyncio.create_task(_sweep(service))
     try:
         url = await server.start(host, port)

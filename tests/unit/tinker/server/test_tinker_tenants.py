@@ -401,7 +401,7 @@ def test_sparse_targets_of_a_prompt_are_checked_from_their_shape(raw):
     assert "cannot be read" in failure(shape=[1, 2], sparse_crow_indices=[0, 1], data=[10**30])
 
 
-def test_a_server_starts_though_its_journals_hold_what_it_cannot_read(server, caplog):
+def test_a_server_without_keys_starts_though_its_journals_hold_what_it_cannot_read(server, caplog):
     """Twelve huge passes, accepted by an earlier version; a result that is no JSON; a success that cannot be read again."""
     restarted = RunningServer(model=server.model)
     store = DiskStore(restarted.folder.name, base_model=NAME)
@@ -421,6 +421,9 @@ def test_a_server_starts_though_its_journals_hold_what_it_cannot_read(server, ca
     store.close()
     with restarted:
         raw = Raw(restarted)
+        for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):  # it has no keys
+            answer = raw.http.post("create_session", json={}, headers=headers)
+            assert answer.status_code == 403 and "no key or token" in answer.json()["detail"]
         failures = [raw.result(f"{huge}#{number}").json()["error"] for number in range(1, 13)]
         assert all("[4, 16777216]" in failure for failure in failures)
         for name, number in ((good, 1), (huge, 13)):

@@ -92,7 +92,7 @@ def read_generated(url: str, data: bytes, request: TokenCompletionRequest) -> Ch
     """The response of `/generate`; an aborted one is an `Aborted`, which can be sent again."""
     try:
         answer = _decoder.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"{url} {NOT_SGLANG}: {error}. It returned {data[:200]!r}.") from error
     meta, reason = answer.meta_info, answer.meta_info.finish_reason or {}
     if reason.get("type") == "abort":

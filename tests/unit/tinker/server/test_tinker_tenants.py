@@ -374,7 +374,7 @@ def test_malformed_body_is_refused_with_what_is_wrong(raw, name, body, said):
     [
         (
             {},
-            "has the shape [4, 16777216]; a sparse tensor here has the shape [4, K], with K at most 1024",
+            "has the shape [4, 16777216]; a sparse tensor here has the shape [4, K], with K from 1 to 1024",
         ),
         ({"columns": 1024, "rows": 2100}, "have 17203200 entries when they are filled, more than the 16777216"),
         ({"columns": 0, "rows": 40_000}, "160000 data, chunks and tensors; this server takes 131072"),

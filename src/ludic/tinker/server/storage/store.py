@@ -65,7 +65,7 @@ class Table(Generic[Entry]):
         for path in found:
             try:
                 entry = msgspec.json.decode(path.read_bytes(), type=kind)
-            except (OSError, msgspec.MsgspecError) as error:
+            except (OSError, msgspec.MsgspecError, RecursionError) as error:
                 logger.warning("%s is left out: %s", path, error)
             else:
                 self._entries[entry.id] = entry

@@ -1,4 +1,4 @@
-"""One of our envs behind OpenEnv's protocol, for tests of the client: each WebSocket is a session with its env.
+"""One of our envs behind OpenEnv's protocol, for tests of the client: each WebSocket is a session with its env."""
 
 import json
 from collections.abc import Callable

@@ -256,7 +256,8 @@ def check_sparse(name: str, shape: Sequence[int], num_rows: int) -> None:
     """ConfigError unless a sparse tensor has this many rows and few columns; called before it is filled."""
     if len(shape) != 2 or shape[0] != num_rows or not 1 <= shape[1] <= _MAX_WIDTH:
         raise ConfigError(
-            f"{name} has the shape {list(shape)}; a sparse tensor here has the shape [{num_rows}, K], with K from 1 to {_MAX_WIDTH}."
+            f"{name} has the shape {list(shape)}; a sparse tensor here has the shape [{num_rows}, K], with K from 1 to "
+            f"{_MAX_WIDTH}."
         )
 
 

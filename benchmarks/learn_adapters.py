@@ -27,7 +27,6 @@ from ludic.distributed import SharedWeightsPublisher
 from ludic.envs import SingleAgentEnv
 from ludic.envs.adapters.gymnasium import GymnasiumEnv
 from ludic.envs.adapters.openenv import OpenEnvEnv
-from ludic.envs.adapters.openenv.server import LocalServer
 from ludic.envs.adapters.pettingzoo import PettingZooEnv
 from ludic.envs.adapters.reasoning_gym import ReasoningGymEnv
 from ludic.envs.adapters.textarena import TextArenaEnv
@@ -53,6 +52,7 @@ from ludic.types import (
     SamplingParams,
     StepOutcome,
 )
+from tests.openenv_server import OpenEnvServer
 from tests.unit.training.bandit import AsciiBandit, ByteTokenizer, tiny_llama
 
 GROUP_SIZE, NUM_NEW_EPISODES, NEW_SEEDS = 8, 256, 1_000_000
@@ -203,8 +203,7 @@ async def open_mcp(stack: AsyncExitStack) -> Callable[[], AnyEnv]:
 
 
 async def open_openenv(stack: AsyncExitStack) -> Callable[[], AnyEnv]:
-    server = await LocalServer.start(AsciiBandit, max_sessions=256)
-    stack.push_async_callback(server.stop)
+    server = await stack.enter_async_context(OpenEnvServer(AsciiBandit))
     return lambda: OpenEnvEnv(server.url)
 
 

@@ -261,7 +261,7 @@ BUILTINS: Mapping[str, Mapping[str, Entry]] = {
         ),
         "openenv": Entry(
             "ludic.envs.adapters.openenv:OpenEnvEnv",
-            example={"server": "ludic:tic_tac_toe"},
+            example={"server": "http://127.0.0.1:8000"},
             suggested=Suggested(max_steps=32, max_tokens=256),
         ),
         "bfcl": Entry(

@@ -6,13 +6,13 @@ formulae; docs/scaling.md says how far they were checked.
 """
 
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from ludic.types import ConfigError
+from ludic.types.parsing import parse_json
 
 Precision: TypeAlias = Literal["bf16", "fp32"]
 WIDTHS: dict[str, int] = {"bf16": 2, "fp32": 4}
@@ -126,7 +126,7 @@ def read_shape(source: str | Path) -> ModelShape:
             f"({', '.join(SHAPES)}).{hint} `ludic plan` fetches nothing; of a hub model, save its config.json first."
         )
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}.") from error
     if not isinstance(config, dict):

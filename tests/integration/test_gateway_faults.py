@@ -151,7 +151,7 @@ async def test_a_client_that_does_not_read_its_answer_is_disconnected(engine, mo
     async with serving(client, limits=ServerLimits(answer_s=0.3)) as gateway:
         session = gateway.open_session(inference=INFERENCE)
         body = json.dumps({"messages": question("Tell me."), "model": "policy"}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {session.api_key}\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nx-api-key: {session.api_key}\r\nContent-Length: {len(body)}\r\n\r\n"
         _, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]), limit=1024)
         writer.write(head.encode() + body)
         await until(lambda: session.counts["undelivered"] == 1)

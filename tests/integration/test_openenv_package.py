@@ -1,4 +1,4 @@
-"""Against the package `openenv`: our client with its server, its clients and validator with our server, its training traces.
+"""Against the package `openenv`: our client with its server, and its training traces.
 
 It brings Gradio and pandas (92 MB of wheels) and an older `mcp` than ours, so it is not in the test environment. By hand: a virtual
 environment with `pip install openenv` and Ludic, then `python -m pytest tests/integration/test_openenv_package.py`.
@@ -16,8 +16,6 @@ pytest.importorskip("openenv", reason="the package openenv is not installed (92 
 
 import uvicorn
 from fastmcp import FastMCP
-from openenv.cli._validation import validate_running_environment
-from openenv.core import GenericEnvClient, MCPToolClient
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 from openenv.core.env_server.mcp_environment import MCPEnvironment
 from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
@@ -27,8 +25,6 @@ from pydantic import Field
 from ludic.batch_gen.training_traces import read_training_traces
 from ludic.envs import check_env
 from ludic.envs.adapters.openenv import OpenEnvEnv, OpenEnvError
-from ludic.envs.adapters.openenv.server import LocalServer
-from ludic.envs.tic_tac_toe import TicTacToeEnv
 from ludic.tools import Tool
 
 pytestmark = pytest.mark.integration
@@ -211,45 +207,6 @@ async def test_a_tool_call_may_be_written_as_json(calculator):
     end = (await env.async_step({"agent_0": said}))["agent_0"]
     assert (end.reward, end.terminated) == (1.0, True)
     await env.async_close()
-
-
-# --- its clients, our server ---
-
-
-async def test_its_client_plays_the_episode_that_our_env_plays_alone():
-    server = await LocalServer.start(TicTacToeEnv)
-    alone = TicTacToeEnv()
-    opening, _ = alone.reset(seed=5)["agent_0"]
-    async with GenericEnvClient(base_url=server.url) as client:
-        result = await client.reset(seed=5, episode_id="five")
-        assert result.observation["text"] == opening
-        while not result.done:
-            move = alone.legal_actions("agent_0")[0]
-            assert move == result.observation["legal_actions"][0]
-            expected = alone.step({"agent_0": move})["agent_0"]
-            result = await client.step({"text": move})
-            assert (result.observation["text"], result.reward) == (expected.obs, expected.reward)
-            assert result.metadata["info"] == expected.info
-        assert (await client.state())["episode_id"] == "five"
-        with pytest.raises(RuntimeError, match="VALIDATION_ERROR"):
-            await client.step({"move": "A1"})
-    await server.stop()
-
-
-async def test_its_mcp_client_calls_the_tools_of_our_env():
-    server = await LocalServer.start("musique_search")
-    async with MCPToolClient(base_url=server.url) as client:
-        await client.reset(seed=0)
-        assert "search" in [tool.name for tool in await client.list_tools()]
-        assert "Ida Morrow" in str(await client.call_tool("search", query="who founded the Alder Street Observatory"))
-    await server.stop()
-
-
-async def test_its_validator_accepts_our_server():
-    server = await LocalServer.start(TicTacToeEnv)
-    report = await asyncio.to_thread(validate_running_environment, server.url)
-    await server.stop()
-    assert report["passed"], report
 
 
 # --- its training traces ---

@@ -10,6 +10,7 @@ from typing import Any
 from ludic.agents.base_agent import AgentActStep, ModelCall
 from ludic.agents.tool_agent import ToolAgent
 from ludic.parsers import ParseResult
+from ludic.types.parsing import parse_json
 
 
 class CallAgent(ToolAgent):
@@ -34,7 +35,7 @@ class CallAgent(ToolAgent):
         calls = self._remember_calls(call, parsed)
         functions = [each["function"] for each in calls]
         action = json.dumps(
-            [{"name": each["name"], "arguments": json.loads(each["arguments"])} for each in functions],
+            [{"name": each["name"], "arguments": parse_json(each["arguments"])} for each in functions],
             ensure_ascii=False,
         )
         return self._step(call, loop_index=loop_index, parse_result=ParseResult(action, 0.0, None), tool_calls=calls)

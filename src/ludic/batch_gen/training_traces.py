@@ -6,7 +6,6 @@ the turns in a line of the file (as in OpenEnv's Harbor export), or is passed.
 """
 
 import gzip
-import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 from ludic.batch_gen.external_rollouts import ExternalCall, rollout_of_calls
 from ludic.types import ConfigError, Rollout, TokenTrace
+from ludic.types.parsing import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def _documents(path: Path) -> Iterator[tuple[str, Any]]:
                 continue
             where = f"Line {number} of {path}"
             try:
-                document = json.loads(line)
+                document = parse_json(line)
             except ValueError as error:
                 if number > 1:
                     raise ConfigError(f"{where} is not JSON: {error}") from error
@@ -73,7 +73,7 @@ def _documents(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _whole(path: Path, text: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
         raise ConfigError(f"{path} holds neither one JSON document nor one per line: {error}") from error
 

@@ -64,7 +64,6 @@ MODULES_OF = {
     "serve": ("torch", "transformers", "jinja2", "aiohttp"),
     "tinker": ("tinker",),
     "pipeline": ("redis",),
-    "openenv": ("aiohttp",),
     "endpoint": ("aiohttp",),
 }
 """Extra -> modules without which a command that needs it cannot be imported."""

@@ -20,10 +20,6 @@ COMMANDS = {
     "play": ("ludic.cli.play:play", "Play an environment yourself, or watch it being played."),
     "serve": ("ludic.cli.servers.serve:serve", "Serve a model over HTTP, in the way of OpenAI's API."),
     "gateway": ("ludic.cli.servers.gateway:gateway", "Serve a model to agents and record their sessions."),
-    "openenv-server": (
-        "ludic.cli.servers.openenv_server:openenv_server",
-        "Serve an environment in OpenEnv's protocol.",
-    ),
     "sandbox-server": ("ludic.cli.servers.sandbox_server:sandbox_server", "Run untrusted programs for other machines."),
     "env-server": ("ludic.cli.servers.env_server:env_server", "Hold environments for runs on other machines."),
     "export": ("ludic.cli.listing:export", "Write a trained model in the format of Hugging Face."),

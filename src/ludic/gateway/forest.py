@@ -6,7 +6,6 @@ without any id, if text and calls are the same. The deepest node whose path and 
 none, the request starts a new root. Pure data: nothing here renders, samples or waits.
 """
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any, Literal
 
 from ludic.gateway.wire.canonical import ClientMessage, JSONObject, ModelRequest, Reply, new_token, token_in, tokens_in
 from ludic.types import ConfigError, Message, MessageView, TokenLog, TokenTrace, ToolCall
+from ludic.types.parsing import parse_json
 
 Kind = Literal["new", "continued", "healed", "forked", "foreign", "retried"]
 """How a request relates to the calls before it.
@@ -308,8 +308,8 @@ def _compare_calls(recorded: Sequence[ToolCall], sent: Sequence[ToolCall]) -> bo
 
 def _value_of(arguments: str) -> Any:
     try:
-        return json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
+        return parse_json(arguments or "{}")
+    except ValueError:
         return arguments
 
 

@@ -100,7 +100,7 @@ class Gateway:
     async def start(self, host: str = "127.0.0.1", port: int = 0, *, unix_socket: str | Path | None = None) -> None:
         """Listen on an address, and on a Unix socket if one is given. Port 0 takes a free one; `url` is set then."""
         allow_many_files()
-        http = AppServer(self._app(), self._limits)
+        http = AppServer(self._app(), self._limits, has_token=self._control_token is not None)
         self.url = await http.start(host, port, unix_socket=unix_socket)
         self._http = http
         if self._max_idle_s is not None and self._control_token is not None:

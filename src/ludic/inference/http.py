@@ -240,7 +240,7 @@ def json_object(url: str, answer: Answer, problem: str) -> dict[str, Any]:
     """The response as a JSON object; a ConfigError with `problem` if it is none."""
     try:
         decoded = msgspec.json.decode(answer.data)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         decoded = None
     if not isinstance(decoded, dict):
         raise ConfigError(f"{url} {problem}; it returned {answer.text!r:.200}.")
@@ -252,5 +252,5 @@ def error_of(data: str) -> dict[str, Any]:
     try:
         error = msgspec.json.decode(data)["error"]
         return {**error, "message": str(error["message"])}
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (msgspec.DecodeError, RecursionError, KeyError, TypeError):
         return {"message": data.strip()[:300] or "(nothing)"}

@@ -116,7 +116,7 @@ def read_prompt_logprobs(data: bytes, tokens: TokenArray) -> LogprobArray:
     """Log-prob of every prompt token; 0 for the first, which has none."""
     try:
         answer = _decoder.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise EndpointError(f"The server's prompt log-probs are not in vLLM's format: {error}.") from error
     given = answer.prompt_logprobs if answer.prompt_logprobs is not None else answer.choices[0].prompt_logprobs
     if given is None or len(given) != len(tokens):

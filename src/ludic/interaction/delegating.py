@@ -5,7 +5,6 @@ task, and its answer is the tool's result. The protocol returns all parent and c
 trained.
 """
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from ludic.types import (
     ToolCall,
     derive_seed,
 )
+from ludic.types.parsing import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ class DelegatingProtocol(SingleAgentProtocol):
     def _accept(self, call: ToolCall, step: AgentStep) -> "_Order | str":
         """The numbered order for a child, or the error message for the parent."""
         assert self._episode is not None, "tools are called while an episode runs"
-        arguments = json.loads(call["function"]["arguments"])
+        arguments = parse_json(call["function"]["arguments"])
         name, task = arguments.get("to"), arguments.get("task")
         if not isinstance(name, str) or name not in self.delegates or not isinstance(task, str) or not task.strip():
             return f"Error: delegate needs to (one of {sorted(self.delegates)}) and task (text); got {arguments}."

@@ -1,6 +1,5 @@
 """Judges of single replies: `LLMJudge` has one criterion, `RubricJudge` several, each with its own verdict."""
 
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -10,6 +9,7 @@ from ludic.judges.model import Asking
 from ludic.judges.verdicts import DATA_NOTE, Case, Form, Score, Words, case_of, section
 from ludic.tasks import all_or_none
 from ludic.types import ConfigError, Rollout
+from ludic.types.parsing import parse_toml
 
 COMPARED = "what the reply answers, what the right answer is, and whether the two agree"
 Show: TypeAlias = Callable[[Rollout], Case]
@@ -148,8 +148,8 @@ class RubricJudge(JudgeBase):
 def read_criteria(path: str | Path) -> list[Criterion]:
     """The criteria of a TOML file: a table per criterion, `[name]` with text and, if wanted, weight and scale."""
     try:
-        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        tables = parse_toml(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ConfigError(f"The criteria in {path} cannot be read: {error}") from error
     known = {one.name for one in fields(Criterion)} - {"name"}
     found = []

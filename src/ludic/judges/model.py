@@ -38,6 +38,7 @@ from ludic.types import (
 )
 from ludic.types.errors import encodable
 from ludic.types.files import LineWriter, is_compressed, read_lines
+from ludic.types.parsing import parse_json
 
 DEFAULT_SAMPLING = SamplingParams(temperature=0.0, max_tokens=512)
 
@@ -108,7 +109,7 @@ class VerdictCache:
                     continue
                 self._end = line.offset + line.length
                 try:
-                    row = json.loads(text)
+                    row = parse_json(text)
                     self._keep(row["key"], row["reply"])
                 except (ValueError, TypeError, KeyError):
                     continue  # a damaged line is a verdict to ask for again

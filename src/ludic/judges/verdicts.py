@@ -17,6 +17,7 @@ from ludic.inference.templates.hf import END_OF_TURN
 from ludic.types import ConfigError, LudicError, Message, Observation, Rollout
 from ludic.types.errors import encodable
 from ludic.types.messages import text_of
+from ludic.types.parsing import parse_json
 
 
 class JudgeError(LudicError, RuntimeError):
@@ -251,8 +252,8 @@ def read_verdict(text: str, form: Form, mark: str) -> Verdict:
     # In LaTeX, models write backslashes that JSON does not know; each is read as itself.
     body = _NO_ESCAPE.sub(lambda found: found["pair"] or r"\\", found["fenced"] or found["plain"])
     try:
-        value = json.loads(body, strict=False, object_pairs_hook=_unique, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(body, strict=False, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except ValueError as error:
         raise UnreadableVerdict(f"The reply is not valid JSON: {error}. It begins with {body!r:.120}.") from error
     if value.get("mark") != mark:
         raise UnreadableVerdict(f'"mark" must be "{mark}", as in the format; it is {value.get("mark")!r:.40}.')

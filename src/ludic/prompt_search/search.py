@@ -17,6 +17,7 @@ from ludic.prompt_search.merging import Texts, merged_texts
 from ludic.prompt_search.reflection import Merger, Reflector
 from ludic.types import ConfigError, ProtocolSpec, Rollout, RolloutRequest, derive_seed, load_rollouts, save_rollouts
 from ludic.types.files import replacing, write_json
+from ludic.types.parsing import parse_json
 
 logger = logging.getLogger(__name__)
 _CHOICE, _SAMPLING, _ENV, _MERGE = 0, 1, 2, 3
@@ -317,7 +318,7 @@ class PromptSearch:
         )
 
     def _load(self, folder: Path) -> None:
-        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        state = parse_json((folder / STATE).read_text(encoding="utf-8"))
         mine = json.loads(json.dumps(self._settings()))
         if differ := [name for name, value in mine.items() if state["settings"].get(name) != value]:
             raise ConfigError(

@@ -18,7 +18,6 @@ import json
 import math
 import re
 import textwrap
-import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,6 +28,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from ludic.types import ConfigError
+from ludic.types.parsing import parse_json, parse_toml
 
 T = TypeVar("T")
 
@@ -204,10 +204,10 @@ def differences(before: Any, now: Any) -> list[Difference]:
 def read_toml(cls: type[T], path: Path) -> T:
     """The config in a file; what the file does not mention keeps its default."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not TOML: {error}.") from error
     return from_table(cls, content, str(path))
 
@@ -366,7 +366,7 @@ def read_pair(pair: str, flag: str = "--set") -> tuple[str, Any]:
     name, equals, text = pair.partition("=")
     if not equals or not name:
         raise ConfigError(f"{flag} {pair!r} is not of the form name=value.")
-    for read in (json.loads, ast.literal_eval):
+    for read in (parse_json, ast.literal_eval):
         try:
             return name, read(text)
         except (ValueError, SyntaxError):

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from ludic.types import MissingExtra
 from ludic.types.die_with_parent import kill_with_parent
+from ludic.types.parsing import parse_json
 
 _START_S = 120
 """Importing sympy takes a second; on a busy disk it may take many."""
@@ -180,7 +181,7 @@ def _exchange(process: "subprocess.Popen[str]", message: dict[str, Any] | None) 
         line = process.stdout.readline()
     except BrokenPipeError:
         return None
-    return json.loads(line) if line.endswith("\n") else None
+    return parse_json(line) if line.endswith("\n") else None
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

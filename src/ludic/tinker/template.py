@@ -6,7 +6,6 @@ reply, so that a conversation continues from its stored tokens.
 
 import importlib
 import importlib.util
-import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from ludic.inference.templates.chat import ChatTemplate, TemplateResult, ToolSch
 from ludic.inference.templates.hf import END_OF_TURN, HFChatTemplate, tool_parser_for
 from ludic.inference.templates.tool_calls import ToolParseResult, make_tool_call
 from ludic.types import ConfigError, Message, MessageSpan, SamplingParams, TokenArray, TokenIds, token_array
+from ludic.types.parsing import parse_json
 
 _REPLY = "LudicReplyGoesHere7f3a9c"
 """Placeholder of a reply while the messages around it are rendered."""
@@ -219,7 +219,7 @@ class CookbookTemplate(ChatTemplate):
     def parse_tool_calls(self, text: str) -> ToolParseResult:
         ids = [*self.tokenizer.encode(text, add_special_tokens=False), *self._stop_ids[:1]]
         message, _ = self.renderer.parse_response(ids)
-        read = [(call.function.name, json.loads(call.function.arguments)) for call in message.get("tool_calls") or ()]
+        read = [(call.function.name, parse_json(call.function.arguments)) for call in message.get("tool_calls") or ()]
         if not all(isinstance(arguments, dict) for _, arguments in read):
             return ToolParseResult(parse_error=True, content=text)
         calls = [make_tool_call(name, arguments, index) for index, (name, arguments) in enumerate(read)]

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from ludic.types.errors import ConfigError
+from ludic.types.parsing import parse_json
 
 
 def _innermost(fn: Any) -> Any:
@@ -266,8 +267,8 @@ def _decoded(arguments: str | Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, str):
             try:
                 # strict=False: models put raw newlines into strings, mostly in code
-                value = json.loads(value, strict=False) if value.strip() else {}
-            except (ValueError, RecursionError) as error:
+                value = parse_json(value, strict=False) if value.strip() else {}
+            except ValueError as error:
                 raise BadArguments(f"the arguments are not valid JSON ({error}).") from error
     if value is None:
         return {}
@@ -284,7 +285,7 @@ def _converted(value: Any, kind: Any) -> Any:
         if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
             raise
         try:
-            decoded = json.loads(value, strict=False)
+            decoded = parse_json(value, strict=False)
         except ValueError:
             decoded = value
         return msgspec.convert(decoded, kind, strict=False)

@@ -1,4 +1,4 @@
-"""JSON and TOML that somebody else wrote: whatever is wrong with it, the reader raises a ValueError.
+"""JSON and TOML from outside: whatever is wrong with it, the reader raises a ValueError.
 
 Python's own parsers answer arrays within arrays within arrays with a RecursionError, which callers that expect a ValueError miss.
 """

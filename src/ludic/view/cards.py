@@ -11,6 +11,7 @@ import msgspec
 
 from ludic.types import Rollout, StopReason, spread_of
 from ludic.types.files import Line
+from ludic.types.parsing import parse_json
 
 PREVIEW_CHARS = 160
 _TRUNCATIONS = {reason.value for reason in StopReason if reason.is_truncation}
@@ -120,7 +121,7 @@ _decode_head = msgspec.json.Decoder(_Head).decode
 
 def strict_json(text: str | bytes) -> bytes:
     """The same JSON without what Python writes and others refuse: NaN is null, half of a surrogate pair is a question mark."""
-    value = json.loads(text, parse_constant=lambda _: None)
+    value = parse_json(text, parse_constant=lambda _: None)
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 

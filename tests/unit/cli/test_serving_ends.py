@@ -77,7 +77,7 @@ def stopped_during(server: Server, path: str, body: dict[str, Any], key: str = "
     """The body of the answer to a request that is in progress when the server is asked to stop."""
     data = json.dumps(body).encode()
     head = [
-        f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Authorization: {key}",
+        f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Authorization: {key}",
         f"Content-Length: {len(data)}",
     ]  # fmt: skip
     host, port = server.url.removeprefix("http://").split(":")

@@ -260,6 +260,16 @@ async def test_a_session_that_forks_often_is_warned_about_with_the_difference(ca
     assert "message 1: recorded 'assistant: x', sent 'assistant: y'" in caplog.text
 
 
+@pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"Origin": "https://evil.example"}])
+async def test_web_pages_reach_no_gateway_without_a_control_token(headers: dict[str, str]):
+    for token, expected in ((None, 403), ("secret", 200)):
+        async with (
+            served(ScriptedClient(lambda request: "x"), control_token=token) as http,
+            http.http.get(f"{http.gateway.url}/health", headers=headers) as answer,
+        ):
+            assert answer.status == expected
+
+
 async def test_it_listens_on_a_unix_socket_too(tmp_path: Path):
     policy = Policy(client=ScriptedClient(lambda request: "x"), chat_template=ByteTemplate(), model="policy")
     gateway = Gateway({"policy": policy}, default="policy")

@@ -17,11 +17,11 @@ LONG_S = 600.0
 class Running:
     """A server whose /work answers when `go` is set, and whose /echo answers with the body."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_token: bool = False) -> None:
         self.go, self.begun = asyncio.Event(), asyncio.Event()
         app = web.Application(handler_args={"handler_cancellation": True})
         app.add_routes([web.get("/work", self.work), web.post("/echo", self.echo), web.get("/now", self.now)])
-        self.server = AppServer(app, ServerLimits())
+        self.server = AppServer(app, ServerLimits(), has_token=has_token)
 
     async def work(self, request: web.Request) -> web.Response:
         self.begun.set()
@@ -37,8 +37,8 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def running() -> AsyncIterator[tuple[Running, aiohttp.ClientSession]]:
-    here = Running()
+async def running(*, has_token: bool = False) -> AsyncIterator[tuple[Running, aiohttp.ClientSession]]:
+    here = Running(has_token=has_token)
     url = await here.server.start("127.0.0.1", 0)
     async with aiohttp.ClientSession(url) as session:
         yield here, session
@@ -89,11 +89,11 @@ async def test_a_body_that_is_being_sent_still_arrives():
 async def test_idle_connections_are_closed_while_a_request_is_in_progress():
     async with running() as (here, session):
         reader, writer = await asyncio.open_connection(session._base_url.host, session._base_url.port)
-        writer.write(b"GET /now HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(b"GET /now HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert (await reader.readuntil(b"now")).startswith(b"HTTP/1.1 200")
         silent, other = await asyncio.open_connection(session._base_url.host, session._base_url.port)
         asking, busy = await asyncio.open_connection(session._base_url.host, session._base_url.port)
-        busy.write(b"GET /work HTTP/1.1\r\nHost: x\r\n\r\n")
+        busy.write(b"GET /work HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await here.begun.wait()
         closing = asyncio.create_task(here.server.close(LONG_S))
         async with asyncio.timeout(60):
@@ -114,13 +114,13 @@ async def test_a_request_that_comes_while_it_drains_is_refused_and_its_connectio
     url = await here.server.start("127.0.0.1", 0, unix_socket=socket)
     async with aiohttp.ClientSession(url) as session:
         reader, writer = await asyncio.open_unix_connection(socket)
-        writer.write(b"GET /now HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(b"GET /now HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await reader.readuntil(b"now")
         work = asyncio.create_task(text(session.get("/work")))
         await here.begun.wait()
         closing = asyncio.create_task(here.server.close(LONG_S))
         await asyncio.sleep(0)
-        writer.write(b"GET /now HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(b"GET /now HTTP/1.1\r\nHost: localhost\r\n\r\n")
         async with asyncio.timeout(60):
             answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 503 This server is stopping") and b"Connection: close\r\n" in answer
@@ -160,3 +160,47 @@ async def test_a_second_request_to_stop_ends_it_at_once():
             await closing
         with pytest.raises(aiohttp.ClientError):
             await work
+
+
+# --- requests of a browser ---
+
+
+async def status(session: aiohttp.ClientSession, **headers: str) -> int:
+    async with session.post("/echo", headers=headers, data=b"x") as response:
+        return response.status
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "10.0.0.1", "127.0.0.1.evil.example", "[::2]:80", ""]
+)
+async def test_a_name_that_only_dns_points_here_is_refused(host: str):
+    async with running() as (here, session):
+        assert await status(session, Host=host) == 403
+        assert not here.begun.is_set()
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:1", "http://127.0.0.1"])
+async def test_a_page_of_another_origin_is_refused(origin: str):
+    async with running() as (here, session):
+        assert await status(session, Origin=origin) == 403
+        assert not here.begun.is_set()
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:8000", "127.0.0.1:8000", "127.9.9.9", "[::1]:8000", "[::1]"])
+async def test_this_machine_and_its_own_pages_are_answered(host: str):
+    async with running() as (_, session):
+        assert await status(session, Host=host) == 200
+        assert await status(session, Host=host, Origin=f"http://{host}") == 200
+
+
+async def test_a_server_with_a_token_may_have_any_name():
+    async with running(has_token=True) as (_, session):
+        assert await status(session, Host="models.example", Origin="https://models.example") == 200
+
+
+async def test_an_old_client_without_a_host_is_answered():
+    async with running() as (_, session):
+        reader, writer = await asyncio.open_connection("127.0.0.1", session._base_url.port)
+        writer.write(b"GET /now HTTP/1.0\r\n\r\n")
+        assert b"200 OK" in await reader.readline()
+        writer.close()

@@ -121,6 +121,7 @@ NAN = {"logprobs": np.array([0, np.nan, 0], np.float32), "advantages": np.zeros(
         ("ppo", [row(), row(0)], {}, "Datum 1 of 2: its model input is empty"),
         ("ppo", [row(9)], {}, "9 tokens, more than the 8"),
         ("ppo", [row(targets=np.zeros(2, np.int64))], {}, r"3 tokens, but target_tokens has the shape \[2\]"),
+        ("cross_entropy", [row(targets=np.zeros((3, 0), np.int64))], {}, r"target_tokens has the shape \[3, 0\]"),
         ("ppo", [row(targets=np.zeros((3, 2), np.int64))], {}, "ppo takes one target per token"),
         ("cross_entropy", [row()], {}, "takes the loss_fn_inputs target_tokens, weights; it was given target_tokens, adv"),
         ("ppo", [row(inputs={**row().inputs, "mask": np.zeros(3)})], {}, "it was given .*mask"),

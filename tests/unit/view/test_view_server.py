@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestClient, TestServer  # noqa: E402
 from ludic.types import ConfigError  # noqa: E402
 from ludic.types.files import LineWriter  # noqa: E402
 from ludic.view.index import Runs  # noqa: E402
-from ludic.view.server import check_access, make_app  # noqa: E402
+from ludic.view.server import check_access, make_app, serve  # noqa: E402
 from tests.unit.view.test_index import empty_run, line_of  # noqa: E402
 
 
@@ -72,10 +72,18 @@ async def test_only_get_is_answered(client, method):
     assert response.status == 405
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:7711", "10.0.0.1"])
-async def test_another_host_name_is_refused_without_a_token(client, host):
-    response = await client.get("/api/runs", headers={"Host": host})
-    assert response.status == 403
+@pytest.mark.parametrize("headers", [{"Host": "evil.example:7711"}, {"Origin": "https://evil.example"}])
+async def test_other_web_pages_are_refused_without_a_token(recorded, headers):
+    for token, expected in ((None, 403), ("secret", 200)):
+        address = asyncio.get_running_loop().create_future()
+        serving = asyncio.create_task(serve(Runs(recorded), port=0, token=token, on_ready=address.set_result))
+        url = (await address).partition("?")[0]
+        async with aiohttp.ClientSession() as http:
+            sent = {**headers, "Authorization": f"Bearer {token}"}
+            async with http.get(f"{url}api/runs", headers=sent) as response:
+                assert response.status == expected and "Content-Security-Policy" in response.headers
+        serving.cancel()
+        await asyncio.wait({serving})
 
 
 async def test_token_is_asked_for_and_kept_in_a_cookie(recorded, tmp_path):

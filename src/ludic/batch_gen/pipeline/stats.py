@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from ludic.types.parsing import parse_json
+
 _MAX_REPORT = 65_536
 """Bytes of a report of scorers; a larger one is of another program."""
 
@@ -117,10 +119,10 @@ def combined_reports(reports: Iterable[bytes]) -> dict[str, float]:
 def _rows(report: bytes) -> list[tuple[str, float, float | None]]:
     """(metric, value, weight) of a report; empty if it is none."""
     try:
-        found: Any = json.loads(report) if len(report) <= _MAX_REPORT else {}
+        found: Any = parse_json(report) if len(report) <= _MAX_REPORT else {}
         rows = [
             (name, float(value), None if weight is None else float(weight)) for name, (value, weight) in found.items()
         ]
-    except (ValueError, TypeError, AttributeError, RecursionError):
+    except (ValueError, TypeError, AttributeError):
         return []
     return [row for row in rows if math.isfinite(row[1]) and math.isfinite(row[2] or 0.0)]

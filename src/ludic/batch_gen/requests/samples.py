@@ -4,11 +4,11 @@ A dataset is written `hub:NAME:SPLIT` or `hub:NAME:CONFIG:SPLIT`, such as hub:op
 folder that `datasets` can read.
 """
 
-import json
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from ludic.types import ConfigError, MissingExtra
+from ludic.types.parsing import parse_json
 
 Sample: TypeAlias = dict[str, Any]
 HUB = "hub:"
@@ -52,7 +52,7 @@ def read_lines(path: Path, flag: str = "--data") -> list[tuple[int, str]]:
 
 def read_sample(line: str, number: int, path: Path) -> Sample:
     try:
-        sample = json.loads(line)
+        sample = parse_json(line)
     except ValueError as error:
         raise ConfigError(f"Line {number} of {path} is not JSON: {error}.") from error
     if not isinstance(sample, dict):
@@ -66,7 +66,7 @@ def _from_json_list(path: Path, flag: str) -> list[Sample] | None:
     if not text.lstrip().startswith("["):
         return None
     try:
-        rows = json.loads(text)
+        rows = parse_json(text)
     except ValueError as error:
         raise ConfigError(f"{flag} {path} is not JSON: {error}.") from error
     if not rows or not all(isinstance(row, dict) for row in rows):

@@ -5,7 +5,6 @@ A role is a process of the pipeline: Redis, a vLLM server, the learner, an actor
 
 import asyncio
 import contextlib
-import json
 import os
 import shlex
 import shutil
@@ -31,6 +30,7 @@ from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import to_toml
 from ludic.types import ConfigError
 from ludic.types.errors import RestartLimit
+from ludic.types.parsing import parse_json
 
 _MISTAKE = frozenset({2})
 """Exit code of `ludic` commands for a user's mistake."""
@@ -88,7 +88,7 @@ def _check_for_ray(config: RunConfig) -> None:
 def ray_resources(name: str, text: str, *, is_for_ray: bool) -> dict[str, float]:
     """Custom resources from the JSON of a flag, which is that of `ray start --resources`."""
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError:
         found = None
     if not isinstance(found, dict) or not all(type(each) in (int, float) and each > 0 for each in found.values()):

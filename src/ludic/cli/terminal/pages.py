@@ -38,7 +38,6 @@ EXAMPLES = {
     "play": "ludic play tic_tac_toe --seed 3",
     "serve": "ludic serve --model smollm2-135m --port 8000",
     "gateway": "ludic gateway --model tiny --save sessions.jsonl",
-    "openenv-server": "ludic openenv-server tic_tac_toe",
     "sandbox-server": "ludic sandbox-server --workers 4",
     "env-server": "ludic env-server tic_tac_toe --workers 4",
     "export": "ludic export runs/ttt my-model",

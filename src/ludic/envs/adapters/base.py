@@ -1,7 +1,6 @@
 """Shared by the adapters: an env that is copied by replaying it, values as JSON and text, action names, calls as actions, global
 random state."""
 
-import json
 import random
 import re
 import threading
@@ -15,6 +14,7 @@ import numpy as np
 
 from ludic.envs.env import LudicEnv, world_of
 from ludic.types import JSON, ConfigError, Info, Observation, ResetNeeded, Snapshot, StepOutcome, new_id
+from ludic.types.parsing import parse_json
 
 _VERSION = 1
 
@@ -203,8 +203,8 @@ Call: TypeAlias = tuple[str, dict[str, Any]]
 def read_calls(action: str) -> list[Call] | None:
     """The calls of an action, `[{"name": …, "arguments": {…}}, …]`; None if it is another text."""
     try:
-        found = json.loads(action)
-    except (ValueError, RecursionError):
+        found = parse_json(action)
+    except ValueError:
         return None
     calls = found if isinstance(found, list) else [found]
     for call in calls:

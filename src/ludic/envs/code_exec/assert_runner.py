@@ -20,6 +20,7 @@ from ludic.envs.code_exec.plain_data import decode, shown, to_json
 from ludic.envs.code_exec.runner import OutputVerifier, batch_result, ended
 from ludic.sandbox import CompileResult, CompileStatus, ExecutionResult, RunStatus, Sandbox, worker
 from ludic.types import BrokenSample, ConfigError
+from ludic.types.parsing import parse_json
 
 _MAX_ROUNDS = 64
 """A round asks for one call of each assert that is not decided yet."""
@@ -129,7 +130,7 @@ def _note(state: _State, served: Served) -> None:
         state.judgement = Judgement(details="Its answer is too long.")
         return
     try:
-        answers = json.loads(served.answers)
+        answers = parse_json(served.answers)
         if not all(isinstance(answer, dict) and ("error" in answer or "value" in answer) for answer in answers):
             raise ValueError("an answer is a value or an error")
         if len(served.answers) <= _MAX_READ_HERE:  # a longer one is read by the judge
@@ -232,7 +233,7 @@ async def _judge_by_program(sandbox: Sandbox, state: _State) -> tuple[Judgement,
         return Judgement(details="The judge did not finish."), result
     if result.run_status is not RunStatus.SUCCESS:
         return _not_finished(state, result), None
-    judgement = _judgement(json.loads(result.stdout))
+    judgement = _judgement(parse_json(result.stdout))
     if not state.answers:
         if len(_first_calls) >= _MAX_REMEMBERED:
             _first_calls.clear()

@@ -5,7 +5,6 @@ needs the right answer. Each test must be reported exactly once and in order, an
 the run counts.
 """
 
-import json
 import marshal
 import re
 import sys
@@ -18,6 +17,7 @@ from typing import Any, Literal
 
 from ludic.envs.code_exec.cases import TestCase
 from ludic.sandbox import CompileResult, CompileStatus, ExecutionResult, RunStatus, Sandbox
+from ludic.types.parsing import parse_json
 
 MAX_OUTPUT = 1024 * 1024
 """Bytes that a program may write in one test."""
@@ -125,7 +125,7 @@ async def _one_run(
         "tests": [
             {
                 "stdin": task.stdin,
-                "calls": [(function, json.loads(arguments)) for function, arguments in task.calls],
+                "calls": [(function, parse_json(arguments)) for function, arguments in task.calls],
                 "timeout_s": task.timeout_s,
                 "memory_mb": task.memory_limit_mb,
             }
@@ -177,7 +177,7 @@ def _void(result: ExecutionResult, num_tasks: int) -> list[Served]:
 
 
 def _read(result: ExecutionResult, num_tasks: int) -> list[Served]:
-    first, *lines = [json.loads(line) for line in result.stdout.split("\n") if line]
+    first, *lines = [parse_json(line) for line in result.stdout.split("\n") if line]
     compiled = _compile_result(first)
     if not compiled.success:
         failed = ExecutionResult(compile_result=compiled, compile_duration_ms=compiled.duration_ms)

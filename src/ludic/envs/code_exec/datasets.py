@@ -2,7 +2,6 @@
 
 import ast
 import builtins
-import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from ludic.envs.code_exec.runner import (
     WhitespaceNormalizedVerifier,
 )
 from ludic.types import ConfigError
+from ludic.types.parsing import parse_json
 
 Sample = Mapping[str, Any]
 
@@ -152,8 +152,7 @@ class APPSTestAdapter(TestAdapter):
     def _inputs_and_outputs(self, sample: Sample) -> tuple[Sequence[Any], Sequence[Any]]:
         if self.inputs_key in sample:
             return sample[self.inputs_key], field_of(sample, self.outputs_key)
-        packed = field_of(sample, "input_output", self.inputs_key)
-        unpacked = json.loads(packed) if isinstance(packed, str) else packed
+        unpacked = self._unpacked(sample, field_of(sample, "input_output", self.inputs_key))
         if unpacked.get("fn_name"):
             raise ConfigError(
                 f"APPS problem {self.get_problem_id(sample)} asks for a function ({unpacked['fn_name']}) and not for a "
@@ -169,9 +168,14 @@ class APPSTestAdapter(TestAdapter):
 
     def get_reference(self, sample: Sample) -> str | None:
         """The first of the dataset's solutions; some of them are wrong, or written for Python 2."""
-        solutions = sample.get("solutions") or "[]"
-        unpacked = json.loads(solutions) if isinstance(solutions, str) else solutions
+        unpacked = self._unpacked(sample, sample.get("solutions") or [])
         return str(unpacked[0]) if unpacked else None
+
+    def _unpacked(self, sample: Sample, packed: Any) -> Any:
+        try:
+            return parse_json(packed) if isinstance(packed, str) else packed
+        except ValueError as error:
+            raise ConfigError(f"APPS problem {self.get_problem_id(sample)} cannot be read: {error}.") from error
 
 
 # --- HumanEval: complete a function from its signature and docstring ---

@@ -4,7 +4,6 @@
 container (RUN, COPY --from, USER …). FROM is not followed: the workspace has the programs of the host.
 """
 
-import json
 import posixpath
 import re
 import shlex
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from ludic.types import ConfigError
+from ludic.types.parsing import parse_json
 
 WORKDIR = "/app"
 """Where commands start if the Dockerfile does not say."""
@@ -136,7 +136,10 @@ def _copy(
     setup: Setup, rest: str, context: Mapping[str, bytes], known: Mapping[str, str], where: str, *, is_add: bool
 ) -> None:
     name = "ADD" if is_add else "COPY"
-    words = json.loads(rest[rest.index("[") :]) if "[" in rest and rest.endswith("]") else shlex.split(rest)
+    try:
+        words = parse_json(rest[rest.index("[") :]) if "[" in rest and rest.endswith("]") else shlex.split(rest)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {name} cannot be read: {error}.") from error
     flags = [word for word in words if word.startswith("--")]
     paths = [_filled(word, known) for word in words if not word.startswith("--")]
     remote = is_add and any("://" in path or path.endswith(_ARCHIVE) for path in paths[:-1])

@@ -6,7 +6,6 @@ process of the agent is left, so a reward that the agent wrote counts for nothin
 an agent may have caused it.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Final
 from ludic.envs.harbor.task import HarborTask
 from ludic.envs.harbor.workspace import CommandOutput, Workspace
 from ludic.types import ConfigError
+from ludic.types.parsing import parse_json
 
 REWARD_JSON: Final = "/logs/verifier/reward.json"
 REWARD_TEXT: Final = "/logs/verifier/reward.txt"
@@ -82,8 +82,8 @@ def read_rewards(done: CommandOutput) -> tuple[dict[str, float], str]:
         return {}, f"The tests wrote neither {REWARD_JSON} nor {REWARD_TEXT}."
     text = done.outputs[path].decode("utf-8", "replace").strip()
     try:
-        value = json.loads(text) if path == REWARD_JSON else float(text)
-    except (ValueError, RecursionError):
+        value = parse_json(text) if path == REWARD_JSON else float(text)
+    except ValueError:
         return {}, f"{path} cannot be read: {text!r:.80}"
     found = value if isinstance(value, dict) else {"reward": value}
     for name, number in found.items():

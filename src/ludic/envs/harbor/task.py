@@ -8,7 +8,6 @@ what it does not have (ludic.envs.harbor.workspace).
 """
 
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 from ludic.envs.harbor.dockerfile import Need, Setup, read_dockerfile
 from ludic.types import ConfigError
+from ludic.types.parsing import parse_toml
 
 Format: TypeAlias = Literal["harbor", "terminal-bench"]
 TEST_TIMEOUT_S = 600.0
@@ -109,8 +109,8 @@ def find_tasks(folder: str | Path) -> list[Path]:
 
 def _harbor(files: dict[str, bytes], name: str, variables: Mapping[str, str]) -> HarborTask:
     try:
-        config = tomllib.loads(_text(files, "task.toml", name))
-    except tomllib.TOMLDecodeError as error:
+        config = parse_toml(_text(files, "task.toml", name))
+    except ValueError as error:
         raise ConfigError(f"task.toml of the task {name} cannot be read: {error}.") from error
     sections = {key: _table(config, key, name) for key in ("agent", "verifier", "environment", "solution", "task")}
     environment, verifier = sections["environment"], sections["verifier"]
@@ -227,7 +227,7 @@ def _terminal_bench(files: dict[str, bytes], name: str) -> HarborTask:
     try:
         config = yaml.safe_load(_text(files, "task.yaml", name))
         compose = yaml.safe_load(files.get("docker-compose.yaml", b"")) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"task.yaml of the task {name} cannot be read: {error}.") from error
     if not isinstance(config, dict) or not isinstance(config.get("instruction"), str):
         raise ConfigError(f"task.yaml of the task {name} has no text 'instruction'.")

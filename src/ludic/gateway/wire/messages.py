@@ -35,6 +35,7 @@ from ludic.inference.serving.request import (
     unsupported,
 )
 from ludic.types import ConfigError
+from ludic.types.parsing import parse_json
 
 _TAKES = TAKES | {
     "role": "It is system, user or assistant.",
@@ -185,7 +186,7 @@ class Messages:
             content.append({"type": "text", "text": reply.content})
         for index, call in enumerate(reply.tool_calls):
             function = call["function"]
-            content.append(_tool_use(reply.token, index, function["name"], json.loads(function["arguments"])))
+            content.append(_tool_use(reply.token, index, function["name"], parse_json(function["arguments"])))
         stop = _STOP_REASONS[reply.finish_reason]
         return _message(reply, stop, content, _usage(reply))
 

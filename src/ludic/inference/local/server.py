@@ -114,7 +114,7 @@ async def serve(
     check_host(host, api_key, insecure)
     limits = limits or ServerLimits()
     app = make_app(engine, model_name=model_name, api_key=api_key, chat_template=chat_template, limits=limits)
-    server = AppServer(app, limits)
+    server = AppServer(app, limits, has_token=bool(api_key))
     url = await server.start(host, port)
     try:
         if on_ready is not None:

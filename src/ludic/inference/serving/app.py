@@ -2,6 +2,9 @@
 
 The end has two parts. `drain` refuses new requests and waits for those in progress; `close` ends what is left. Servers differ in
 their handlers only: all of them start and end here.
+
+A browser lets any web page send requests to servers of this machine. So one that wants no token answers only requests that name
+this machine (a name that an attacker's DNS points here is another) and that no page of another origin sends.
 """
 
 import asyncio
@@ -12,6 +15,7 @@ from pathlib import Path
 from aiohttp import web
 
 from ludic.inference.serving.limits import Connection, ServerLimits, listen, url_of
+from ludic.inference.vllm.command import is_loopback
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -23,7 +27,11 @@ _CANCELLED_S = 0.5
 class AppServer:
     """Serves an application between `start` and `close`. The application's own middlewares turn a refusal into a response."""
 
-    def __init__(self, app: web.Application, limits: ServerLimits) -> None:
+    def __init__(self, app: web.Application, limits: ServerLimits, *, has_token: bool) -> None:
+        """`has_token`: whether clients must send a secret."""
+        self._has_token = has_token
+        self._is_local = False
+        """Whether it answers to this machine only, because it wants no token."""
         app.middlewares.insert(0, self._count)
         app.middlewares.append(self._refuse)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CANCELLED_S)
@@ -35,6 +43,7 @@ class AppServer:
 
     async def start(self, host: str, port: int, *, unix_socket: str | Path | None = None) -> str:
         """Listen on an address, and on a Unix socket if one is given. Returns the URL; port 0 takes a free one."""
+        self._is_local = is_loopback(host) and not self._has_token
         await self._runner.setup()
         try:
             self._listener = await listen(self._runner, host, port, self._limits)
@@ -97,4 +106,18 @@ class AppServer:
     async def _refuse(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if self._is_draining:
             raise web.HTTPServiceUnavailable(reason="This server is stopping")
+        if self._is_local and request.remote:  # no page can reach a Unix socket, which has no address
+            _check_sender(request.headers.get("Host", "localhost"), request.headers.get("Origin"))
         return await handler(request)
+
+
+def _check_sender(host: str, origin: str | None) -> None:
+    """Refuse what a browser sends for a page of another server."""
+    name, _, port = host.rpartition(":")
+    name = name if port.isdecimal() else host
+    if name != "localhost" and not is_loopback(name.strip("[]")):
+        raise web.HTTPForbidden(
+            reason=f"This server has no key or token, so it answers to localhost only and not to {host!r:.100}"
+        )
+    if origin not in (None, f"http://{host}"):
+        raise web.HTTPForbidden(reason="This server has no key or token, so it answers to no page of another origin")

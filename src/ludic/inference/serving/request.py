@@ -5,7 +5,6 @@ by `SamplingParams`, for every engine.
 """
 
 import difflib
-import json
 import re
 import reprlib
 from collections.abc import Mapping, Sequence, Set
@@ -16,6 +15,7 @@ from msgspec import Meta, Struct
 
 from ludic.inference.templates.chat import ChatTemplate, require_tools
 from ludic.types import ConfigError, LudicError, Message, PromptTooLong
+from ludic.types.parsing import parse_json
 
 JSONObject = dict[str, Any]
 MAX_SAMPLES = 128
@@ -235,8 +235,8 @@ def check_count(messages: Sequence[Any], where: str) -> None:
 def check_arguments(arguments: str, where: str) -> None:
     """Refuse arguments of a tool call that are not a JSON object."""
     try:
-        is_object = isinstance(json.loads(arguments), dict)
-    except (ValueError, RecursionError):
+        is_object = isinstance(parse_json(arguments), dict)
+    except ValueError:
         is_object = False
     if not is_object:
         raise ConfigError(f"{where} must be a list of calls whose arguments are a JSON object, as a text.")
@@ -282,8 +282,8 @@ def parse_object(body: bytes) -> JSONObject:
     if body.count(b",") > MAX_COMMAS:
         raise ConfigError(f"The body has more than {MAX_COMMAS} values; send less at once.")
     try:
-        value = json.loads(body, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(body, parse_constant=_refuse_constant)
+    except ValueError as error:
         raise ConfigError(f"The body is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"The body must be a JSON object, not {type(value).__name__}.")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ludic.types import Message, TemplateError, ToolCall
+from ludic.types.parsing import parse_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +67,7 @@ class _Found:
 
 def _json_or_none(text: str) -> Any:
     try:
-        return json.loads(text, strict=False)  # models put raw newlines into strings
+        return parse_json(text, strict=False)  # models put raw newlines into strings
     except (ValueError, RecursionError):
         return None
 
@@ -172,7 +173,7 @@ def with_argument_objects(message: Message) -> Message:
     for call in message["tool_calls"]:
         function = call["function"]
         try:
-            arguments = json.loads(function["arguments"])
+            arguments = parse_json(function["arguments"])
         except ValueError as error:
             raise TemplateError(
                 f"{function['name']}: arguments must be JSON text, not {function['arguments']!r:.80}."

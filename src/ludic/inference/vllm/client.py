@@ -324,7 +324,7 @@ class VLLMChatClient:
             raise _control_refusal(url, answer, has_token=self._control_token is not None)
         try:
             decoded = msgspec.json.decode(answer.data) if answer.data else {}
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             decoded = answer.text  # some of vLLM's answers are plain text
         return decoded if isinstance(decoded, dict) else {"message": decoded}
 

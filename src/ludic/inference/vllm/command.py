@@ -6,7 +6,6 @@ able to import it. Every flag is vLLM's own; a flag that the user gives is never
 
 import importlib.util
 import ipaddress
-import json
 import logging
 import os
 import socket
@@ -22,6 +21,7 @@ from ludic.inference.vllm.control import CONTROL_VARIABLE, make_control_token
 from ludic.inference.vllm.versions import TESTED_ON_CPU, TESTED_ON_GPU, is_listed, release_of, version_range
 from ludic.types import ConfigError
 from ludic.types.die_with_parent import PIPE_VARIABLE
+from ludic.types.parsing import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def _ask(python: Path) -> VLLMInstall | None:
         raise ConfigError(f"{python} is not a working Python interpreter: {error}.") from error
     if not done.stdout.strip():
         return None
-    name, version, place = json.loads(done.stdout)
+    name, version, place = parse_json(done.stdout)
     if place is not None and Path(place).name != "__init__.py":
         raise ConfigError(
             f"{python} has vLLM {version}, but `import vllm` finds {place} before it. Rename that one, take its folder off "
@@ -260,7 +260,7 @@ def default_flags(install: VLLMInstall, flags: Sequence[str], model: str = "") -
 def _is_recurrent(model: str) -> bool:
     """Whether config.json in this folder has the sizes of Mamba layers, gated delta nets or short convolutions."""
     try:
-        config = json.loads((Path(model) / "config.json").read_text())
+        config = parse_json((Path(model) / "config.json").read_text())
     except (OSError, ValueError):
         return False
     names = {*config, *(config.get("text_config") or {})}

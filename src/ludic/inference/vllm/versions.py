@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ludic.types.parsing import parse_json
+
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -158,7 +160,7 @@ async def _body(receive: Receive) -> bytes:
 
 def _label(body: bytes, field: str) -> str | None:
     try:
-        found = json.loads(body or b"{}")
+        found = parse_json(body or b"{}")
     except ValueError:
         return None
     label = found.get(field) if isinstance(found, dict) else None

@@ -245,7 +245,7 @@ class CompletionStream:
 def _decoded(url: str, data: bytes) -> _Completion:
     try:
         return _decoder.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         shown = data[:200].decode("utf-8", "replace")
         raise ConfigError(f"{url} {NOT_VLLM}: {shown!r} ({error}).") from error
 

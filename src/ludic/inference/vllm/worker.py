@@ -7,7 +7,6 @@ naming, fusing and sharding stay with vLLM's loader. `WeightSync` and `AdapterSy
 """
 
 import contextlib
-import json
 import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -48,6 +47,7 @@ from ludic.inference.vllm.transfer import (
     without_values,
 )
 from ludic.inference.vllm.versions import release_of
+from ludic.types.parsing import parse_json
 
 RELEASE = release_of(__version__)
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -326,7 +326,7 @@ class _Held:
 
 def require_readable_patterns(path: str) -> None:
     """An older vLLM would scale all modules of an adapter alike, without a word."""
-    config = json.loads((Path(path) / "adapter_config.json").read_text())
+    config = parse_json((Path(path) / "adapter_config.json").read_text())
     if not RELEASE.reads_lora_patterns and (config.get("rank_pattern") or config.get("alpha_pattern")):
         raise ValueError(
             f"vLLM {__version__} ignores the adapter's rank_pattern and alpha_pattern; publish merged weights."

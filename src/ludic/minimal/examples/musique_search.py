@@ -10,7 +10,6 @@ default data, which is on the hub, datasets.
 # ruff: noqa: T201 - a program prints
 
 import asyncio
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +37,7 @@ from ludic.parsers import xml_tag_parser
 from ludic.tools import Tool
 from ludic.tools.search import DocumentSearch
 from ludic.types import LudicError, Message, MissingExtra, SamplingParams
+from ludic.types.parsing import parse_json
 
 if TYPE_CHECKING:
     from ludic.minimal.local_backend import LocalModel
@@ -158,7 +158,7 @@ class AnswerReward:
 
 def query_of(call: ToolCall) -> str | None:
     """The query of a call; None if it is not a valid search."""
-    arguments = json.loads(call["function"]["arguments"])
+    arguments = parse_json(call["function"]["arguments"])
     query = arguments.get("query")
     is_proper = call["function"]["name"] == "search" and arguments.keys() == {"query"} and isinstance(query, str)
     return query if is_proper else None

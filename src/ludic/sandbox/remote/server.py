@@ -148,7 +148,7 @@ class SandboxServer:
         self._num_sandboxes = pool.num_workers
         self._turns = Turns(pool.num_workers, self._limits)
         self._restarting = asyncio.Lock()
-        self._app_server = AppServer(self._app(), self._http)
+        self._app_server = AppServer(self._app(), self._http, has_token=True)
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
         """Start the pool, then listen. Port 0 takes a free one; `url` is set then."""

@@ -143,7 +143,7 @@ def decode_message(data: bytes) -> Message:
     """A client's run; ConfigError if it is none."""
     try:
         return _messages.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as e:
         raise ConfigError(f"The body is no run of protocol {PROTOCOL}: {e}") from e
 
 
@@ -151,7 +151,7 @@ def decode(data: bytes, kind: type[T]) -> T:
     """A server's answer; SandboxError if it is something else, so that no run is graded by it."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as e:
         raise SandboxError(f"The sandbox server answered with something that is no {kind.__name__}: {e}") from e
 
 

@@ -19,6 +19,7 @@ from ludic.tinker.server import rest
 from ludic.tinker.server.futures import Failure, Future
 from ludic.tinker.server.records import CheckpointPath, Keys, Refused, RequestKind
 from ludic.tinker.server.service import Service
+from ludic.tinker.server.storage.journal import StorageError
 from ludic.tinker.server.wire import bodies, messages
 from ludic.types import MissingExtra
 
@@ -54,13 +55,12 @@ CONFIG: dict[str, Any] = {
 restart of the server it would wait for lost requests without end."""
 _DYNAMIC_CONFIG: dict[str, Any] = {"sample_cancel_enabled": True}
 _NUMBERED: dict[RequestKind, Callable[[bytes], Any]] = {
-    "forward_backward": messages.read_pass,
     "optim_step": lambda data: bodies.read_json(data, bodies.OptimStep),
     "save_weights": lambda data: bodies.read_json(data, bodies.SaveWeights),
     "save_weights_for_sampler": lambda data: bodies.read_json(data, bodies.SaveWeights),
     "save_weights_external": lambda data: bodies.read_json(data, bodies.SaveExternal),
 }
-"""Training requests whose body has their run and number, and how it is read."""
+"""Requests in JSON whose body has their run and number, and how it is read."""
 _NOT_HERE = {
     "create_custom_loss": "Losses cannot be uploaded to this server; forward_backward_custom computes them in the client.",
     "auth/token": "This server takes API keys and issues no tokens.",
@@ -84,6 +84,7 @@ def make_app(
         "create_model": server.create_model,
         "get_info": server.get_info,
         "unload_model": server.unload_model,
+        "forward_backward": server.forward_backward,
         **{kind: server.numbered(kind, read) for kind, read in _NUMBERED.items()},
         "load_weights": server.load_weights,
         "weights_info": server.weights_info,
@@ -125,7 +126,7 @@ async def serve(
     """
     check_host(host, "keys" if keys else None, insecure)
     allow_many_files()  # every client that waits for a result holds a connection
-    server = AppServer(make_app(service, keys, limits=limits, config=config), limits)
+    server = AppServer(make_app(service, keys, limits=limits, config=config), limits, has_token=bool(keys))
     sweeper = asyncio.create_task(_sweep(service))
     try:
         url = await server.start(host, port)
@@ -155,6 +156,8 @@ class _Server:
     def __init__(self, service: Service, keys: Keys, limits: ServerLimits, config: dict[str, Any]) -> None:
         self._service, self._keys, self._limits, self._config = service, keys, limits, config
         self._load = Load(limits)
+        self._reading = asyncio.Lock()
+        """Held while a pass is read, which may take thirty times its size."""
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -250,6 +253,15 @@ class _Server:
                 return _promise(self._service.request(self.tenant(request), head.model_id, head.seq_id, kind, data))
 
         return accept
+
+    async def forward_backward(self, request: web.Request) -> web.Response:
+        """Accepts a pass. Of one that is too large only this is kept: the SDK has used its number up."""
+        async with self._load.body(request) as data:
+            async with self._reading:
+                head, problem = await asyncio.to_thread(messages.read_head, data)
+            kind: RequestKind = "forward_backward" if problem is None else "refused"
+            payload = data if problem is None else problem.encode()
+            return _promise(self._service.request(self.tenant(request), head.model_id, head.seq_id, kind, payload))
 
     async def load_weights(self, request: web.Request) -> web.Response:
         async with self._load.body(request) as data:
@@ -361,7 +373,7 @@ def _error_response(error: Exception) -> web.Response:
         status, message = error.status, str(error)
         if error.retry_after_s is not None:
             headers["Retry-After"] = f"{error.retry_after_s:g}"
-    elif isinstance(error, OSError):  # the store: the request fails and the server lives
+    elif isinstance(error, StorageError):  # the request fails and the server lives
         logger.error("a request could not be written down: %s", error)
         status, message = 507, f"The server could not write the request down: {error}"
     else:

@@ -175,7 +175,7 @@ def _problem(loss: str, rule: LossRule, row: Row, max_tokens: int) -> str | None
         return (
             f"its model input has {length} tokens, more than the {max_tokens} that this server trains on. Shorten it."
         )
-    if len(shape) not in (1, 2) or shape[0] != length:
+    if len(shape) not in (1, 2) or shape[0] != length or 0 in shape:
         return f"its model input has {length} tokens, but target_tokens has the shape {list(shape)}: one row per token is needed."
     if len(shape) == 2 and not rule.takes_several:
         return f"{loss} takes one target per token, but target_tokens has the shape {list(shape)}."

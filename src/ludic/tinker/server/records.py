@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import msgspec
+
 from ludic.models.adapters import AdapterSpec
 from ludic.tinker.server.futures import Result
 from ludic.types import ConfigError, LudicError
@@ -27,8 +29,10 @@ RequestKind = Literal[
     "save_weights_for_sampler",
     "save_weights_external",
     "load_weights",
+    "refused",
 ]
-"""Training requests that change a run or depend on its state. The runs carry them out in the order of their numbers."""
+"""Training requests that change a run or depend on its state. The runs carry them out in the order of their numbers. Of one that
+was refused, its number and the reason are kept."""
 
 _FOLDER_OF: dict[CheckpointKind, str] = {
     "training": "weights",
@@ -64,11 +68,21 @@ class TenantLimits:
     """Tokens of those requests: of training data, or of prompts and completions."""
     max_samplers: int = 64
     """Unnamed sampler weights of one run; the oldest are forgotten first."""
+    max_sessions: int = 1024
+    """Sessions, of which those that have ended are forgotten first, with their runs that left no checkpoint."""
+    max_metadata_bytes: int = 1 << 16
+    """What a client says about one session, run or checkpoint."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
             if getattr(self, name) < 1:
                 raise ConfigError(f"TenantLimits.{name}={getattr(self, name)}; it must be at least 1.")
+
+    def check_metadata(self, *given: Any) -> None:
+        """Refused(400) for metadata that are too large to be kept."""
+        size = len(msgspec.json.encode(given))
+        if size > self.max_metadata_bytes:
+            raise Refused(400, f"The metadata have {size} bytes, and this server keeps {self.max_metadata_bytes}.")
 
 
 class Usage:

@@ -34,7 +34,12 @@ def recover(store: DiskStore, service: Service) -> None:
         elif not _is_begun(found):
             store.drop_run(found.run.id)
         else:
-            _recover_run(store, service, found)
+            try:
+                _recover_run(store, service, found)
+            except Exception as error:
+                logger.exception("run %s cannot be continued; its checkpoints can still be loaded", found.run.id)
+                store.damaged[found.run.id] = f"{type(error).__name__}: {error}"
+                service.abandon(found.run.id)
     for sampler in store.samplers.listed():
         if sampler.session in over:
             store.remove_sampler(sampler.id)

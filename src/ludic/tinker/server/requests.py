@@ -13,9 +13,18 @@ from typing import TYPE_CHECKING
 
 from ludic.inference.local import LocalEngine
 from ludic.tinker.server.futures import Failure, Result
-from ludic.tinker.server.records import Checkpoint, CheckpointPath, Refused, RequestKind, Run, Sampler, Store
+from ludic.tinker.server.records import (
+    Checkpoint,
+    CheckpointPath,
+    Refused,
+    RequestKind,
+    Run,
+    Sampler,
+    Store,
+    TenantLimits,
+)
 from ludic.tinker.server.runs import AdamSettings, TrainingBase, TrainingRun
-from ludic.tinker.server.scheduler import PassTask, Task, as_failure
+from ludic.tinker.server.scheduler import PassTask, Task, UnreadPass, as_failure
 from ludic.tinker.server.wire.bodies import LoadWeights, OptimStep, SaveExternal, SaveWeights, read_json
 from ludic.tinker.server.wire.messages import config_of, read_pass, rows_of, write_pass
 from ludic.types import ConfigError, LudicError
@@ -62,12 +71,13 @@ class TrainingRequests:
         base: TrainingBase,
         engine: LocalEngine,
         store: Store,
+        limits: TenantLimits,
         *,
         on_sampler: Callable[[OpenRun, Sampler], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`on_sampler` is told of sampler weights without a name, which the engine holds already."""
-        self._base, self._engine, self._store = base, engine, store
+        self._base, self._engine, self._store, self._limits = base, engine, store, limits
         self._on_sampler, self._clock = on_sampler, clock
 
     def task(self, run: OpenRun, number: int, kind: RequestKind, payload: bytes, done: Done) -> Task:
@@ -79,14 +89,12 @@ class TrainingRequests:
             "save_weights_for_sampler": self._save_for_sampler,
             "save_weights_external": self._save_external,
             "load_weights": self._load_weights,
+            "refused": self._refused,
         }
         if kind != "forward_backward":
             return simple_task(run, number, lambda: make[kind](run, number, payload), done)
-        try:
-            return self._pass(run, number, payload, done)
-        except LudicError as error:
-            failure = as_failure(error)
-            return simple_task(run, number, lambda: failure, done)
+        read = functools.partial(self._pass, run, number, payload, done)
+        return UnreadPass(run=run.record.id, tenant=run.record.tenant, number=number, done=done, read=read)
 
     def repeated(
         self, run: OpenRun, number: int, kind: RequestKind, payload: bytes, result: Result, done: Done
@@ -97,14 +105,21 @@ class TrainingRequests:
                 functools.partial(self._failed_step, run, payload, result) if kind == "optim_step" else lambda: result
             )
             return simple_task(run, number, work, done)
-        task = self.task(run, number, kind, payload, done)
-        is_forward = isinstance(task, PassTask) and task.forward_only
-        return simple_task(run, number, lambda: result, done) if is_forward or kind in _SAVES else task
+        is_forward = kind == "forward_backward" and read_pass(payload).forward_only
+        if is_forward or kind in _SAVES:
+            return simple_task(run, number, lambda: result, done)
+        return self.task(run, number, kind, payload, done)
 
-    def _pass(self, run: OpenRun, number: int, payload: bytes, done: Done) -> PassTask:
-        request = read_pass(payload)
-        rows, config = rows_of(request), config_of(request)
-        self._base.check(request.loss_fn, rows, config)
+    # --- in the scheduler's thread ---
+
+    def _pass(self, run: OpenRun, number: int, payload: bytes, done: Done) -> Task:
+        try:
+            request = read_pass(payload)
+            rows, config = rows_of(request), config_of(request)
+            self._base.check(request.loss_fn, rows, config)
+        except Exception as error:  # noqa: BLE001 - the worker must live; the request hears of it
+            failure = as_failure(error)
+            return simple_task(run, number, lambda: failure, done)
         return PassTask(
             run=run.record.id,
             tenant=run.record.tenant,
@@ -119,7 +134,8 @@ class TrainingRequests:
             broken=run.mark_incomplete,
         )
 
-    # --- in the scheduler's thread ---
+    def _refused(self, run: OpenRun, number: int, payload: bytes) -> Result:
+        raise ConfigError(payload.decode())
 
     def _create_model(self, run: OpenRun, number: int, payload: bytes) -> Result:
         run.trained()
@@ -186,6 +202,7 @@ class TrainingRequests:
     def _save(
         self, run: OpenRun, number: int, path: CheckpointPath, body: SaveWeights, tensors: "Mapping[str, Tensor]"
     ) -> None:
+        self._limits.check_metadata(body.user_metadata)
         now, is_unnamed = self._clock(), path.kind == "sampler" and body.path is None
         checkpoint = Checkpoint(
             path=path,

@@ -12,19 +12,22 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 import msgspec
 from aiohttp import web
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from ludic.tinker.server.records import Checkpoint, CheckpointPath, Refused, Run
 from ludic.tinker.server.storage.store import DiskStore
+from ludic.tinker.server.wire.bodies import Lifetime
 
 DOWNLOAD = "/api/v1/download"
 """The one address that needs a signature instead of a key."""
 _VALID_S = 3600
+_LAST_DATE = 253402300799.0
+"""The end of the year 9999."""
 _ARCHIVE = "adapter.tar.gz"
 _BLOCK = 1 << 20
 _RUN = "/api/v1/training_runs/{run}"
@@ -49,7 +52,7 @@ Item = TypeVar("Item")
 class Ttl(Struct, forbid_unknown_fields=True):
     """Body of a request that sets when a checkpoint expires."""
 
-    ttl_seconds: Annotated[int, Meta(ge=1)] | None
+    ttl_seconds: Lifetime | None
 
 
 def routes(store: DiskStore, tenant_of: Callable[[web.Request], str]) -> list[web.RouteDef]:
@@ -152,7 +155,7 @@ class _Rest:
         path = self._checkpoint(request)
         try:
             body = msgspec.json.decode(await request.read(), type=Ttl)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise Refused(400, f"The body must have ttl_seconds, a number of seconds or null: {error}.") from error
         self._store.checkpoints.set_ttl(path, body.ttl_seconds)
         return web.json_response({})
@@ -225,7 +228,8 @@ def _page(request: web.Request, items: Sequence[Item], *, default: int) -> tuple
 
 
 def _date(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
+    # Earlier servers took any lifetime.
+    return datetime.fromtimestamp(min(seconds, _LAST_DATE), UTC).isoformat()
 
 
 async def _send(request: web.Request, file: Path) -> web.StreamResponse:

@@ -21,7 +21,7 @@ from ludic.models.adapters import LoraAdapter
 from ludic.tasks import all_or_none, cancel_all
 from ludic.tinker.server.records import Checkpoint, CheckpointPath, Refused, Sampler, Store
 from ludic.tinker.server.scheduler import FairShares
-from ludic.tinker.server.wire.bodies import SampleBody
+from ludic.tinker.server.wire.bodies import SampleBody, check_sparse
 from ludic.tinker.server.wire.messages import SampledTokens, ScoredPrompt, TopTokens, write_sample
 from ludic.types import ConfigError, ReturnSpec, SamplingParams, TokenCompletionRequest, derive_seed
 
@@ -259,6 +259,8 @@ class Samplers:
         asked = body.target_prompt_logprobs
         if not (body.prompt_logprobs or body.topk_prompt_logprobs or asked is not None):
             return ScoredPrompt()
+        if asked is not None and asked.sparse_crow_indices is not None:
+            check_sparse("target_prompt_logprobs", asked.shape or (), len(tokens) - 1)
         targets = None if asked is None else asked.dense(-1)
         if targets is not None:
             _check_targets(targets.shape, bool((targets >= 0).any()), len(tokens))

@@ -1,9 +1,9 @@
 """Whose turn it is: fair shares of computed tokens, and the worker thread that carries out training requests.
 
 Requests of one run are carried out in the order of their numbers, whatever order they arrive in. A round of the worker first
-carries out what is no pass (optimizer steps, saving, loading), at most once per run, and then computes one batch of rows,
-taken row by row from the tenant that has had the fewest tokens: rows of several tenants share the batch, and a tenant with a
-million tokens waiting delays the others by one batch at most.
+reads the passes whose turn is near, carries out what is no pass (optimizer steps, saving, loading), at most once per run, and
+then computes one batch of rows, taken row by row from the tenant that has had the fewest tokens: rows of several tenants share
+the batch, and a tenant with a million tokens waiting delays the others by one batch at most.
 """
 
 import functools
@@ -57,9 +57,13 @@ class Task:
     done: "Callable[[Task, Result], None]"
     """Takes the result, in the worker thread."""
 
-    @property
-    def num_tokens(self) -> int:
-        return 0
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class UnreadPass(Task):
+    """A pass as its bytes. Reading them may take a hundred times their size, so at most a batch of each run is read."""
+
+    read: Callable[[], Task]
+    """The pass, or a task whose result says why it cannot be read."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -170,6 +174,7 @@ class Scheduler:
     def _work(self) -> None:
         while self._wait():
             self._make_runs()
+            self._read_passes()
             for task in self._steps():
                 self._carry_out(task)
             if batch := self._take_batch():
@@ -197,12 +202,26 @@ class Scheduler:
                 logger.exception("a run could not be made")
             line.make = None
 
+    def _read_passes(self) -> None:
+        """Read the next passes of each run, as many as fill a batch."""
+        with self._changed:
+            lines = list(self._lines.values())
+        for line in lines:
+            number, room = line.next_number, self._budget
+            while room > 0 and isinstance(task := line.waiting.get(number), (UnreadPass, PassTask)):
+                if isinstance(task, UnreadPass):
+                    task = task.read()
+                    with self._changed:
+                        line.waiting[number] = task
+                room -= task.num_tokens if isinstance(task, PassTask) else 0
+                number += 1
+
     def _steps(self) -> list[Task]:
         """At most one request of each run that is no pass, in the order of turns."""
         with self._changed:
             ready: dict[str, list[Task]] = {}
             for line in self._lines.values():
-                if line.head is not None and not isinstance(line.head, PassTask):
+                if line.head is not None and not isinstance(line.head, (UnreadPass, PassTask)):
                     ready.setdefault(line.tenant, []).append(line.head)
             taken = []
             while ready:

@@ -42,6 +42,10 @@ logger = logging.getLogger(__name__)
 
 _LORA_ALPHA = 32.0
 """Tinker's, whatever the rank."""
+_BYTES_PER_TOKEN = 16
+"""Of training data, about: a token's id, its target and a weight."""
+_MAX_REASON = 1000
+"""Characters that are kept of why a session ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +84,7 @@ class Service:
             base,
             samplers.engine,
             store,
+            self.limits,
             on_sampler=lambda run, sampler: self._post(self._add_unnamed, run, sampler),
             clock=clock,
         )
@@ -92,6 +97,8 @@ class Service:
     # --- sessions ---
 
     def create_session(self, tenant: str, body: bodies.CreateSession) -> Session:
+        self.limits.check_metadata(body.tags, body.user_metadata, body.sdk_version, body.display_name)
+        self._make_room(tenant)
         session = Session(
             id=f"session-{secrets.token_hex(12)}",
             tenant=tenant,
@@ -104,6 +111,21 @@ class Service:
         self.store.add_session(session)
         self._sessions[session.id] = _OpenSession(session, self._clock())
         return session
+
+    def _make_room(self, tenant: str) -> None:
+        """Forget the tenant's oldest sessions that have ended, until one more is allowed."""
+        own = self.store.sessions.listed(tenant)
+        ended = [session.id for session in own if self._sessions[session.id].is_finished]
+        if len(own) - len(ended) >= self.limits.max_sessions:
+            raise Refused(
+                403,
+                f"You have {len(own) - len(ended)} sessions open, and this server allows {self.limits.max_sessions}. End some "
+                "(ServiceClient.close), or wait until abandoned ones have ended.",
+            )
+        num_over = max(0, len(own) + 1 - self.limits.max_sessions)
+        for session_id in ended[len(ended) - num_over :]:
+            del self._sessions[session_id]
+            self.store.forget_session(session_id)
 
     def heard(self, tenant: str, session_id: str) -> Session:
         """The client of this session lives. Refused(404) if it is none of the tenant's, Refused(410) if it has ended."""
@@ -123,7 +145,7 @@ class Service:
             if refused.status == 410:
                 return
             raise
-        self._end_session(session_id, reason, detail)
+        self._end_session(session_id, reason[:_MAX_REASON], detail and detail[:_MAX_REASON])
 
     def _end_session(self, session_id: str, reason: str, detail: str | None) -> None:
         self._sessions[session_id].is_finished = True
@@ -196,6 +218,7 @@ class Service:
         self, tenant: str, run_id: str, session_id: str, base_model: str, spec: AdapterSpec, metadata: Any
     ) -> Run:
         self.offer.check(base_model)
+        self.limits.check_metadata(metadata)
         if spec.rank > self.limits.max_rank:
             raise Refused(400, f"lora_config.rank={spec.rank}; this server allows {self.limits.max_rank}.")
         num_runs = sum(run.record.tenant == tenant for run in self._runs.values())
@@ -254,6 +277,12 @@ class Service:
         self._forget_unnamed(run, keep=0)
         self.store.end_run(run.record.id)
 
+    def abandon(self, run_id: str) -> None:
+        """Take no requests of a run that cannot be restored; its files stay as they are."""
+        if (run := self._runs.pop(run_id, None)) is not None:
+            run.is_closed = True
+            self._scheduler.close_run(run_id)
+
     def restore_session(self, session: Session) -> None:
         """A session of before a restart. Its client has time again to be heard."""
         self._sessions[session.id] = _OpenSession(session, self._clock(), is_finished=session.finished is not None)
@@ -278,11 +307,9 @@ class Service:
             if number not in results:
                 self._submit(run, number, kind, payload)
                 continue
-            _, done = self._begin(run, number)
+            _, done = self._begin(run, number, payload)
             done = functools.partial(_kept, run, results[number], done)
-            task = self._requests.repeated(run, number, kind, payload, results[number], done)
-            self._usage.add(record.tenant, task.num_tokens)
-            self._scheduler.submit(task)
+            self._scheduler.submit(self._requests.repeated(run, number, kind, payload, results[number], done))
 
     # --- training requests ---
 
@@ -305,19 +332,19 @@ class Service:
         return self._submit(run, number, kind, payload)
 
     def _submit(self, run: OpenRun, number: int, kind: RequestKind, payload: bytes) -> Future:
-        future, done = self._begin(run, number)
-        task = self._requests.task(run, number, kind, payload, done)
-        self._usage.add(run.record.tenant, task.num_tokens)
-        self._scheduler.submit(task)
+        future, done = self._begin(run, number, payload)
+        self._scheduler.submit(self._requests.task(run, number, kind, payload, done))
         return future
 
-    def _begin(self, run: OpenRun, number: int) -> tuple[Future, Callable[[Task, Result], None]]:
+    def _begin(self, run: OpenRun, number: int, payload: bytes) -> tuple[Future, Callable[[Task, Result], None]]:
         """A future, and what the worker calls with its result."""
         name, tenant = request_id(run.record.id, number), run.record.tenant
+        num_tokens = len(payload) // _BYTES_PER_TOKEN
+        self._usage.add(tenant, num_tokens)
         # A request of before a restart may have its result already.
         future = self.futures.get(name, tenant) or self.futures.begin(name, tenant)
 
-        def resolve(num_tokens: int, result: Result) -> None:
+        def resolve(result: Result) -> None:
             self._usage.remove(tenant, num_tokens)
             self.futures.resolve(future, result)
 
@@ -328,7 +355,7 @@ class Service:
                 except OSError as error:
                     logger.error("request %d of %s could not be written down: %s", number, run.record.id, error)
                     result = Failure(f"The server could not write the result down: {error}", is_users=False)
-            self._post(resolve, task.num_tokens, result)
+            self._post(resolve, result)
 
         return future, done
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from ludic.types import LudicError
 from ludic.types.files import sync, write_json
+from ludic.types.parsing import parse_json
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -174,10 +175,7 @@ def files_in(folder: Path) -> Iterator[Path]:
 
 def read_json(path: Path) -> Any:
     """The value in a JSON file; OSError or ValueError if there is none."""
-    try:
-        return json.loads(path.read_bytes())
-    except RecursionError as error:
-        raise ValueError("its brackets are nested too deeply") from error
+    return parse_json(path.read_bytes())
 
 
 def read_object(path: Path) -> dict[str, Any]:

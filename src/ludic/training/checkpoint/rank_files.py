@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ludic.training.checkpoint.manifest import CheckpointError, files_in, listed_files
 from ludic.types import ConfigError
+from ludic.types.parsing import parse_json
 
 RANKS = "ranks"
 _VALUES = "values"
@@ -204,7 +205,7 @@ def read_values(folder: Path, rank: int) -> dict[str, Any]:
     if file not in listed_files(folder):
         return {}
     with _opened(file) as stored:
-        text = json.loads(stored.get_tensor(_VALUES).numpy().tobytes())
+        text = parse_json(stored.get_tensor(_VALUES).numpy().tobytes())
         return {name: _decoded(node, stored) for name, node in text.items()}
 
 
@@ -255,7 +256,7 @@ class StoredTensors(dict[str, StoredTensor]):
         self._prefix = prefix
         for file in files:
             with _opened(file) as stored:
-                parts = json.loads((stored.metadata() or {}).get(_PARTS, "{}"))
+                parts = parse_json((stored.metadata() or {}).get(_PARTS, "{}"))
                 for name in stored.keys():  # noqa: SIM118 - it is no mapping
                     if name.startswith(prefix):
                         self._add(name, file, stored.get_tensor(name), parts.get(name))

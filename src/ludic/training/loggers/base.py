@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from ludic.types import ConfigError, TrainingLogger
+from ludic.types.parsing import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -180,8 +181,8 @@ def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 def _row(line: bytes) -> dict[str, Any] | None:
     """None for what `log` cannot have written."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parse_json(line)
+    except ValueError:
         return None
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         return None

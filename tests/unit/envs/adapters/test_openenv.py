@@ -1,4 +1,4 @@
-"""OpenEnv's protocol without its package: our client with our server, and with a small server of typed actions and tools.
+"""The client of OpenEnv's protocol without its package, with small servers: one of our envs, one of typed actions and tools.
 
 tests/integration/test_openenv_package.py repeats the important parts against the package itself.
 """
@@ -9,7 +9,6 @@ import pickle
 import random
 import sys
 
-import aiohttp
 import pytest
 from aiohttp import web
 
@@ -17,12 +16,9 @@ from ludic import registry
 from ludic.envs import check_env
 from ludic.envs.adapters.openenv import OpenEnvEnv, OpenEnvError
 from ludic.envs.adapters.openenv.actions import ActionFormat, UnreadableAction, tool_function
-from ludic.envs.adapters.openenv.server import LocalServer, openenv_app
-from ludic.inference.serving.limits import ServerLimits
-from ludic.inference.vllm.command import free_port
 from ludic.tools import Tool
 from ludic.types import ConfigError, MissingExtra, StepOutcome
-from tests.unit.cli.runner import invoke
+from tests.openenv_server import OpenEnvServer
 
 ME = "agent_0"
 
@@ -104,13 +100,18 @@ async def act(env, said):
     return (await env.async_step({ME: said}))[ME]
 
 
-# --- our client, our server ---
+def served(id):
+    return OpenEnvServer(lambda: registry.envs.make(id, **registry.envs.spec(id).example))
+
+
+# --- our envs behind the protocol ---
 
 
 @pytest.mark.parametrize(("id", "seed"), [("tic_tac_toe", 4), ("key_door", 1), ("gsm8k", 0), ("twenty_forty_eight", 2)])
 async def test_an_episode_over_the_wire_equals_the_episode_in_process(id, seed):
     example = registry.envs.spec(id).example
-    alone, there = registry.envs.make(id, **example), OpenEnvEnv(f"ludic:{id}")
+    server = await served(id).__aenter__()
+    alone, there = registry.envs.make(id, **example), OpenEnvEnv(server.url)
     obs, _ = (await alone.async_reset(seed=seed))[alone.agent_ids[0]]
     assert (await there.async_reset(seed=seed))[ME][0] == obs
     assert there.suggested_sysprompt == alone.suggested_sysprompt
@@ -132,96 +133,28 @@ async def test_an_episode_over_the_wire_equals_the_episode_in_process(id, seed):
             break
     assert alone.active_agents == [] or there.active_agents == [ME]
     await there.async_close()
+    await server.__aexit__()
 
 
-async def test_tools_of_our_env_travel_as_mcp_tools():
-    server = await LocalServer.start("musique_search")
+async def test_tools_of_an_env_travel_as_mcp_tools():
     alone = registry.envs.make("musique_search", **registry.envs.spec("musique_search").example)
     await alone.async_reset(seed=0)
-    there = OpenEnvEnv(server.url, tools=True)
-    await there.async_reset(seed=0)
-    tools, same = ([Tool.from_callable(fn) for fn in env.episode_tools(env.agent_ids[0])] for env in (there, alone))
-    assert [(t.name, sorted(t.parameters["properties"])) for t in tools] == [
-        (t.name, sorted(t.parameters["properties"])) for t in same
-    ]
-    asked = {"query": "Alder Street Observatory"}
-    assert (await tools[0].call(asked)).content == (await same[0].call(asked)).content
-    assert (await act(there, "1871")).reward == 1.0
-    await there.async_close()
-    await server.stop()
+    async with served("musique_search") as server:
+        there = OpenEnvEnv(server.url, tools=True)
+        await there.async_reset(seed=0)
+        tools, same = ([Tool.from_callable(fn) for fn in env.episode_tools(env.agent_ids[0])] for env in (there, alone))
+        assert [(t.name, sorted(t.parameters["properties"])) for t in tools] == [
+            (t.name, sorted(t.parameters["properties"])) for t in same
+        ]
+        asked = {"query": "Alder Street Observatory"}
+        assert (await tools[0].call(asked)).content == (await same[0].call(asked)).content
+        assert (await act(there, "1871")).reward == 1.0
+        await there.async_close()
 
 
-async def test_server_serves_documents_and_checks_the_token():
-    server = await LocalServer.start("tic_tac_toe", token="secret")
-    async with aiohttp.ClientSession() as http:
-        assert (await (await http.get(f"{server.url}/health")).json()) == {"status": "healthy"}
-        assert (await http.get(f"{server.url}/schema")).status == 401
-    async with aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as http:
-        documents = {name: await (await http.get(f"{server.url}/{name}")).json() for name in ("schema", "metadata")}
-        assert documents["schema"]["action"]["required"] == ["text"]
-        assert documents["metadata"]["name"] == "tic_tac_toe"
-        first = await (await http.post(f"{server.url}/reset", json={"seed": 4})).json()
-        assert first["done"] is False and "text" in first["observation"]
-        assert (await http.post(f"{server.url}/reset", json={"seed": -1})).status == 422
-        assert (await http.post(f"{server.url}/step", json={"action": {"text": "A1"}})).status == 409
-    with pytest.raises(OpenEnvError, match="token"):
-        await OpenEnvEnv(server.url).async_reset(seed=0)
-    env = OpenEnvEnv(server.url, headers={"Authorization": "Bearer secret"})
-    await env.async_reset(seed=0)
-    await env.async_close()
-    await server.stop()
-
-
-async def test_server_answers_bad_messages_and_goes_on():
-    server = await LocalServer.start("tic_tac_toe")
-    async with aiohttp.ClientSession() as http, http.ws_connect(f"{server.url}/ws") as socket:
-
-        async def code(message):
-            await socket.send_str(message if isinstance(message, str) else json.dumps(message))
-            return (await socket.receive_json())["data"].get("code")
-
-        assert await code("{") == "INVALID_JSON"
-        assert await code({"type": "dance"}) == "UNKNOWN_TYPE"
-        assert await code({"type": "step", "data": {"text": "A1"}}) == "EXECUTION_ERROR"  # before reset
-        assert await code({"type": "reset", "data": {"seed": "x"}}) == "VALIDATION_ERROR"
-        assert await code({"type": "reset", "data": {"seed": 3, "episode_id": "e"}}) is None
-        assert await code({"type": "step", "data": {"move": "A1"}}) == "VALIDATION_ERROR"
-        assert await code({"type": "step", "data": {"text": "B2"}}) is None
-        await socket.send_json({"type": "state"})
-        assert (await socket.receive_json())["data"] == {"episode_id": "e", "step_count": 1}
-        await socket.send_json({"type": "close"})
-        assert (await socket.receive()).type is aiohttp.WSMsgType.CLOSE
-    await server.stop()
-
-
-async def test_http_session_is_joined_by_a_websocket_and_closed():
-    server = await LocalServer.start("tic_tac_toe", max_sessions=1)
-    async with aiohttp.ClientSession() as http:
-
-        async def rpc(method, **params):
-            call = {"jsonrpc": "2.0", "id": 7, "method": method, "params": params}
-            return await (await http.post(f"{server.url}/mcp", json=call)).json()
-
-        id = (await rpc("openenv/session/create"))["result"]["session_id"]
-        assert "capacity" in (await rpc("openenv/session/create"))["error"]["message"]
-        with pytest.raises(OpenEnvError, match="no free session"):
-            await OpenEnvEnv(server.url, wait_s=0.0).async_reset(seed=0)
-        async with http.ws_connect(f"{server.url}/ws?session_id={id}") as socket:
-            await socket.send_json({"type": "reset", "data": {}})
-            assert (await socket.receive_json())["type"] == "observation"
-        assert (await rpc("tools/list", session_id=id))["result"] == {"tools": []}
-        assert (await rpc("openenv/session/close", session_id=id))["result"]["closed"] is True
-        assert (await rpc("tools/list", session_id=id))["error"]["code"] == -32602
-        assert (await (await http.post(f"{server.url}/mcp", json={})).json())["error"]["code"] == -32600
-    env = OpenEnvEnv(server.url)  # the room is free again
-    await env.async_reset(seed=0)
-    await env.async_close()
-    await server.stop()
-
-
-def test_an_env_with_several_agents_is_refused():
-    with pytest.raises(ConfigError, match="one agent"):
-        openenv_app("tic_tac_toe_duel")
+async def test_an_env_behind_the_protocol_passes_check_env():
+    async with served("tic_tac_toe") as server:
+        await check_env(lambda: OpenEnvEnv(server.url), seeds=(0, 1))
 
 
 # --- our client, typed actions ---
@@ -239,12 +172,6 @@ async def test_typed_action_is_sent_and_what_the_server_refuses_is_shown():
         end = await act(env, "10")
         assert (end.reward, end.terminated, env.active_agents) == (10.0, True, [])
         await env.async_close()
-
-
-async def test_our_env_behind_the_protocol_passes_check_env():
-    server = await LocalServer.start("tic_tac_toe")
-    await check_env(lambda: OpenEnvEnv(server.url), seeds=(0, 1))
-    await server.stop()
 
 
 async def test_step_that_raises_on_the_server_fails_the_episode():
@@ -331,7 +258,7 @@ async def test_unreachable_and_wrong_addresses_are_named():
 async def test_without_aiohttp_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     with pytest.raises(MissingExtra, match="openenv"):
-        await OpenEnvEnv("ludic:tic_tac_toe").async_reset(seed=0)
+        await OpenEnvEnv("http://127.0.0.1:9").async_reset(seed=0)
 
 
 # --- reading replies ---
@@ -399,33 +326,3 @@ async def test_tool_function_has_the_signature_of_its_schema():
     assert (await tool.call('{"query": "x", "order": "sideways"}')).is_error
     assert calls == [("find", {"query": "x", "limit": 2})]
     assert asyncio.iscoroutinefunction(tool.fn)
-
-
-async def test_seed_picks_the_sample_of_a_served_dataset():
-    samples = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(3)]
-    server = await LocalServer.start("gsm8k", samples=samples)
-    env = OpenEnvEnv(server.url)
-    for seed in (0, 5, 1):
-        obs, _ = (await env.async_reset(seed=seed))[ME]
-        assert f"{seed % 3} + 1?" in obs
-        assert (await act(env, str(seed % 3 + 1))).reward == 1.0
-    await env.async_close()
-    await server.stop()
-
-
-def test_command_refuses_what_it_cannot_serve(monkeypatch):
-    monkeypatch.delenv("LUDIC_OPENENV_TOKEN", raising=False)
-    assert "LUDIC_OPENENV_TOKEN" in str(invoke(["openenv-server", "tic_tac_toe", "--host", "0.0.0.0"]).exception)
-    assert "one agent" in str(invoke(["openenv-server", "tic_tac_toe_duel", "--port", str(free_port())]).exception)
-
-
-def test_command_allows_a_connection_for_every_session(monkeypatch):
-    given: list[ServerLimits] = []
-
-    def make(app: object, limits: ServerLimits) -> None:
-        given.append(limits)
-        raise ConfigError("The test ends here.")
-
-    monkeypatch.setattr("ludic.inference.serving.app.AppServer", make)
-    invoke(["openenv-server", "tic_tac_toe", "--max-sessions", "5000", "--port", str(free_port())])
-    assert given[0].max_connections > 5000

@@ -101,6 +101,17 @@ async def fetch(client: openai.AsyncOpenAI, path: str, **headers: str) -> tuple[
         return answer.status, await answer.text()
 
 
+@pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"Origin": "https://evil.example"}])
+async def test_web_pages_reach_no_model_without_a_key(engine, headers):
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1}
+    for key, expected in ((None, 403), ("secret", 200)):
+        async with serving(engine, api_key=key) as address, aiohttp.ClientSession() as session:
+            sent = {"Authorization": f"Bearer {key}", **headers}
+            async with session.post(f"{address}/v1/completions", json=body, headers=sent) as answer:
+                assert answer.status == expected
+                assert expected == 200 or "no key or token" in (await answer.json())["error"]["message"]
+
+
 async def until(condition: Any) -> None:
     for _ in range(500):
         if condition():

@@ -292,7 +292,7 @@ async def send_raw(port: int, rng: Random, at: str) -> None:
         [f"Content-Length: {length}", "Transfer-Encoding: chunked", "Content-Length: 3\r\nTransfer-Encoding: chunked"]
     )
     raw = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n{size}\r\n\r\n".encode()
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n{size}\r\n\r\n".encode()
         + data
     )
     if rng.random() < 0.3:

@@ -74,7 +74,7 @@ async def what_comes(reader: asyncio.StreamReader) -> bytes:
 
 def head(length: int | str, path: str = "completions") -> bytes:
     size = f"Content-Length: {length}" if isinstance(length, int) else length
-    return f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{size}\r\n\r\n".encode()
+    return f"POST /v1/{path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{size}\r\n\r\n".encode()
 
 
 async def post_and_measure(address: str, body: bytes) -> tuple[int, Any, int]:
@@ -220,10 +220,10 @@ async def test_connections_that_send_no_request_are_closed_and_those_that_wait_f
     engine = Waiting(is_open=False)
     async with serving(engine, limits=ServerLimits(head_s=0.3)) as address, contextlib.AsyncExitStack() as stack:
         asking = asyncio.create_task(post(address, HONEST))
-        beginnings = [b"", b"POST /v1/compl", head(15)[:-2], b"GET /health HTTP/1.1\r\nHost: x\r\n"]
+        beginnings = [b"", b"POST /v1/compl", head(15)[:-2], b"GET /health HTTP/1.1\r\nHost: localhost\r\n"]
         silent = [await stack.enter_async_context(connected(address, b)) for b in beginnings * 10]
         # One that was answered and then says nothing, or half of the next request.
-        asked = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+        asked = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
         silent += [await stack.enter_async_context(connected(address, asked, b)) for b in (b"", b"GET /hea")]
         ends = await asyncio.gather(*map(what_comes, silent))
         assert all(b" 200 OK" not in end for end in ends[:-2]) and all(b" 200 OK" in end for end in ends[-2:])

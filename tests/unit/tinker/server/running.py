@@ -13,6 +13,7 @@ from tinker import types
 from ludic.inference.local import LocalEngine
 from ludic.tinker.server.app import CONFIG, serve
 from ludic.tinker.server.records import Keys, TenantLimits
+from ludic.tinker.server.recovery import recover
 from ludic.tinker.server.runs import TrainingBase
 from ludic.tinker.server.sampling import Samplers
 from ludic.tinker.server.sampling_requests import Offer
@@ -34,6 +35,8 @@ class RunningServer:
         self.config = dict(CONFIG)
         """Features that the next clients are told of."""
         self.limits: TenantLimits = settings.pop("limits", TenantLimits())
+        self.folder = tempfile.TemporaryDirectory(prefix="tinker-server-")
+        """Its data; what is there at the start is recovered."""
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.error: BaseException | None = None
@@ -49,8 +52,7 @@ class RunningServer:
         self.loop, self.stopped = asyncio.get_running_loop(), asyncio.Event()
         base = TrainingBase(self.model, token_budget=256)
         engine = LocalEngine(self.model, ByteTokenizer(), adapters=True, max_sequences=8, kv_tokens=1024)
-        folder = tempfile.TemporaryDirectory(prefix="tinker-server-")
-        store = DiskStore(folder.name, base_model=NAME)
+        store = DiskStore(self.folder.name, base_model=NAME)
         self.service = Service(
             base,
             Samplers(engine, store),
@@ -59,6 +61,8 @@ class RunningServer:
             token_budget=256,
             limits=self.limits,
         )
+
+        recover(store, self.service)
 
         def ready(url: str) -> None:
             self.url = url
@@ -74,7 +78,7 @@ class RunningServer:
             await serving
         engine.close()
         store.close()
-        folder.cleanup()
+        self.folder.cleanup()
 
     def __enter__(self) -> "RunningServer":
         self._thread.start()

@@ -14,7 +14,7 @@ import pytest
 from ludic.tinker.server.futures import Failure, Result
 from ludic.tinker.server.losses import Row
 from ludic.tinker.server.runs import PassJob, PassOutput
-from ludic.tinker.server.scheduler import FairShares, PassTask, Scheduler, Task
+from ludic.tinker.server.scheduler import FairShares, PassTask, Scheduler, Task, UnreadPass
 from ludic.types import ConfigError
 
 BUDGET = 100
@@ -207,6 +207,33 @@ def test_backlogged_tenants_get_equal_tokens(bench, seed):
             given[run[0]] += sum(own)
         if all(given[tenant] < totals[tenant] - BUDGET for tenant in sizes):
             assert max(given.values()) - min(given[tenant] for tenant in sizes) <= 2 * BUDGET
+
+
+def test_at_most_a_batch_of_a_run_is_read_ahead(bench):
+    """What is unread is bytes, what is read may be a hundred times as large."""
+    held, ended = list[int](), list[int]()
+
+    def submit(number: int) -> None:
+        settings = bench._settings("a/0", number)
+        put = settings["done"]
+        settings["done"] = lambda task, result: (ended.append(number), put(task, result))
+
+        def read() -> Task:
+            held.append(number - len(ended))
+            row = Row(np.zeros(BUDGET, np.int32), np.zeros(BUDGET, np.int64), {})
+            run: Any = SimpleNamespace(name="a/0")
+            own = {"training": lambda: run, "rows": [row], "loss": "", "config": {}, "forward_only": False}
+            return PassTask(**settings, **own, finish=lambda outputs: {})
+
+        bench.scheduler.submit(UnreadPass(**settings, read=read))
+
+    bench.hold()
+    bench.open("a/0")
+    for number in range(1, 6):
+        submit(number)
+    bench.release()
+    assert [number for _, number, _ in bench.wait(5)] == [1, 2, 3, 4, 5]
+    assert held == [1] * 5
 
 
 def test_idle_time_gives_no_credit():

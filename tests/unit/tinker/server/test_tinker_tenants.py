@@ -2,10 +2,12 @@
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 
@@ -16,8 +18,20 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as proto
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
+from ludic.models.adapters import AdapterSpec
 from ludic.tinker.server import app
-from ludic.tinker.server.records import CheckpointPath, Keys, Refused, TenantLimits, Usage
+from ludic.tinker.server.records import (
+    LOCAL_TENANT,
+    CheckpointPath,
+    Keys,
+    Refused,
+    Run,
+    Session,
+    TenantLimits,
+    Usage,
+)
+from ludic.tinker.server.storage.journal import StorageError
+from ludic.tinker.server.storage.store import DiskStore
 from ludic.types import ConfigError
 from tests.unit.tinker.server.running import NAME, RunningServer, datum, prompt
 
@@ -80,6 +94,20 @@ def pass_body(run: str, number: int, *, forward_only: bool = False) -> bytes:
     message = forward_backward_request_to_proto(request)
     message.forward_only = forward_only
     return message.SerializeToString()
+
+
+def huge_body(run: str, number: int, columns: int = 1 << 24, rows: int = 1) -> bytes:
+    """Sparse tensors of shape [4, columns] without entries: 222 bytes that would take gigabytes."""
+    request = proto.ForwardBackwardRequest(model_id=run, seq_id=number, loss_fn="cross_entropy")
+    for _ in range(rows):
+        added = request.data.add()
+        added.model_input.add().encoded_text.tokens = np.arange(4, dtype=np.int32).tobytes()
+        for name, kind in (("target_tokens", proto.DTYPE_INT64), ("weights", proto.DTYPE_FLOAT32)):
+            tensor = added.loss_fn_inputs[name]
+            tensor.dtype = kind
+            tensor.shape.extend([4, columns])
+            tensor.sparse_csr.crow_indices = bytes(5 * 8)
+    return request.SerializeToString()
 
 
 def step_body(run: str, number: int) -> dict[str, Any]:
@@ -321,6 +349,7 @@ def test_silent_session_ends(server, raw, run):
     [
         ("optim_step", b"{", "not what OptimStep should be"),
         ("optim_step", b"[]", "must be a JSON object"),
+        ("optim_step", b"[" * 100_000, "recursion"),
         ("optim_step", {"model_id": "x", "seq_id": -1}, "seq_id"),
         ("optim_step", {"model_id": "x", "seq_id": 1, "momentum": 0.9}, "does not know momentum"),
         ("forward_backward", b"\xff\xff", "no ForwardBackwardRequest"),
@@ -335,6 +364,134 @@ def test_silent_session_ends(server, raw, run):
 def test_malformed_body_is_refused_with_what_is_wrong(raw, name, body, said):
     answer = raw.post(name, body)
     assert answer.status_code == 400 and said in answer.json()["detail"]
+
+
+# --- requests that would take much memory ---
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        (
+            {},
+            "has the shape [4, 16777216]; a sparse tensor here has the shape [4, K], with K from 1 to 1024",
+        ),
+        ({"columns": 1024, "rows": 2100}, "have 17203200 entries when they are filled, more than the 16777216"),
+        ({"columns": 0, "rows": 40_000}, "160000 data, chunks and tensors; this server takes 131072"),
+    ],
+)
+def test_pass_that_is_small_only_on_the_wire_fails_and_is_not_kept(server, raw, run, size, said):
+    failed = raw.result(raw.post("forward_backward", huge_body(run, 1, **size)).json()["request_id"]).json()
+    assert failed["category"] == "user" and said in failed["error"]
+    assert server.service.store._journals[run].kind(1) == "refused"
+    second = raw.post("forward_backward", pass_body(run, 2)).json()["request_id"]
+    assert loss_in(raw.result(second)) > 0, "the run goes on"
+
+
+def test_sparse_targets_of_a_prompt_are_checked_from_their_shape(raw):
+    targets = {"data": [], "dtype": "int64", "shape": [1, 1 << 24], "sparse_crow_indices": [0, 0]}
+    body = {"prompt": {"chunks": [{"tokens": [1, 2]}]}, "sampling_params": {"max_tokens": 1}, "base_model": NAME}
+
+    def failure(**changed: Any) -> str:
+        promise = raw.post("asample", {**body, "target_prompt_logprobs": {**targets, **changed}}).json()
+        return raw.result(promise["request_id"]).json()["error"]
+
+    assert "shape [1, 16777216]" in failure()
+    assert "do not fit its shape" in failure(shape=[1, 2], sparse_crow_indices=[0])
+    assert "cannot be read" in failure(shape=[1, 2], sparse_crow_indices=[0, 1], data=[10**30])
+
+
+def test_a_server_without_keys_starts_though_its_journals_hold_what_it_cannot_read(server, caplog):
+    """Twelve huge passes, accepted by an earlier version; a result that is no JSON; a success that cannot be read again."""
+    restarted = RunningServer(model=server.model)
+    store = DiskStore(restarted.folder.name, base_model=NAME)
+    store.add_session(Session(id="session-1", tenant=LOCAL_TENANT, created=1.0))
+    names = [f"session-1:train:{number}" for number in range(4)]
+    for name in names:
+        spec = AdapterSpec(rank=1, alpha=32.0, seed=1)
+        store.add_run(Run(id=name, session="session-1", tenant=LOCAL_TENANT, base_model=NAME, spec=spec, created=1.0))
+        store.accept(name, 0, "create_model", b"")
+    good, huge, no_json, unreadable = names
+    for number in range(1, 13):
+        store.accept(huge, number, "forward_backward", huge_body(huge, number))
+    store.accept(no_json, 1, "optim_step", b"{}")
+    store._journals[no_json].result(1, "json", b"{")
+    store.accept(unreadable, 1, "forward_backward", b"\xff")
+    store._journals[unreadable].result(1, "proto", b"")
+    store.close()
+    with restarted:
+        raw = Raw(restarted)
+        for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):  # it has no keys
+            answer = raw.http.post("create_session", json={}, headers=headers)
+            assert answer.status_code == 403 and "no key or token" in answer.json()["detail"]
+        failures = [raw.result(f"{huge}#{number}").json()["error"] for number in range(1, 13)]
+        assert all("[4, 16777216]" in failure for failure in failures)
+        for name, number in ((good, 1), (huge, 13)):
+            promise = raw.post("forward_backward", pass_body(name, number)).json()
+            assert loss_in(raw.result(promise["request_id"])) > 0
+        assert raw.post("forward_backward", pass_body(no_json, 2)).status_code == 404
+        assert [raw.http.get(f"training_runs/{name}").json()["corrupted"] for name in names] == [
+            False,
+            False,
+            True,
+            True,
+        ]
+
+
+# --- what a tenant leaves ---
+
+
+def test_sessions_that_have_ended_make_room_and_open_ones_are_counted(server, raw, run, monkeypatch):
+    session = run.split(":")[0]
+    raw.finish(run)
+    is_ended = {
+        known.id: server.service._sessions[known.id].is_finished
+        for known in server.service.store.sessions.listed("anna")
+    }
+    num_open = list(is_ended.values()).count(False)
+    monkeypatch.setattr(server.service, "limits", replace(server.service.limits, max_sessions=num_open + 1))
+    fresh = raw.session()
+    left = {known.id for known in server.service.store.sessions.listed("anna")}
+    assert left == {fresh} | {id for id in is_ended if not is_ended[id]}
+    assert session not in left and raw.http.get(f"training_runs/{run}").status_code == 404
+    full = raw.post("create_session", {})
+    assert full.status_code == 403 and f"You have {num_open + 1} sessions open" in full.json()["detail"]
+    raw.post(f"sessions/{fresh}/finish", {})
+    assert raw.post("create_session", {}).status_code == 200
+
+
+def test_metadata_are_limited(raw, run):
+    large = {"note": "x" * (1 << 16)}
+    session = {"session_id": run.split(":")[0], "model_seq_id": 7, "base_model": NAME}
+    for name, body in (("create_session", {}), ("create_model", session)):
+        answer = raw.post(name, {**body, "user_metadata": large})
+        assert answer.status_code == 400 and "this server keeps 65536" in answer.json()["detail"]
+    promise = raw.post("save_weights", {"model_id": run, "seq_id": 1, "path": "a", "user_metadata": large})
+    assert "this server keeps 65536" in raw.result(promise.json()["request_id"]).json()["error"]
+
+
+def test_a_lifetime_is_a_century_at_most_and_an_earlier_one_is_shown(server, raw, run):
+    raw.result(raw.post("save_weights", {"model_id": run, "seq_id": 1, "path": "a"}).json()["request_id"])
+    checkpoint = f"training_runs/{run}/checkpoints/weights/a"
+    for asked in (10**18, 10**400):
+        assert raw.http.put(f"{checkpoint}/ttl", content=b'{"ttl_seconds": %d}' % asked).status_code == 400
+        body = b'{"model_id": "%s", "seq_id": 2, "path": "b", "ttl_seconds": %d}' % (run.encode(), asked)
+        assert raw.post("save_weights", body).status_code == 400
+    server.service.store.checkpoints.set_ttl(CheckpointPath.parse(f"tinker://{run}/weights/a"), 10**18)
+    listed = raw.http.get("checkpoints").json()["checkpoints"]
+    assert listed[0]["expires_at"].startswith("9999")
+
+
+def test_only_a_failure_to_write_is_answered_507(server, raw, run, monkeypatch, tmp_path):
+    def fails_with(error: Exception) -> int:
+        def fail(*_: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(server.service.store, "add_session", fail)
+        return raw.post("create_session", {}).status_code
+
+    assert fails_with(StorageError.of(tmp_path, OSError(28, "No space left on device"))) == 507
+    assert fails_with(OSError(75, "Value too large")) == 500
 
 
 def test_sampler_weights_are_saved_as_sdk_0_38_asks(raw, run):

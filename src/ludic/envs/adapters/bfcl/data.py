@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ludic.types import MissingPackage, UnknownName
+from ludic.types.parsing import parse_json
 
 CATEGORIES = (
     "simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance", "live_simple", "live_multiple", "live_parallel",
@@ -39,7 +40,7 @@ def read_bfcl(categories: Sequence[str], wheel: str | Path | None = None) -> Ite
 
 
 def _rows(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in text.splitlines() if line.strip()]
+    return [parse_json(line) for line in text.splitlines() if line.strip()]
 
 
 def _reader(wheel: str | Path | None) -> Callable[[str], str]:

@@ -1,5 +1,4 @@
-"""OpenEnv, in both directions: its servers as envs (`env`, `actions`, `connection`), and our envs served in its protocol
-(`server`, `session`).
+"""Servers of OpenEnv as envs (`env`, `actions`, `connection`).
 
 Its training traces are read by ludic.batch_gen.training_traces.
 """

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal
 
 from ludic.types import ConfigError
+from ludic.types.parsing import parse_json
 
 _FENCED = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
 _PLAIN = {"string", "integer", "number", "boolean"}
@@ -75,8 +76,8 @@ class ActionFormat:
             return {self._field: self._value(self._field, said)}
         found = _FENCED.findall(said)
         try:
-            action = json.loads(found[-1] if found else said)
-        except (ValueError, RecursionError) as error:
+            action = parse_json(found[-1] if found else said)
+        except ValueError as error:
             raise UnreadableAction(f"The reply is no JSON ({error}).") from error
         if not isinstance(action, dict):
             raise UnreadableAction(f"The reply is a JSON {type(action).__name__}, not an object.")
@@ -108,8 +109,8 @@ class ActionFormat:
                 case "string":
                     return said
                 case _:
-                    return json.loads(said)
-        except (ValueError, KeyError, RecursionError) as error:
+                    return parse_json(said)
+        except (ValueError, KeyError) as error:
             raise UnreadableAction(f"{text[:80]!r} is no {kind}.") from error
 
     def in_words(self) -> str:

@@ -4,15 +4,11 @@ import asyncio
 import itertools
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ludic.types import LudicError, MissingExtra
+from ludic.types.parsing import parse_json
 
-if TYPE_CHECKING:
-    from ludic.envs.adapters.openenv.server import LocalServer
-
-LOCAL = "ludic:"
-"""A server address with this prefix names one of our envs, which is served in this process: for trying things out."""
 _MAX_MESSAGE = 100 * 2**20
 
 
@@ -33,7 +29,6 @@ class Connection:
         self._numbers, self._turn = itertools.count(1), asyncio.Lock()
         self._is_behind = False
         """A reply was not waited for; the next one would be taken for it."""
-        self._local: LocalServer | None = None
 
     @classmethod
     async def open(
@@ -71,13 +66,7 @@ class Connection:
         except ImportError as error:
             raise MissingExtra("openenv", "The env 'openenv'") from error
         self._http: aiohttp.ClientSession | None = None
-        base = self._server
-        if base.startswith(LOCAL):
-            from ludic.envs.adapters.openenv.server import LocalServer
-
-            self._local = await LocalServer.start(base.removeprefix(LOCAL))
-            base = self._local.url
-        self._base = base.replace("ws://", "http://", 1).replace("wss://", "https://", 1)
+        self._base = self._server.replace("ws://", "http://", 1).replace("wss://", "https://", 1)
         self._http = aiohttp.ClientSession(headers=dict(headers))
         try:
             wait = aiohttp.ClientWSTimeout(ws_close=5.0)
@@ -94,8 +83,6 @@ class Connection:
         if getattr(self, "_http", None) is not None:
             assert self._http is not None, "just asked"
             await self._http.close()
-        if self._local is not None:
-            await self._local.stop()
 
     async def get(self, what: str) -> Any:
         """A document of the server, such as its schema."""
@@ -107,7 +94,7 @@ class Connection:
                 f"{self._base}/{what}", timeout=aiohttp.ClientTimeout(self._timeout_s)
             ) as response:
                 response.raise_for_status()
-                return await response.json()
+                return parse_json(await response.read())
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise OpenEnvError(f"The OpenEnv server {self._server} gave no {what}: {error}") from error
 
@@ -134,8 +121,13 @@ class Connection:
             self._is_behind = False
         if got.type is not aiohttp.WSMsgType.TEXT:
             raise OpenEnvError(f"The OpenEnv server {self._server} closed the session at {kind!r}.")
-        reply = json.loads(got.data)
-        about: dict[str, Any] = reply.get("data") or {}
+        try:
+            reply = parse_json(got.data)
+            about: dict[str, Any] = reply.get("data") or {}
+        except (ValueError, AttributeError) as error:
+            raise OpenEnvError(
+                f"The OpenEnv server {self._server} sent no JSON object at {kind!r}: {error}."
+            ) from error
         if reply.get("type") == "error":
             details = f" {json.dumps(about['errors'])[:500]}" if about.get("errors") else ""
             raise OpenEnvError(

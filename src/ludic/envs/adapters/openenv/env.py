@@ -2,7 +2,7 @@
 
 An OpenEnv server publishes the JSON schema of its actions. Where an action has one plain field, the reply is its value; else the
 reply is the action as a JSON object. With `tools=True` the server's MCP tools are the tools of the episode. The protocol is that
-of the package `openenv` 0.10, which is not needed here; ludic.envs.adapters.openenv.server serves our envs in it.
+of the package `openenv` 0.10, which is not needed here.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ludic.envs.adapters.base import as_json, as_text
 from ludic.envs.adapters.openenv.actions import ActionFormat, UnreadableAction, tool_function
-from ludic.envs.adapters.openenv.connection import LOCAL, Connection, OpenEnvError
+from ludic.envs.adapters.openenv.connection import Connection, OpenEnvError
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.types import ConfigError, Info, Observation, StepOutcome
 
@@ -39,17 +39,15 @@ class OpenEnvEnv(SingleAgentEnv):
         wait_s: float = 60.0,
         system_prompt: str | None = None,
     ) -> None:
-        """`server` is its URL (http://host:8000), or ludic:ENV for one of our envs in this process. `reset_args` go into every
-        reset message, beside the seed. `action_field` names the field of the action that a reply is the value of,
-        `observation_field` the field that is shown. `tools=True` offers the server's MCP tools to the agent. `on_error`: whether
-        a step that raises on the server fails the episode or is shown to the agent. `headers` go with every request, such as
-        Authorization. `timeout_s` bounds one message, `wait_s` the wait for a free session.
+        """`server` is its URL (http://host:8000). `reset_args` go into every reset message with the seed. `action_field` names the
+        field of the action that a reply is the value of, `observation_field` the field that is shown. `tools=True` offers the
+        server's MCP tools to the agent. `on_error`: whether a step that raises on the server fails the episode or is shown to the
+        agent. `headers` go with every request, such as Authorization. `timeout_s` bounds one message, `wait_s` the wait for a free
+        session.
         """
         super().__init__()
-        if not server.startswith((LOCAL, "http://", "https://", "ws://", "wss://")):
-            raise ConfigError(
-                f"server={server!r} is no URL; write http://HOST:PORT, or {LOCAL}ENV for an env of Ludic."
-            )
+        if not server.startswith(("http://", "https://", "ws://", "wss://")):
+            raise ConfigError(f"server={server!r} is no URL; write http://HOST:PORT.")
         if on_error not in ("fail", "observe"):
             raise ConfigError(f"on_error={on_error!r}; it is 'fail' or 'observe'.")
         self.server, self.tools = server.rstrip("/"), tools

@@ -11,6 +11,7 @@ from typing import Any
 
 from ludic.envs.adapters.tau2.world import DOMAINS, package_folder
 from ludic.types import MissingPackage, UnknownName
+from ludic.types.parsing import parse_json
 
 
 def read_tau2(domain: str, split: str = "base") -> Iterator[dict[str, Any]]:
@@ -18,11 +19,11 @@ def read_tau2(domain: str, split: str = "base") -> Iterator[dict[str, Any]]:
     if domain not in DOMAINS:
         raise UnknownName.among("tau2 domain", domain, DOMAINS)
     folder = package_folder() / "data" / "tau2" / "domains" / domain
-    splits = json.loads((folder / "split_tasks.json").read_text(encoding="utf-8"))
+    splits = parse_json((folder / "split_tasks.json").read_text(encoding="utf-8"))
     if split not in splits:
         raise UnknownName.among(f"split of {domain}", split, splits)
     chosen = set(splits[split])
-    tasks = json.loads((folder / "tasks.json").read_text(encoding="utf-8"))
+    tasks = parse_json((folder / "tasks.json").read_text(encoding="utf-8"))
     for task in tasks:
         begins_within = (task.get("initial_state") or {}).get("message_history")
         if task["id"] in chosen and not begins_within:  # two tasks of `mock` do, and the env does not support it

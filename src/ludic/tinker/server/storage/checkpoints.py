@@ -53,7 +53,7 @@ class Checkpoints:
             for file in folder.glob(f"*/{_META}"):
                 try:
                     checkpoint = msgspec.json.decode(file.read_bytes(), type=Checkpoint)
-                except (OSError, msgspec.MsgspecError) as error:
+                except (OSError, msgspec.MsgspecError, RecursionError) as error:
                     logger.warning("The checkpoint %s is left out: %s", file.parent, error)
                 else:
                     self._all[checkpoint.path] = checkpoint

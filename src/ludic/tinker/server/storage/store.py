@@ -14,6 +14,7 @@ import fcntl
 import json
 import logging
 import secrets
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,9 +29,10 @@ from torch import Tensor
 from ludic.tinker.server.futures import Failure, Result
 from ludic.tinker.server.records import Checkpoint, CheckpointPath, Refused, RequestKind, Run, Sampler, Session
 from ludic.tinker.server.storage.checkpoints import Checkpoints
-from ludic.tinker.server.storage.journal import FAILED, JournalDamaged, Record, RunJournal, StorageError
+from ludic.tinker.server.storage.journal import FAILED, Record, RunJournal, StorageError
 from ludic.types import ConfigError
 from ludic.types.files import replacing, write_json
+from ludic.types.parsing import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ class Table(Generic[Entry]):
         for path in found:
             try:
                 entry = msgspec.json.decode(path.read_bytes(), type=kind)
-            except (OSError, msgspec.MsgspecError) as error:
+            except (OSError, msgspec.MsgspecError, RecursionError) as error:
                 logger.warning("%s is left out: %s", path, error)
             else:
                 self._entries[entry.id] = entry
@@ -167,7 +169,7 @@ class DiskStore:
         if not path.exists():
             write_json(path, {"format": _FORMAT, "base_model": base_model, "secret": secrets.token_hex(32)})
             path.chmod(0o600)
-        found = json.loads(path.read_text())
+        found = parse_json(path.read_text())
         if (found["format"], found["base_model"]) != (_FORMAT, base_model):
             raise ConfigError(
                 f"{self.folder} has the runs of base model {found['base_model']!r} (format {found['format']}), but this server "
@@ -199,6 +201,15 @@ class DiskStore:
         session = self.sessions.get(session_id)
         if session.finished is None:
             self.sessions.put(dataclasses.replace(session, finished=finished, detail=detail))
+
+    def forget_session(self, session_id: str) -> None:
+        """Forget a session that has ended, and its runs that left no checkpoint."""
+        tenant = self.sessions.get(session_id).tenant
+        self.sessions.remove(session_id)
+        for run in self.runs.listed(tenant):
+            if run.session == session_id and not self.checkpoints.listed(tenant, run.id):
+                self.runs.remove(run.id)
+                shutil.rmtree(self._run_folder(run.id), ignore_errors=True)
 
     def add_run(self, run: Run) -> None:
         assert run.spec.seed is not None, "after a restart the adapter is made again from its seed"
@@ -268,11 +279,11 @@ class DiskStore:
                 continue
             try:
                 saved = self._open_journal(run.id).recover()
-            except JournalDamaged as error:
+                results = {number: _decoded(record) for number, record in saved.results.items()}
+            except (OSError, ValueError, msgspec.MsgspecError) as error:
                 logger.error("Run %s cannot be continued: %s Its checkpoints can still be loaded.", run.id, error)
                 self.damaged[run.id] = str(error)
                 continue
-            results = {number: _decoded(record) for number, record in saved.results.items()}
             found.append(RecoveredRun(run, saved.state, saved.first_seq, saved.requests, results))
         return found
 
@@ -301,5 +312,5 @@ def _encoded(result: Result) -> tuple[str, bytes]:
 def _decoded(record: Record) -> Result:
     if record.kind == FAILED:
         return msgspec.json.decode(record.payload, type=Failure)
-    decoded: Result = record.payload if record.kind == "proto" else json.loads(record.payload)
+    decoded: Result = record.payload if record.kind == "proto" else parse_json(record.payload)
     return decoded

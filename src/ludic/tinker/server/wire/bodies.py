@@ -17,6 +17,8 @@ from ludic.types import ConfigError
 B = TypeVar("B", bound=Struct)
 
 Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Lifetime = Annotated[int, Meta(ge=1, le=100 * 366 * 24 * 3600)]
+"""Seconds, a century at most: dates end in the year 9999."""
 
 
 class CreateSession(Struct, kw_only=True):
@@ -93,7 +95,7 @@ class SaveWeights(Struct, kw_only=True):
     seq_id: Number
     path: str | None = None
     sampling_session_seq_id: Number | None = None
-    ttl_seconds: Annotated[int, Meta(ge=1)] | None = None
+    ttl_seconds: Lifetime | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
     kind: Literal["snapshot"] = "snapshot"
@@ -107,7 +109,7 @@ class SaveExternal(Struct, kw_only=True):
     model_id: str
     seq_id: Number
     path: str
-    ttl_seconds: Annotated[int, Meta(ge=1)] | None = None
+    ttl_seconds: Lifetime | None = None
     age_encryption_recipients: list[str] | None = None
     type: str = ""
 
@@ -177,11 +179,16 @@ class JsonTensor(Struct, kw_only=True):
     sparse_col_indices: list[int] | None = None
 
     def dense(self, pad: int) -> npt.NDArray[np.int64]:
-        values = np.asarray(self.data, np.int64)
-        if self.sparse_crow_indices is None:
-            return shaped(values, self.shape)
-        rows, columns = np.asarray(self.sparse_crow_indices), np.asarray(self.sparse_col_indices or [])
-        return from_csr(values, rows, columns, self.shape or [], pad)
+        try:
+            values = np.asarray(self.data, np.int64)
+            if self.sparse_crow_indices is None:
+                return shaped(values, self.shape)
+            rows, columns = (
+                np.asarray(own, np.int64) for own in (self.sparse_crow_indices, self.sparse_col_indices or [])
+            )
+            return from_csr(values, rows, columns, self.shape or [], pad)
+        except (ValueError, IndexError, OverflowError) as error:
+            raise ConfigError(f"A tensor cannot be read: {error}.") from error
 
 
 class SampleBody(Struct, kw_only=True):
@@ -232,11 +239,26 @@ def read_json(data: bytes, kind: type[B]) -> B:
         if unknown := sorted(name for name, value in body.items() if name not in known and value):
             raise Refused(400, f"This server does not know {', '.join(unknown)} of {kind.__name__}; leave it out.")
         return msgspec.convert({name: value for name, value in body.items() if value is not None}, kind, strict=True)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(400, f"The body is not what {kind.__name__} should be: {error}.") from error
 
 
 # --- tensors ---
+
+
+MAX_ENTRIES = 1 << 24
+"""Numbers in the tensors of one request when sparse ones are filled; a dense body of the largest size holds as many."""
+_MAX_WIDTH = 1024
+"""Columns of a sparse tensor: targets of one token."""
+
+
+def check_sparse(name: str, shape: Sequence[int], num_rows: int) -> None:
+    """ConfigError unless a sparse tensor has this many rows and few columns; called before it is filled."""
+    if len(shape) != 2 or shape[0] != num_rows or not 1 <= shape[1] <= _MAX_WIDTH:
+        raise ConfigError(
+            f"{name} has the shape {list(shape)}; a sparse tensor here has the shape [{num_rows}, K], with K from 1 to "
+            f"{_MAX_WIDTH}."
+        )
 
 
 def shaped(values: npt.NDArray[Any], shape: Sequence[int] | None) -> npt.NDArray[Any]:
@@ -251,8 +273,8 @@ def from_csr(
     is_sound = len(shape) == 2 and len(ends) == shape[0] + 1 and len(columns) == len(values)
     if not is_sound or ends[0] != 0 or ends[-1] != len(values) or (np.diff(ends) < 0).any():
         raise ValueError("a sparse tensor's indices do not fit its shape")
-    if max(shape) > 1 << 24 or shape[0] * shape[1] > 1 << 26 or ((columns < 0) | (columns >= shape[1])).any():
-        raise ValueError("a sparse tensor's columns are outside of its shape, or it is too large")
+    if ((columns < 0) | (columns >= shape[1])).any():
+        raise ValueError("a sparse tensor's columns are outside of its shape")
     table = np.full(shape, pad, values.dtype)
     table[np.repeat(np.arange(shape[0]), np.diff(ends)), columns] = values
     return table

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ludic.tinker.server.losses import Row
 from ludic.tinker.server.records import Refused
 from ludic.tinker.server.runs import PassOutput
-from ludic.tinker.server.wire.bodies import JsonTensor, from_csr, shaped
+from ludic.tinker.server.wire.bodies import MAX_ENTRIES, JsonTensor, check_sparse, from_csr, shaped
 from ludic.types import ConfigError, FloatArray, MissingExtra, token_array
 
 try:
@@ -24,6 +24,8 @@ PROTOBUF = "application/x-protobuf"
 _NUMPY = {proto.DTYPE_FLOAT32: np.float32, proto.DTYPE_INT64: np.int64, proto.DTYPE_INT32: np.int32}
 _MASKED_LOGPROB = -99999.0
 """What the SDK reads as "no entry" in a table of the likeliest tokens."""
+_MAX_PARTS = 1 << 17
+"""Rows of a request with their chunks and tensors; the SDK sends 1,024 rows at most."""
 
 # --- training passes ---
 
@@ -40,8 +42,43 @@ def read_pass(data: bytes) -> Any:
     return request
 
 
+def read_head(data: bytes) -> tuple[Any, str | None]:
+    """A `ForwardBackwardRequest`, and what is wrong with its size."""
+    request = read_pass(data)
+    try:
+        check_size(request)
+    except ConfigError as error:
+        return request, str(error)
+    return request, None
+
+
+def check_size(request: Any) -> None:
+    """Raise ConfigError for what would take too much memory, from the shapes of tensors alone."""
+    num_parts = len(request.data)
+    if num_parts <= _MAX_PARTS:
+        num_parts += sum(len(datum.model_input) + len(datum.loss_fn_inputs) for datum in request.data)
+    if num_parts > _MAX_PARTS:
+        raise ConfigError(
+            f"This request has {num_parts} data, chunks and tensors; this server takes {_MAX_PARTS} at once."
+        )
+    num_entries = 0
+    for number, datum in enumerate(request.data):
+        num_tokens = sum(len(chunk.encoded_text.tokens) for chunk in datum.model_input) // 4
+        for name, tensor in datum.loss_fn_inputs.items():
+            shape = list(tensor.shape)
+            if tensor.HasField("sparse_csr"):
+                check_sparse(f"Datum {number}: {name}", shape, num_tokens)
+                num_entries += shape[0] * shape[1]
+    if num_entries > MAX_ENTRIES:
+        raise ConfigError(
+            f"The sparse tensors of this request have {num_entries} entries when they are filled, more than the {MAX_ENTRIES} that "
+            "this server takes. Send fewer rows in one request."
+        )
+
+
 def rows_of(request: Any) -> list[Row]:
     """The data of a `ForwardBackwardRequest`; ConfigError for what cannot be read."""
+    check_size(request)
     return [_row(datum, number) for number, datum in enumerate(request.data)]
 
 

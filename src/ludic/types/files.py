@@ -173,9 +173,7 @@ class Line:
         return b"".join(found)
 
 
-def read_lines(
-    path: str | Path, *, start: int = 0, longest: int = MAX_LINE_BYTES
-) -> Iterator[tuple[Line, bytes]]:
+def read_lines(path: str | Path, *, start: int = 0, longest: int = MAX_LINE_BYTES) -> Iterator[tuple[Line, bytes]]:
     """Every complete line, also of a file that is being written; an interrupted write at the end is left out.
 
     `start`: where to begin, the offset of a line; in a compressed file, of a member. What a line has behind `longest` bytes is

@@ -7,7 +7,6 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import msgspec

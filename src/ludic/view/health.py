@@ -222,8 +222,8 @@ def _entropy(run: _Run) -> Iterator[Advisory]:
         code="entropy_collapse",
         title=f"Entropy has fallen from {first:.3g} to {last:.3g} nats per token",
         detail="The policy hardly varies its replies any more, so siblings are alike and there is little left to compare.",
-        advice="Lower --lr, most of all if it fell within a few updates; clip higher (--algo-set clip_eps_high=0.28), add an entropy "
-        "bonus or a KL penalty; or stop here if the reward is what you want.",
+        advice="Lower --lr, most of all if it fell within a few updates; clip higher (--algo-set clip_eps_high=0.28), add an "
+        "entropy bonus or a KL penalty; or stop here if the reward is what you want.",
         explained_by=("solved",),
         step=values[-1][0],
         link=run.link("metrics"),
@@ -348,7 +348,8 @@ def _damaged(run: _Run) -> Iterator[Advisory]:
         code="damaged",
         title="A part of the run's files cannot be read",
         detail=f"{'; '.join(damage)}. It is left out here.",
-        advice="A full disk or a killed process leaves damaged lines; nothing has to be done about them. Settings have to be repaired.",
+        advice="A full disk or a killed process leaves damaged lines; nothing has to be done about them. Settings have to "
+        "be repaired.",
         link=run.link("metrics"),
     )
 

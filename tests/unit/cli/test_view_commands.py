@@ -89,7 +89,6 @@ def test_roles_tasks_and_ids_cannot_control_the_terminal(said, tmp_path):
     empty_run(tmp_path / "x")
     row = json.loads(line_of(0))
     row["id"] = "[/red]\x1b[2J"
-    row["stop"] = "term\x1b[8m"
     row["meta"]["task_id"] = "task\x1b]0;gone\x07"
     row["steps"][0]["prompt_messages"] = [{"role": "user\x1b[31m", "content": "hello"}]
     LineWriter(tmp_path / "x" / "rollouts" / "from_step_000000.jsonl").append(json.dumps(row).encode() + b"\n")

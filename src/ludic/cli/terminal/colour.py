@@ -1,4 +1,4 @@
-"""What the `ludic` command writes to a terminal: whether in colours, and never a control character that somebody else wrote.
+"""What the `ludic` command writes to a terminal: whether in colours, and never a control character of another author.
 
 Standard library only: `ludic` and `ludic --help` load it. `make_console`, which makes every console of the command, loads rich.
 """

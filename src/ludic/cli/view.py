@@ -297,7 +297,7 @@ def _show_rollout(console: Console, index: RunIndex, id: str) -> None:
 def _show_call(console: Console, step: Mapping[str, Any]) -> None:
     for message in step["messages_new"]:
         if message.get("role") != "assistant":
-            console.print(Text(f"[{message.get('role')}] ", style="bold cyan") + Text(_content(message)))
+            console.print(Text(f"[{message.get('role')}] ", style="bold cyan") + Text(text_of(message.get("content"))))
     console.print(Text("[reply] ", style="bold green") + Text(step["action"]))
     for call, result in zip(step["tool_calls"] or [], [*(step["tool_results"] or []), *[None] * 99], strict=False):
         console.print(Text("[tool] ", style="bold magenta") + Text(f"{call} -> {result}"))
@@ -312,10 +312,6 @@ def _show_transition(console: Console, step: Mapping[str, Any]) -> None:
     reward = f" (reward {_short(step['reward'])})" if step["reward"] else ""
     ended = " [ends]" if step["terminated"] else " [cut off]" if step["truncated"] else ""
     console.print(Text(f"[env]{reward}{ended} ", style="bold yellow") + Text(text_of(step["obs"])))
-
-
-def _content(message: Mapping[str, Any]) -> str:
-    return text_of(message.get("content"))
 
 
 def _mean(values: Sequence[float | None] | None) -> float | None:

@@ -158,19 +158,10 @@ class Line:
                 return file.read(self.length)
         stat, end = self.path.stat(), self.offset + self.length
         text = _first_piece(self.path, self.member, stat.st_size, stat.st_mtime_ns)
-        return text[self.offset : end] if end <= len(text) else self._read_far()
-
-    def _read_far(self) -> bytes:
-        """From a member that is larger than those of a LineWriter."""
-        place, found = 0, []
-        with self.path.open("rb") as file:
-            file.seek(self.member or 0)
-            for piece in next(_members(file)).text:
-                found.append(piece[max(self.offset - place, 0) : max(self.offset + self.length - place, 0)])
-                place += len(piece)
-                if place >= self.offset + self.length:
-                    break
-        return b"".join(found)
+        if end <= len(text):
+            return text[self.offset : end]
+        # Of a larger member than a LineWriter makes, no more than a line is held at once.
+        return next((found for line, found in read_lines(self.path, start=self.member) if line == self), b"")
 
 
 def read_lines(path: str | Path, *, start: int = 0, longest: int = MAX_LINE_BYTES) -> Iterator[tuple[Line, bytes]]:
@@ -182,21 +173,13 @@ def read_lines(path: str | Path, *, start: int = 0, longest: int = MAX_LINE_BYTE
     path = Path(path)
     with path.open("rb") as file:
         file.seek(start)
-        for member, text in _texts(file, is_compressed(path)):
-            offset = start if member is None else 0
-            for line, length in _split(text, longest):
+        whole = [_StoredMember(start, iter(partial(file.read, _BLOCK), b""))]
+        for member in _members(file) if is_compressed(path) else whole:
+            number, offset = (member.start, 0) if is_compressed(path) else (None, start)
+            for line, length in _split(member.text, longest):
                 if line.endswith(b"\n") or _is_json(line):
-                    yield Line(path, offset, length, member), line
+                    yield Line(path, offset, length, number), line
                 offset += length
-
-
-def _texts(file: IO[bytes], compressed: bool) -> Iterator[tuple[int | None, Iterator[bytes]]]:
-    """(offset, text in pieces) of each member; a plain file is one member without an offset."""
-    if not compressed:
-        yield None, iter(partial(file.read, _BLOCK), b"")
-        return
-    for member in _members(file):
-        yield member.start, member.text
 
 
 def _split(text: Iterator[bytes], longest: int = MAX_LINE_BYTES) -> Iterator[tuple[bytes, int]]:

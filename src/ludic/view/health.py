@@ -48,18 +48,14 @@ class Advisory:
     """Codes of its causes: beside one of them it is left out, since its advice would be about a consequence."""
 
 
-_LEVELS = ("error", "warning", "info")
-
-
 def advisories(index: RunIndex) -> list[dict[str, Any]]:
     """Errors first, then warnings."""
     run = _Run(index)
     found = [advisory for rule in RULES for advisory in rule(run)]
     codes = {advisory.code for advisory in found}
     causes = [advisory for advisory in found if codes.isdisjoint(advisory.explained_by)]
-    ordered = sorted(causes, key=lambda advisory: _LEVELS.index(advisory.level))
-    names = [name for name in Advisory.__slots__ if name != "explained_by"]
-    return [{name: getattr(each, name) for name in names} for each in ordered]
+    ordered = sorted(causes, key=lambda advisory: ("error", "warning", "info").index(advisory.level))
+    return [{name: getattr(each, name) for name in Advisory.__slots__} for each in ordered]
 
 
 class _Run:

@@ -99,8 +99,7 @@ def _find_tokenizer(index: RunIndex) -> Any:
 
 def _model_of(index: RunIndex) -> str:
     """Of a run; of an evaluation, the first of its models."""
-    settings = index.config.get("model") or index.config.get("policy")
-    model = settings.get("model", "") if isinstance(settings, Mapping) else ""
+    model = index.setting("model", "model") or index.setting("policy", "model")
     return str(model[0] if isinstance(model, list) and model else model or "")
 
 

@@ -53,7 +53,7 @@ def advisories(index: RunIndex) -> list[dict[str, Any]]:
     run = _Run(index)
     found = [advisory for rule in RULES for advisory in rule(run)]
     codes = {advisory.code for advisory in found}
-    causes = [advisory for advisory in found if codes.isdisjoint(advisory.explained_by)]
+    causes = (advisory for advisory in found if codes.isdisjoint(advisory.explained_by))
     ordered = sorted(causes, key=lambda advisory: ("error", "warning", "info").index(advisory.level))
     return [{name: getattr(each, name) for name in Advisory.__slots__} for each in ordered]
 
@@ -72,7 +72,7 @@ class _Run:
     def limit(self, name: str, default: float) -> float:
         """A number among the settings of rollouts."""
         value = self.index.setting("rollouts", name)
-        return value if isinstance(value, (int, float)) else default
+        return value if isinstance(value, (int, float)) and abs(value) < 2**63 else default
 
     def metric(self, name: str) -> list[tuple[int, float]]:
         return [(step, value) for step, row in self.rows if (value := row.get(name)) is not None]

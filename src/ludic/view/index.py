@@ -199,7 +199,7 @@ class RunIndex:
             there = {
                 Path(e.path): (e.stat().st_mtime_ns, e.stat().st_size)
                 for e in entries
-                if is_record(e.name) and not e.is_symlink()
+                if is_record(e.name) and e.is_file(follow_symlinks=False)
             }
         known = {path: found for path, found in self._trained.items() if there.get(path) == found[:2]}
         is_done = True

@@ -197,6 +197,17 @@ def test_settings_of_other_types_than_ours_are_no_error(tmp_path):
     assert found["steps_planned"] is None and found["model"] is None and found["num_rollouts"] == 4
 
 
+def test_numbers_that_nothing_can_compute_with_are_damage(tmp_path):
+    index = empty_run(tmp_path / "x")
+    row = json.loads(line_of(1))
+    row["steps"][0]["ts_ns"] = 10**400
+    path = tmp_path / "x" / "rollouts" / "from_step_000000.jsonl"
+    path.write_bytes(line_of(0) + json.dumps(row).encode() + b"\n")
+    (tmp_path / "x" / "config.toml").write_text(f"[rollouts]\nmax_failed_share = {10**400}\n")
+    index.refresh(FOREVER)
+    assert ids(index) == ["r0"] and [each["code"] for each in api.advisories(index)] == ["damaged"]
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
 def test_file_that_was_replaced_is_read_from_its_start(tmp_path, suffix):
     index, path = empty_run(tmp_path / "x"), tmp_path / "x" / "rollouts" / f"from_step_000000.{suffix}"

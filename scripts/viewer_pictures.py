@@ -2,8 +2,8 @@
 
     python scripts/viewer_pictures.py runs/gsm8k [--out docs/images] [--only group,tokens]
 
-Starts the viewer's server, opens Chromium without a window, and chooses what to show by itself: the group of the last update with
-the widest rewards, its best rollout, the task that gained most. Needs the extras view and browser, Chromium, and Pillow.
+Starts the viewer's server, opens Chromium without a window, and chooses what to show by itself: the group with the widest
+rewards, its best rollout, the task that gained most. Needs the extras view and browser, Chromium, and Pillow.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def routes(ask: Callable[[str], dict[str, Any]], run: str) -> dict[str, str]:
     steps = ask("/steps")["steps"]
     most = max(row["num_rollouts"] for row in steps)
     last = [row["step"] for row in steps if row["num_rollouts"] == most][-1]  # a run may be in the midst of a step
-    (group,) = ask(f"/groups?step={last}&sort=-spread&limit=1")["groups"]
+    (group,) = ask("/groups?sort=-spread&limit=1")["groups"]
     best = group["rollouts"][group["rewards"].index(max(group["rewards"]))]
     task = ask("/tasks?sort=-gain&limit=1")["tasks"][0]["task"]
     return {

@@ -35,8 +35,13 @@ from ludic.inference import HFChatTemplate
 from ludic.inference.local import LocalEngine
 from ludic.models.execution import use_fastest_num_threads
 from ludic.models.loading import LoadedModel, load_model, no_progress_bar
+from ludic.run import build
+from ludic.run.config.run_config import CHECKPOINTS, RunConfig
+from ludic.run.folder import CONFIG, METRICS, TRAINED, ResumePoint, failure_written, rollouts_file, saved_step
+from ludic.run.settings import to_toml, with_values
 from ludic.training import CheckpointConfig, JSONLLogger, TeeLogger, Trainer, TrainerConfig, make_grpo, make_sft
 from ludic.training.config import LRSchedule
+from ludic.training.learner.token_recorder import TokenRecorder
 from ludic.types import (
     ConfigError,
     EnvSpec,
@@ -53,6 +58,7 @@ MODEL = Path(__file__).parent / "tiny" / "config.json"
 GAME: dict[str, Any] = {"agent_starts": True, "opponent": "random", "view": "compact"}
 TRAINING = InferenceSpec(sampling=SamplingParams(temperature=1.0, max_tokens=3), return_=ReturnSpec.for_rl())
 EVALUATION = InferenceSpec(sampling=SamplingParams(temperature=0.6, max_tokens=3))
+LR = 1e-3
 SYNTH_SEEDS, EVAL_SEEDS, NUM_TRAIN_SEEDS = 2_000_000, 1_000_000, 1_000_000
 """Three sets of games that share none."""
 RESULTS = {
@@ -87,7 +93,8 @@ def main(settings: Settings, *, out: Path = Path("runs/first_run"), resume: Path
     """
     settings, folder = run_folder(settings, out, resume)
     try:
-        first_run(settings, folder)
+        with failure_written(folder):
+            first_run(settings, folder)
     except KeyboardInterrupt:
         print(f"Stopped. To go on: {sys.executable} {sys.argv[0]} --resume {folder}")
         return 130
@@ -117,13 +124,13 @@ def first_run(settings: Settings, folder: Path) -> None:
     began = time.perf_counter()
     with Display() as display:
         policy = warm_up(settings, folder, display)
+        write_settings(settings, folder)
         server = LocalEngine(policy.model, policy.tokenizer, max_model_len=128, max_sequences=256, kv_tokens=65536)
-        template = HFChatTemplate(server.tokenizer)
-        engine = RolloutEngine(protocol_registry={"player": lambda: protocol(server, template)})
+        engine, recorder = make_engine(server), TokenRecorder(folder / TRAINED)
         try:
             display.begin("Playing before RL", settings.eval_games)
             before = results(settings, engine, folder / "before.json")
-            trainer = make_trainer(settings, policy, server, engine, folder, display)
+            trainer = make_trainer(settings, policy, server, recorder, folder, display)
             display.begin("GRPO", settings.updates, num_done=trainer.step)
             trainer.train_sync(settings.updates - trainer.step)
             if trainer.stop.is_set:
@@ -131,6 +138,7 @@ def first_run(settings: Settings, folder: Path) -> None:
             display.begin("Playing after RL", settings.eval_games)
             after = results(settings, engine, folder / "after.json")
         finally:
+            recorder.close()
             server.close()
     assert trainer.checkpointer is not None, "it was given a checkpoint_config"
     display.say(statement(before, after, settings, folder, trainer.checkpointer.latest(), time.perf_counter() - began))
@@ -186,15 +194,41 @@ def train_config(settings: Settings, *, lr: float, num_steps: int) -> TrainerCon
     )
 
 
+def write_settings(settings: Settings, folder: Path) -> None:
+    """The settings in the words of `ludic train`, for everything that reads run folders, such as `ludic view`."""
+    values = {
+        "id": "tic_tac_toe", "set": GAME, "max_steps": MAX_MOVES, "model": str(folder / "warm_up"), "device": "cpu",
+        "max_tokens": TRAINING.sampling.max_tokens, "group_size": settings.group_size, "steps": settings.updates,
+        "rollouts_per_update": settings.groups * settings.group_size, "lr": LR, "schedule": "cosine", "weight_decay": 0.0,
+        "warmup_steps": settings.updates // 20, "max_seq_len": 128, "seed": settings.seed, "eval_episodes": settings.eval_games,
+    }  # fmt: skip
+    config = build(with_values(RunConfig(), values)).config  # with what `ludic train` would choose by itself
+    shown = replace(config, run=replace(config.run, name=folder.name, runs=folder.parent))
+    (folder / CONFIG).write_text(to_toml(shown))
+
+
 # --- reinforcement: which move is good? -------------------------------------------------------------------------
 
 
+def make_engine(server: LocalEngine, games: Path | None = None) -> RolloutEngine:
+    """Plays with the weights that are trained; the games are kept in a file if one is given."""
+    template = HFChatTemplate(server.tokenizer)
+    return RolloutEngine(protocol_registry={"player": lambda: protocol(server, template)}, jsonl_path=games)
+
+
 def make_trainer(
-    settings: Settings, policy: LoadedModel, server: LocalEngine, engine: RolloutEngine, folder: Path, display: Display
+    settings: Settings,
+    policy: LoadedModel,
+    server: LocalEngine,
+    recorder: TokenRecorder,
+    folder: Path,
+    display: Display,
 ) -> Trainer:
     algo = make_grpo(group_size=settings.group_size)
+    games = rollouts_file(folder, ResumePoint(first_step=saved_step(folder)))
+    games.unlink(missing_ok=True)  # of an earlier try
     source = RolloutBatchSource(
-        engine,
+        make_engine(server, games),
         requests_fn=make_dataset_sequence_requests_fn(
             range(NUM_TRAIN_SEEDS),
             batch_size=settings.groups,
@@ -209,20 +243,21 @@ def make_trainer(
         max_steps=MAX_MOVES,
         concurrency=256,
     )
-    checkpoints, metrics = folder / "checkpoints", folder / "metrics.jsonl"
+    checkpoints, metrics = folder / CHECKPOINTS, folder / METRICS
     if not checkpoints.exists():  # nothing was saved of an earlier try
         metrics.unlink(missing_ok=True)
     return Trainer(
         model=policy.model,
         algo=algo,
         batch_source=source,
-        cfg=train_config(settings, lr=1e-3, num_steps=settings.updates),
+        cfg=train_config(settings, lr=LR, num_steps=settings.updates),
         publisher=SharedWeightsPublisher(server),
         checkpoint_config=CheckpointConfig(checkpoints, every_n_steps=20),
         resume_from="latest" if checkpoints.exists() else None,
         train_logger=TeeLogger(JSONLLogger(metrics), display),
         reducers=REDUCERS,
         tokenizer=policy.tokenizer,
+        token_recorder=recorder,
     )
 
 
@@ -268,8 +303,9 @@ def statement(
 
 [bold]Win rate {" → ".join(won)}[/bold], illegal moves {" → ".join(illegal)}, in {seconds / 60:.1f} minutes. \
 In brackets: 95 % confidence intervals.
-Run folder: {folder} (metrics.jsonl, checkpoints, the games of the warm-up)
+Run folder: {folder} (settings, metrics, checkpoints, every game)
 Next, in .venv/bin:
+  ludic view {folder.parent}
   ludic eval tic_tac_toe --set view=compact --model {folder}/warm_up --model {saved}
   ludic play tic_tac_toe
   ludic train --help"""

@@ -14,6 +14,8 @@ from types import ModuleType
 import pytest
 
 from ludic.types import LudicError, load_rollouts
+from ludic.view.api import answer
+from ludic.view.index import Runs
 from tests import forked, programs
 
 pytest.importorskip("torch", reason="the local extra is not installed")
@@ -257,6 +259,16 @@ def test_the_first_run_ends_with_a_plain_statement_and_never_writes_over_another
     checkpoint = re.search(r"ludic eval tic_tac_toe .*--model \S+/warm_up --model (\S+)", done.stdout)[1]
     assert (Path(checkpoint) / "model.safetensors").exists()
     assert "Traceback" not in done.stderr and "it/s]" not in done.stderr  # nor progress bars of other libraries
+    assert f"  ludic view {out.parent}\n" in done.stdout
+    seen = answer(Runs(out.parent), "/api/runs/run")
+    facts = {
+        "state": "finished",
+        "env": "tic_tac_toe",
+        "algo": "grpo",
+        "steps_planned": NUM_UPDATES,
+        "has_tokens": True,
+    }
+    assert {name: seen[name] for name in facts} == facts and seen["num_rollouts"] == 8 * NUM_UPDATES
     again = start("tic_tac_toe/first_run.py", "--resume", out)  # everything is there already
     assert again.returncode == 0 and [row["step"] for row in metrics(out)] == steps, again.stderr
     assert re.findall("^  win.*", again.stdout, re.MULTILINE) == re.findall("^  win.*", done.stdout, re.MULTILINE)

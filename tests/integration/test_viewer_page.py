@@ -278,6 +278,44 @@ def test_run_with_several_policies_shows_the_reward_of_each_in_the_list(chromium
         assert figures["duel"] == ["ann", "0.2", "bob", "0.5", "reward"] and figures["quiz"] == ["0.3", "reward"]
 
 
+DRAWN = """window.drawn = [];
+const draw = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+  window.drawn.push([text, this.textAlign === "right" ? x - this.measureText(text).width : x]);
+  draw.call(this, text, x, y);
+};"""
+"""Notes each label of a canvas, and where it begins."""
+
+
+def test_labels_of_an_axis_are_whole_and_a_rate_of_zero_is_drawn_from_zero_to_one(chromium, tmp_path):
+    folder = write_run(tmp_path / "runs" / "x", quiz_rollouts())
+    rows = [{"step": s, "time": 1.0, "train/clip_frac": 0.0, "train/kl_actor_policy": -1.25e-8 * s} for s in range(9)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with Served(tmp_path / "runs") as served, Tab(chromium, served.address) as tab:
+        tab.page.add_init_script(DRAWN)
+        tab.open("#/run/x/metrics")
+        tab.page.wait_for_function("window.drawn.some(([text]) => text.startsWith('−5.0e'))")
+        drawn = tab.page.evaluate("window.drawn")
+    texts = {text for text, _ in drawn}
+    assert all(begins >= 2 for _, begins in drawn) and "0.5" in texts and "−1" not in texts and "−0.5" not in texts
+
+
+def test_names_of_tasks_that_begin_alike_keep_their_ends(chromium, tmp_path):
+    names = [f"countdown_numbers_hard/level_3/problem_{n:04d}" for n in range(3)]
+    write_run(tmp_path / "runs" / "x", [rollout(id=name, task=name) for name in names])
+    with Served(tmp_path / "runs") as served, Tab(chromium, served.address) as tab:
+        tab.open("#/run/x/tasks")
+        tab.see("3 tasks")
+        ends = tab.page.query_selector_all(".named > span:last-child")
+        assert [end.inner_text() for end in ends] == [name[-10:] for name in names]
+        assert all(
+            end.evaluate(
+                "e => e.getBoundingClientRect().right <= e.closest('[role=cell]').getBoundingClientRect().right + 1"
+            )
+            for end in ends
+        )
+
+
 def test_tasks_are_listed_with_their_statistics(chromium, quiz):
     with Tab(chromium, quiz.address) as tab:
         tab.open("#/run/quiz/tasks")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ludic import __version__
+from ludic.cli.terminal.colour import harmless, make_log_harmless
 from ludic.cli.terminal.pages import HELP, HELP_ALL, greeting, overview
 
 COMMANDS = {
@@ -84,6 +85,7 @@ def _print_text(text: str, _: list[str]) -> int:
 def main() -> None:
     """Run a subcommand; print a user's mistake as one line on stderr."""
     try:
+        make_log_harmless()
         command = find_command(sys.argv[1:])
         code = command(sys.argv[2:])
         sys.stdout.flush()  # a closed pipe is noticed here
@@ -105,9 +107,9 @@ def main() -> None:
         if text is None:
             raise
         if isinstance(error, RunComplete):
-            print(text)
+            print(harmless(text))
             return
-        print(f"ludic: {text}", file=sys.stderr)
+        print(f"ludic: {harmless(text)}", file=sys.stderr)
         sys.exit(2)
     if code:
         sys.exit(code)

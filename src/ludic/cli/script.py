@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ludic.cli.args import USUAL, parse_with_settings
+from ludic.cli.terminal.colour import harmless, make_log_harmless
 from ludic.cli.train import ScriptFlags, reported, show_plan
 from ludic.run.config.run_config import RunConfig
 from ludic.run.settings import with_values
@@ -58,12 +59,13 @@ def train_script(run: "Run", flags: ScriptFlags) -> int:
 def run_script(main: Callable[[list[str]], int | None]) -> NoReturn:
     """Call `main` with the arguments of the command line; a mistake of the user's is one line on stderr."""
     try:
+        make_log_harmless()
         sys.exit(main(sys.argv[1:]) or 0)
     except RunComplete as done:
         print(done)
         sys.exit(0)
     except LudicError as mistake:
-        sys.exit(f"{Path(sys.argv[0]).stem}: {mistake}")
+        sys.exit(f"{Path(sys.argv[0]).stem}: {harmless(str(mistake))}")
     except KeyboardInterrupt:
         sys.exit(130)
     except RuntimeError as error:

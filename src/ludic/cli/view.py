@@ -4,7 +4,6 @@ import asyncio
 import difflib
 import os
 import sys
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ from rich.text import Text
 
 from ludic.cli.args import Switch, parse
 from ludic.cli.servers.stopping import serve_until_stopped
-from ludic.cli.terminal.colour import make_console
+from ludic.cli.terminal.colour import harmless, make_console
 from ludic.types import ConfigError, MissingExtra
 from ludic.types.messages import text_of
 from ludic.view import api
@@ -62,7 +61,8 @@ def view(args: list[str]) -> int:
         for id in runs.ids():
             if quote(id, safe="") in given.json or id in given.json:
                 runs.get(id).refresh(FOREVER)
-        sys.stdout.buffer.write(api.encode(api.answer(runs, given.json)) + b"\n")
+        found = api.encode(api.answer(runs, given.json)) + b"\n"
+        sys.stdout.buffer.write(harmless(found.decode()).encode() if sys.stdout.isatty() else found)
         return 0
     if given.export is not None:
         return _export(runs, given.export, given.rollout)
@@ -220,13 +220,6 @@ def _chosen(index: RunIndex, given: ShowArgs) -> str:
     return str(found[0]["id"])
 
 
-def plain(text: str) -> Text:
-    """A model's text for a terminal: control characters, which could move the cursor or change colours, are shown as �."""
-    return Text(
-        "".join(c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs") else "\ufffd" for c in text)
-    )
-
-
 _SHOWN_UPDATES = 20
 
 
@@ -248,7 +241,7 @@ def _show_run(console: Console, index: RunIndex) -> None:
         console.print(f"The last {_SHOWN_UPDATES} of {len(rows)} updates; `ludic plot` draws all.", markup=False)
     for advisory in api.advisories(index):
         console.print()
-        console.print(plain(f"{advisory['level']}: {advisory['title']}. {advisory['detail']} {advisory['advice']}"))
+        console.print(Text(f"{advisory['level']}: {advisory['title']}. {advisory['detail']} {advisory['advice']}"))
     view = "" if is_file else f"\n      ludic view {index.folder}"
     console.print(f"\nNext: ludic show {index.folder} --worst{view}", markup=False)
 
@@ -259,14 +252,14 @@ def _show_step(console: Console, index: RunIndex, step: int) -> None:
         steps = [row["step"] for row in api.steps(index)["steps"]]
         raise ConfigError(f"{index.folder} has no rollouts of update {step}; it has {steps[0]} to {steps[-1]}.")
     for group in groups:
-        console.print(Rule(plain(f"{group['task']}  rewards {' '.join(map(_short, group['rewards']))}"), align="left"))
-        console.print(plain(_one_line(group["preview"])))
+        console.print(Rule(Text(f"{group['task']}  rewards {' '.join(map(_short, group['rewards']))}"), align="left"))
+        console.print(Text(_one_line(group["preview"])))
         table = Table(box=None, pad_edge=False, show_header=False)
         for card in api.rollouts(index, {"group": group["group"], "limit": "1000"})["rollouts"]:
             facts = card["failure"] or card["stop"] or ""
             reward = _short(card["reward"])
             table.add_row(
-                card["id"][-8:], reward, f"{card['tokens']} tokens", plain(facts), plain(_one_line(card["preview"]))
+                Text(card["id"][-8:]), reward, f"{card['tokens']} tokens", Text(facts), Text(_one_line(card["preview"]))
             )
         console.print(table)
 
@@ -280,7 +273,7 @@ def _show_task(console: Console, index: RunIndex, task: str) -> None:
         raise ConfigError(
             f"{error} There are {len(rows)}, such as {', '.join(near or [r['task'] for r in rows[:3]])}."
         ) from error
-    console.print(plain(f"{found['task']}: {_one_line(found['preview'])}"))
+    console.print(Text(f"{found['task']}: {_one_line(found['preview'])}"))
     for row in found["by_step"]:
         console.print(f"  update {row['step']:>5}: rewards {' '.join(map(_short, row['rewards']))}", markup=False)
 
@@ -290,10 +283,10 @@ def _show_rollout(console: Console, index: RunIndex, id: str) -> None:
     lag = "" if found["lag"] is None else f", lag {found['lag']}"
     console.print(f"rollout {id}: update {found['step']}{lag}, reward {_short(found['reward'])}, {found['num_turns']} turns, "
                   f"{found['num_tokens']} tokens, stop {found['stop']}", markup=False)  # fmt: skip
-    console.print(plain(f"task {found['task']}, group {found['group']}"))
+    console.print(Text(f"task {found['task']}, group {found['group']}"))
     if found["failure_details"]:
         details = found["failure_details"]
-        console.print(plain(details.get("user_traceback") or details.get("traceback") or found["failure"]))
+        console.print(Text(details.get("user_traceback") or details.get("traceback") or found["failure"]))
     for turn in found["turns"]:
         credit = "" if turn["credit"] is None else f", credit {_short(turn['credit'])}"
         console.print(Rule(f"turn {turn['number'] + 1}: reward {_short(turn['reward'])}{credit}", align="left"))
@@ -304,10 +297,10 @@ def _show_rollout(console: Console, index: RunIndex, id: str) -> None:
 def _show_call(console: Console, step: Mapping[str, Any]) -> None:
     for message in step["messages_new"]:
         if message.get("role") != "assistant":
-            console.print(Text(f"[{message.get('role')}] ", style="bold cyan") + plain(_content(message)))
-    console.print(Text("[reply] ", style="bold green") + plain(step["action"]))
+            console.print(Text(f"[{message.get('role')}] ", style="bold cyan") + Text(text_of(message.get("content"))))
+    console.print(Text("[reply] ", style="bold green") + Text(step["action"]))
     for call, result in zip(step["tool_calls"] or [], [*(step["tool_results"] or []), *[None] * 99], strict=False):
-        console.print(Text("[tool] ", style="bold magenta") + plain(f"{call} -> {result}"))
+        console.print(Text("[tool] ", style="bold magenta") + Text(f"{call} -> {result}"))
     tokens = step.get("tokens") or {}
     facts = [f"{len(tokens.get('id', []))} tokens", str(step.get("finish_reason"))]
     facts += [f"mean {name} {_short(mean)}" for name in ("logprob", "entropy") if (mean := _mean(tokens.get(name)))]
@@ -318,11 +311,7 @@ def _show_call(console: Console, step: Mapping[str, Any]) -> None:
 def _show_transition(console: Console, step: Mapping[str, Any]) -> None:
     reward = f" (reward {_short(step['reward'])})" if step["reward"] else ""
     ended = " [ends]" if step["terminated"] else " [cut off]" if step["truncated"] else ""
-    console.print(Text(f"[env]{reward}{ended} ", style="bold yellow") + plain(text_of(step["obs"])))
-
-
-def _content(message: Mapping[str, Any]) -> str:
-    return text_of(message.get("content"))
+    console.print(Text(f"[env]{reward}{ended} ", style="bold yellow") + Text(text_of(step["obs"])))
 
 
 def _mean(values: Sequence[float | None] | None) -> float | None:

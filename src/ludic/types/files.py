@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,9 +28,13 @@ UNFINISHED = ".unfinished-"
 
 MEMBER_BYTES = 1 << 18
 """Bytes of text after which a new gzip member begins: larger compresses better, but finding a line takes longer."""
+MAX_LINE_BYTES = 1 << 26
+"""Longest line that readers take: a compressed file of 1 MB can hold one of 1 GB."""
 _LEVEL = 6
 _BLOCK = 1 << 20
 """More than a member has, so that its checksum is verified before one of its lines is returned."""
+_PIECE = 1 << 24
+"""Text that is decompressed at once."""
 _GZIP = 16 + zlib.MAX_WBITS
 _HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
 _LAST_BLOCK = b"\x03\x00"  # an empty deflate block that ends the stream; what comes before it ends at a whole byte
@@ -152,44 +156,43 @@ class Line:
             with self.path.open("rb") as file:
                 file.seek(self.offset)
                 return file.read(self.length)
-        stat = self.path.stat()
-        text = _member_text(self.path, self.member, stat.st_size, stat.st_mtime_ns)
-        return text[self.offset : self.offset + self.length]
+        stat, end = self.path.stat(), self.offset + self.length
+        text = _first_piece(self.path, self.member, stat.st_size, stat.st_mtime_ns)
+        if end <= len(text):
+            return text[self.offset : end]
+        # Of a larger member than a LineWriter makes, no more than a line is held at once.
+        return next((found for line, found in read_lines(self.path, start=self.member) if line == self), b"")
 
 
-def read_lines(path: str | Path, *, start: int = 0) -> Iterator[tuple[Line, bytes]]:
+def read_lines(path: str | Path, *, start: int = 0, longest: int = MAX_LINE_BYTES) -> Iterator[tuple[Line, bytes]]:
     """Every complete line, also of a file that is being written; an interrupted write at the end is left out.
 
-    `start`: where to begin, the offset of a line; in a compressed file, of a member.
+    `start`: where to begin, the offset of a line; in a compressed file, of a member. What a line has behind `longest` bytes is
+    left out, so that it is no JSON any more.
     """
     path = Path(path)
     with path.open("rb") as file:
         file.seek(start)
-        for member, text in _texts(file, is_compressed(path)):
-            offset = start if member is None else 0
-            for line in text:
+        whole = [_StoredMember(start, iter(partial(file.read, _BLOCK), b""))]
+        for member in _members(file) if is_compressed(path) else whole:
+            number, offset = (member.start, 0) if is_compressed(path) else (None, start)
+            for line, length in _split(member.text, longest):
                 if line.endswith(b"\n") or _is_json(line):
-                    yield Line(path, offset, len(line), member), line
-                offset += len(line)
+                    yield Line(path, offset, length, number), line
+                offset += length
 
 
-def _texts(file: IO[bytes], compressed: bool) -> Iterator[tuple[int | None, Iterator[bytes]]]:
-    """(offset, lines) of each member; a plain file is one member without an offset."""
-    if not compressed:
-        yield None, iter(file)
-        return
-    for member in _members(file):
-        yield member.start, _split(member.text)
-
-
-def _split(text: Iterator[bytes]) -> Iterator[bytes]:
-    """The lines of a text that arrives in pieces."""
-    rest = b""
+def _split(text: Iterator[bytes], longest: int = MAX_LINE_BYTES) -> Iterator[tuple[bytes, int]]:
+    """The lines of a text that arrives in pieces, at most `longest` bytes of each, and how long they are."""
+    begun, length = b"", 0
     for piece in text:
-        *lines, rest = (rest + piece).split(b"\n")
-        yield from (line + b"\n" for line in lines)
-    if rest:
-        yield rest
+        *ends, rest = piece.split(b"\n")
+        for end in ends:
+            yield begun + end[: longest - len(begun)] + b"\n", length + len(end) + 1
+            begun, length = b"", 0
+        begun, length = begun + rest[: longest - len(begun)], length + len(rest)
+    if begun:
+        yield begun, length
 
 
 @dataclass(slots=True)
@@ -238,15 +241,15 @@ def _inflated(file: IO[bytes], block: bytes, member: _StoredMember) -> Iterator[
     inflate = zlib.decompressobj(_GZIP)
     is_readable = block.startswith(_HEADER[: len(block)])  # or written by other programs, and has text
     while not inflate.eof and (block := block or file.read(_BLOCK)):
-        member.size += len(block)
         try:
-            text = inflate.decompress(block)
+            text = inflate.decompress(block, _PIECE)
         except zlib.error as error:
             # None of its lines can be trusted: an error shows only after the damaged byte.
             member.is_damaged = True
             logger.warning("%s is damaged behind byte %d; lines there are left out: %s", file.name, member.start, error)
             return
-        block = b""
+        member.size += len(block) - len(inflate.unconsumed_tail)
+        block = inflate.unconsumed_tail
         if text:
             is_readable = True
             yield text
@@ -258,11 +261,12 @@ def _inflated(file: IO[bytes], block: bytes, member: _StoredMember) -> Iterator[
 
 
 @lru_cache(maxsize=8)
-def _member_text(path: Path, start: int, size: int, mtime_ns: int) -> bytes:
-    """Cached, since lines of one member are usually read one after the other; `size` and `mtime_ns` detect a change."""
+def _first_piece(path: Path, start: int, size: int, mtime_ns: int) -> bytes:
+    """Of a LineWriter's member usually all of it. Cached, since its lines are usually read one after the other; `size` and
+    `mtime_ns` detect a change."""
     with path.open("rb") as file:
         file.seek(start)
-        return b"".join(next(_members(file)).text)
+        return next(next(_members(file)).text, b"")
 
 
 # --- repairing --------------------------------------------------------------------------------------------------
@@ -283,7 +287,7 @@ def repair(path: Path) -> None:
 def _repair_compressed(file: IO[bytes]) -> None:
     """Rewrite a last member without an end, keeping its complete lines. A damaged one stays as it is."""
     for member in _members(file):
-        lines = [line for line in _split(member.text) if line.endswith(b"\n") or _is_json(line)]
+        lines = [line for line, _ in _split(member.text) if line.endswith(b"\n") or _is_json(line)]
     if member.is_whole or member.is_damaged:
         return
     logger.warning("%s ends in the middle of a write; %d lines of its last part are kept.", file.name, len(lines))

@@ -6,8 +6,7 @@ Every function reads an index (`RunIndex`); `answer` maps a path such as /api/ru
 import json
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import msgspec
@@ -122,37 +121,36 @@ def list_runs(runs: Runs) -> JSONObject:
 
 
 def _summary(index: RunIndex) -> JSONObject:
-    config = index.config
     steps = sorted(index.metrics)
     last = {name: value for step in steps[-3:] for name, value in index.metrics[step].items()}
     updated = index.updated()
-    planned = _setting(config, "train", "steps")
     return {
         "id": index.id,
         "name": index.id.rpartition("/")[2],
         "state": state_of(index),
         "error": index.failure(),
+        "damage": index.damage(),
         "step": steps[-1] if steps else 0,
-        "steps_planned": planned,
-        "env": _setting(config, "env", "id"),
-        "model": _setting(config, "model", "model"),
-        "algo": _setting(config, "algo", "algo"),
-        "seed": _setting(config, "train", "seed"),
+        "steps_planned": _steps_planned(index),
+        "env": index.setting("env", "id"),
+        "model": index.setting("model", "model"),
+        "algo": index.setting("algo", "algo"),
+        "seed": index.setting("train", "seed"),
         "started": min(index.times.values(), default=None),
         "updated": updated or None,
         "last": last,
     }
 
 
-def _setting(config: Mapping[str, Any], section: str, name: str) -> Any:
-    table = config.get(section)
-    return table.get(name) if isinstance(table, Mapping) else None
+def _steps_planned(index: RunIndex) -> int | None:
+    planned = index.setting("train", "steps")
+    return planned if isinstance(planned, int) else None
 
 
 def state_of(index: RunIndex) -> str:
     """finished, failed, running or stopped, as far as a folder tells."""
-    steps, planned = sorted(index.metrics), _setting(index.config, "train", "steps")
-    if steps and isinstance(planned, int) and steps[-1] >= planned:
+    steps, planned = sorted(index.metrics), _steps_planned(index)
+    if steps and planned is not None and steps[-1] >= planned:
         return "finished"
     if not steps and (index.folder / "metrics.json").is_file():  # an evaluation writes it at its end
         return "finished"

@@ -139,6 +139,9 @@ def make_card(text: bytes, line: Line) -> Card:
     began = facts.engine_facts.get("started_ns")
     if isinstance(began, int) and not facts.is_sub_task:
         times.append(began)
+    tokens = sum(trace.num_tokens for trace in traces)
+    if any(abs(number) >= 2**63 for number in (*versions, *times, tokens)):
+        raise ValueError("a number is out of range")
     first = bytes(calls[0].prompt_messages) if calls else b""
     is_cut = any(trace.finish_reason == "length" for trace in traces)
     return Card(
@@ -153,7 +156,7 @@ def make_card(text: bytes, line: Line) -> Card:
         reward=head.total_reward,
         turns=len({step.turn_id or str(number) for number, step in enumerate(head.steps)}),
         calls=len([step for step in head.steps if step.kind == "agent"]),
-        tokens=sum(trace.num_tokens for trace in traces),
+        tokens=tokens,
         stop=head.stop,
         failure=None if failure is None else f"{failure.get('error')}: {failure.get('message')}"[:500],
         truncated=is_cut or head.stop in _TRUNCATIONS,

@@ -35,7 +35,7 @@ MAX_STRAGGLER_SHARE = 0.5
 class Advisory:
     """One thing to look at."""
 
-    level: Literal["warning", "info"]
+    level: Literal["error", "warning", "info"]
     code: str
     title: str
     detail: str
@@ -44,13 +44,17 @@ class Advisory:
     """The update at which it shows best."""
     link: str | None = None
     """Where the page shows it."""
+    explained_by: tuple[str, ...] = ()
+    """Codes of its causes: beside one of them it is left out, since its advice would be about a consequence."""
 
 
 def advisories(index: RunIndex) -> list[dict[str, Any]]:
-    """Warnings first."""
+    """Errors first, then warnings."""
     run = _Run(index)
     found = [advisory for rule in RULES for advisory in rule(run)]
-    ordered = sorted(found, key=lambda advisory: advisory.level != "warning")
+    codes = {advisory.code for advisory in found}
+    causes = (advisory for advisory in found if codes.isdisjoint(advisory.explained_by))
+    ordered = sorted(causes, key=lambda advisory: ("error", "warning", "info").index(advisory.level))
     return [{name: getattr(each, name) for name in Advisory.__slots__} for each in ordered]
 
 
@@ -58,16 +62,17 @@ class _Run:
     """The part of a run that rules look at."""
 
     def __init__(self, index: RunIndex) -> None:
-        self.index, self.config = index, index.config
+        self.index = index
         self.cards = [card for card in index.cards if not card.is_abandoned]
         steps = sorted({card.step for card in self.cards})[-WINDOW:]
         self.recent = [card for card in self.cards if card.step in steps]
+        self.played = [card for card in self.recent if card.failure is None]
         self.rows = [(step, index.metrics[step]) for step in sorted(index.metrics)]
 
-    def setting(self, section: str, name: str, default: Any) -> Any:
-        table = self.config.get(section)
-        value = table.get(name) if isinstance(table, dict) else None
-        return default if value is None else value
+    def limit(self, name: str, default: float) -> float:
+        """A number among the settings of rollouts."""
+        value = self.index.setting("rollouts", name)
+        return value if isinstance(value, (int, float)) and abs(value) < 2**63 else default
 
     def metric(self, name: str) -> list[tuple[int, float]]:
         return [(step, value) for step, row in self.rows if (value := row.get(name)) is not None]
@@ -88,7 +93,7 @@ def _failed_run(run: _Run) -> Iterator[Advisory]:
     error = run.index.failure()
     if error is not None:
         yield Advisory(
-            level="warning",
+            level="error",
             code="failed_run",
             title="An error has ended the run",
             detail=error,
@@ -98,12 +103,26 @@ def _failed_run(run: _Run) -> Iterator[Advisory]:
 
 
 def _zero_spread(run: _Run) -> Iterator[Advisory]:
-    groups = {key: members for key, members in compared_groups(run.recent).items() if len(members) > 1}
+    groups = {key: members for key, members in compared_groups(run.played).items() if len(members) > 1}
     zero = [members for members in groups.values() if is_zero_spread(members)]
     if _share(len(zero), len(groups)) <= MAX_ZERO_SPREAD:
         return
     step = Counter(members[0].step for members in zero).most_common(1)[0][0]
     rewards = Counter(members[0].reward for members in zero).most_common(1)[0][0]
+    all_rewards = [card.reward for card in run.cards if card.failure is None]
+    best = max(all_rewards)
+    num_best = sum(members[0].reward == best for members in zero)
+    if min(all_rewards) < best and _share(num_best, len(groups)) > MAX_ZERO_SPREAD:
+        yield Advisory(
+            level="info",
+            code="solved",
+            title=f"{num_best} of {len(groups)} groups earn the run's best reward, {best:g}, throughout",
+            detail="These tasks are solved. Nothing is learned from a group whose rollouts all earn the same.",
+            advice="Stop here, or go on with harder tasks.",
+            step=step,
+            link=run.link("step", step, query="?zero_spread=1"),
+        )
+        return
     yield Advisory(
         level="warning",
         code="zero_spread",
@@ -111,24 +130,25 @@ def _zero_spread(run: _Run) -> Iterator[Advisory]:
         detail=f"Nothing is learned from a group whose rollouts all earn the same; most of these earn {rewards:g}.",
         advice="Choose tasks that are neither too easy nor too hard, raise --group-size or --temperature, or let dynamic sampling "
         "leave such groups out (--algo dapo).",
+        explained_by=("parse_errors", "entropy_collapse"),
         step=step,
         link=run.link("step", step, query="?zero_spread=1"),
     )
 
 
 def _truncation(run: _Run) -> Iterator[Advisory]:
-    reads_cut = run.setting("agent", "cut_off", None) == "read" or run.setting("agent", "max_tokens", None) == 1
+    reads_cut = run.index.setting("agent", "cut_off") == "read" or run.index.setting("agent", "max_tokens") == 1
     by_reply = (None, "terminated", "parse_error")
     # An agent that reads replies as they are, of one token for example, wants them to be cut.
-    cut = [card for card in run.recent if card.truncated and not (reads_cut and card.stop in by_reply)]
-    if _share(len(cut), len(run.recent)) <= MAX_TRUNCATED:
+    cut = [card for card in run.played if card.truncated and not (reads_cut and card.stop in by_reply)]
+    if _share(len(cut), len(run.played)) <= MAX_TRUNCATED:
         return
     stops = Counter("max_tokens" if card.stop in by_reply else card.stop for card in cut)
     step = run.worst_step(lambda card: card.truncated)
     yield Advisory(
         level="warning",
         code="truncation",
-        title=f"{_share(len(cut), len(run.recent)):.0%} of the last rollouts were cut off",
+        title=f"{_share(len(cut), len(run.played)):.0%} of the last rollouts were cut off",
         detail=f"By: {', '.join(f'{name} ({count})' for name, count in stops.most_common(3))}.",
         advice="Give replies more --max-tokens and episodes more --max-steps or --max-seq-len; or reward shorter answers. "
         "docs/truncation.md compares what can be done with cut samples.",
@@ -138,14 +158,14 @@ def _truncation(run: _Run) -> Iterator[Advisory]:
 
 
 def _parse_errors(run: _Run) -> Iterator[Advisory]:
-    bad = [card for card in run.recent if card.parse_errors]
-    if _share(len(bad), len(run.recent)) <= MAX_PARSE_ERRORS:
+    bad = [card for card in run.played if card.parse_errors]
+    if _share(len(bad), len(run.played)) <= MAX_PARSE_ERRORS:
         return
     step = run.worst_step(lambda card: card.parse_errors > 0)
     yield Advisory(
         level="warning",
         code="parse_errors",
-        title=f"{_share(len(bad), len(run.recent)):.0%} of the last rollouts have replies that could not be read",
+        title=f"{_share(len(bad), len(run.played)):.0%} of the last rollouts have replies that could not be read",
         detail=f"{sum(card.parse_errors for card in bad)} replies in {len(bad)} rollouts; {sum(c.truncated for c in bad)} of them "
         "were also cut off.",
         advice="Compare the replies with the format that the prompt asks for and with --parser. If they end in the middle, give "
@@ -187,18 +207,20 @@ def _mismatch(run: _Run) -> Iterator[Advisory]:
 
 def _entropy(run: _Run) -> Iterator[Advisory]:
     values = run.metric("train/entropy")
-    if len(values) < 2 * WINDOW:
+    if len(values) <= WINDOW:
         return
-    first, last = (median(value for _, value in part) for part in (values[:WINDOW], values[-WINDOW:]))
+    # It may fall within an update or two, so the beginning is the highest of the first.
+    first, last = max(value for _, value in values[:WINDOW]), median(value for _, value in values[-WINDOW:])
     if first <= 0 or last >= ENTROPY_LEFT * first:
         return
     yield Advisory(
         level="warning",
         code="entropy_collapse",
-        title=f"Entropy has fallen from {first:.3f} to {last:.3f} nats per token",
+        title=f"Entropy has fallen from {first:.3g} to {last:.3g} nats per token",
         detail="The policy hardly varies its replies any more, so siblings are alike and there is little left to compare.",
-        advice="Clip higher (--algo-set clip_eps_high=0.28), add an entropy bonus or a KL penalty, lower --lr, or stop here if the "
-        "reward is what you want.",
+        advice="Lower --lr, most of all if it fell within a few updates; clip higher (--algo-set clip_eps_high=0.28), add an "
+        "entropy bonus or a KL penalty; or stop here if the reward is what you want.",
+        explained_by=("solved",),
         step=values[-1][0],
         link=run.link("metrics"),
     )
@@ -231,6 +253,7 @@ def _no_gradient(run: _Run) -> Iterator[Advisory]:
         title=f"The gradient was zero in {len(idle)} of the last {len(norms)} updates",
         detail="Nothing is learned in such an update: all weights are zero, or the loss drops every sample.",
         advice="Look at the rewards of the groups first; then at parse errors, clipping and corrections.",
+        explained_by=("failed_run", "solved", "zero_spread", "parse_errors", "entropy_collapse"),
         step=idle[-1],
         link=run.link("step", idle[-1]),
     )
@@ -241,7 +264,7 @@ def _failures(run: _Run) -> Iterator[Advisory]:
     if not failed:
         return
     share = _share(len([c for c in run.recent if c.failure is not None]), len(run.recent))
-    limit = run.setting("rollouts", "max_failed_share", 0.5)
+    limit = run.limit("max_failed_share", 0.5)
     common, count = Counter(card.failure or "" for card in failed).most_common(1)[0]
     yield Advisory(
         level="warning" if share > min(MAX_FAILED, limit) else "info",
@@ -286,7 +309,7 @@ def _stragglers(run: _Run) -> Iterator[Advisory]:
 
 
 def _lag(run: _Run) -> Iterator[Advisory]:
-    limit = run.setting("rollouts", "max_lag", None)
+    limit = run.limit("max_lag", 0)
     stale = run.metric("train/num_stale")[-WINDOW:]
     num_stale = sum(value for _, value in stale)
     lags = run.metric("train/lag_max")[-WINDOW:]
@@ -296,7 +319,7 @@ def _lag(run: _Run) -> Iterator[Advisory]:
             level="warning",
             code="stale",
             title=f"{num_stale:.0f} samples were too old and left out of the last updates",
-            detail=f"Their oldest token is more than max_lag={limit} versions behind." if limit is not None else "",
+            detail=f"Their oldest token is more than max_lag={limit} versions behind.",
             advice="Fewer actors or a smaller --max-waiting keep samples fresher; a larger --max-lag with corrections uses them.",
             step=step,
             link=run.link("time", query=f"?step={step}"),
@@ -314,14 +337,15 @@ def _lag(run: _Run) -> Iterator[Advisory]:
 
 
 def _damaged(run: _Run) -> Iterator[Advisory]:
-    if not run.index.num_damaged:
+    if not (damage := run.index.damage()):
         return
     yield Advisory(
         level="info",
         code="damaged",
-        title=f"{run.index.num_damaged} lines of the rollout files cannot be read",
-        detail="They are left out here and when the run is resumed.",
-        advice="A full disk or a killed process leaves such lines; nothing has to be done.",
+        title="A part of the run's files cannot be read",
+        detail=f"{'; '.join(damage)}. It is left out here.",
+        advice="A full disk or a killed process leaves damaged lines; nothing has to be done about them. Settings have to "
+        "be repaired.",
         link=run.link("metrics"),
     )
 

@@ -4,7 +4,6 @@ import contextlib
 import os
 import threading
 import time
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,12 +11,16 @@ from typing import Any, TypeVar
 import msgspec
 
 from ludic.run.folder import CONFIG, FAILURE, METRICS, ROLLOUTS, TRAINED
+from ludic.training.loggers.base import metrics_row
 from ludic.types import ConfigError
 from ludic.types.files import Line, is_compressed, read_lines
+from ludic.types.parsing import parse_json, parse_toml
 from ludic.view.cards import Card
 from ludic.view.files import RolloutFile, is_record, rollouts_in, step_of_record
 
 T = TypeVar("T")
+MAX_TEXT_BYTES = 1 << 20
+"""Of a config, a failure and a line of metrics."""
 MAX_DEPTH = 3
 """Folders below the root in which runs are looked for."""
 
@@ -51,6 +54,8 @@ class RunIndex:
         """Of each file: how often it was read from its start, and the cards of it that are in `cards`."""
         self._kept: dict[object, Any] = {}
         self._config: tuple[tuple[int, int], dict[str, Any]] = ((0, 0), {})
+        self._config_error: str | None = None
+        self._num_damaged_rows = 0
 
     def is_inside(self, path: Path) -> bool:
         return path.resolve().is_relative_to(self._root)
@@ -65,16 +70,41 @@ class RunIndex:
         return self._config[1]
 
     def _read_config(self, path: Path) -> dict[str, Any]:
+        self._config_error = None
         try:
-            return tomllib.loads(path.read_text(encoding="utf-8")) if self.is_inside(path) else {}
-        except (OSError, ValueError):
+            config = parse_toml(self._text(path)) if path.is_file() else {}
+            msgspec.json.encode(config)  # as an answer will: tables may be nested more deeply than JSON
+        except (OSError, ValueError, RecursionError) as error:
+            self._config_error = f"{CONFIG}: {error!s:.200}"
             return {}
+        return config
+
+    def setting(self, section: str, name: str) -> Any:
+        """As the config has it; None if it has not."""
+        table = self.config.get(section)
+        return table.get(name) if isinstance(table, dict) else None
+
+    def damage(self) -> list[str]:
+        """What cannot be read of the run, a sentence for each file."""
+        self.config  # noqa: B018 - reads it
+        numbers = {METRICS: self._num_damaged_rows, ROLLOUTS: self.num_damaged}
+        found = [f"{name}: {number} lines cannot be read" for name, number in numbers.items() if number]
+        return [*([self._config_error] if self._config_error else []), *found]
+
+    def _text(self, path: Path) -> str:
+        if not self.is_inside(path):
+            raise ValueError("a link leads out of the folder")
+        with path.open("rb") as file:
+            content = file.read(MAX_TEXT_BYTES + 1)
+        if len(content) > MAX_TEXT_BYTES:
+            raise ValueError(f"longer than {MAX_TEXT_BYTES} bytes")
+        return content.decode()
 
     def failure(self) -> str | None:
         """The error that has ended the run; None if there is none, or if it is older than this file."""
         path = self.folder / FAILURE
         try:
-            error = msgspec.json.decode(path.read_bytes())["error"] if self.is_inside(path) else None
+            error = parse_json(self._text(path))["error"] if path.is_file() else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return error if isinstance(error, str) else None
@@ -130,7 +160,7 @@ class RunIndex:
     def updated(self) -> float:
         """When something was last written, in seconds since 1970; 0 if never."""
         places = (self.folder / METRICS, self.folder / CONFIG, self.folder / ROLLOUTS, *(self._files))
-        return max((place.stat().st_mtime for place in places if place.exists()), default=0.0)
+        return max(_size(place)[1] for place in places) / 1e9
 
     def _find_files(self) -> None:
         there = [path for path in _rollout_files(self.folder) if self.is_inside(path)]
@@ -142,19 +172,21 @@ class RunIndex:
             stat = path.stat()
         except OSError:
             return
-        if not self.is_inside(path):
+        if not self.is_inside(path) or not path.is_file():
             return
         inode, start = self._metrics_read
         if stat.st_ino != inode or stat.st_size < start:  # a resumed run has removed the lines that it writes again
-            start, self.metrics, self.times = 0, {}, {}
+            start, self.metrics, self.times, self._num_damaged_rows = 0, {}, {}, 0
         metrics, times = dict(self.metrics), dict(self.times)
         with contextlib.suppress(OSError):
-            for line, text in read_lines(path, start=start):
+            for line, text in read_lines(path, start=start, longest=MAX_TEXT_BYTES):
                 if not text.endswith(b"\n"):
                     break
                 start = line.offset + line.length
-                row = _metrics_row(text)
-                if row is not None:
+                row = metrics_row(text)
+                if row is None:
+                    self._num_damaged_rows += 1
+                else:
                     step = int(row.pop("step"))
                     times[step] = row.pop("time", None) or times.get(step, 0.0)
                     metrics[step] = {**metrics.get(step, {}), **row}
@@ -167,7 +199,7 @@ class RunIndex:
             there = {
                 Path(e.path): (e.stat().st_mtime_ns, e.stat().st_size)
                 for e in entries
-                if is_record(e.name) and not e.is_symlink()
+                if is_record(e.name) and e.is_file(follow_symlinks=False)
             }
         known = {path: found for path, found in self._trained.items() if there.get(path) == found[:2]}
         is_done = True
@@ -224,16 +256,8 @@ class RunIndex:
         return found
 
     def _rollouts_per_update(self) -> int:
-        number = self.config.get("rollouts", {}).get("rollouts_per_update")
+        number = self.setting("rollouts", "rollouts_per_update")
         return number if isinstance(number, int) else 0
-
-
-def _metrics_row(text: bytes) -> dict[str, Any] | None:
-    try:
-        row = msgspec.json.decode(text)
-    except (msgspec.DecodeError, ValueError):
-        return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int else None
 
 
 def _rollout_files(folder: Path) -> list[Path]:

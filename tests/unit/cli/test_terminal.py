@@ -108,6 +108,18 @@ def test_a_wrong_command_is_answered_in_one_line(typed, says):
     assert says in error and "\n" not in error
 
 
+def test_messages_and_warnings_that_quote_others_cannot_control_the_terminal(tmp_path):
+    (tmp_path / "evil\x1b[2J\u202e" / "rollouts").mkdir(parents=True)
+    (tmp_path / "evil\x1b[2J\u202e" / "rollouts" / "x\x9b.jsonl.gz").write_bytes(b"\x1f\x8b\x08\x00 no gzip")
+    for place in (tmp_path, next(tmp_path.iterdir())):
+        done = subprocess.run(
+            [sys.executable, "-m", "ludic.cli.main", "show", place], capture_output=True, text=True, errors="strict"
+        )
+        assert done.returncode == 2 and "ludic: " in done.stderr and "\ufffd" in done.stderr
+        assert not set(done.stderr) & {"\x1b", "\x9b", "\u202e"}
+    assert "is damaged behind byte 0" in done.stderr
+
+
 def test_a_closed_pipe_ends_the_command_quietly():
     ludic = f"{sys.executable} -m ludic.cli.main"
     done = subprocess.run(f"{ludic} --help-all | head -1", shell=True, capture_output=True, text=True)

@@ -85,6 +85,18 @@ def test_text_of_a_model_cannot_control_the_terminal(said, tmp_path):
     assert "[red]bold[/red]" in text
 
 
+def test_roles_tasks_and_ids_cannot_control_the_terminal(said, tmp_path):
+    empty_run(tmp_path / "x")
+    row = json.loads(line_of(0))
+    row["id"] = "[/red]\x1b[2J"
+    row["meta"]["task_id"] = "task\x1b]0;gone\x07"
+    row["steps"][0]["prompt_messages"] = [{"role": "user\x1b[31m", "content": "hello"}]
+    LineWriter(tmp_path / "x" / "rollouts" / "from_step_000000.jsonl").append(json.dumps(row).encode() + b"\n")
+    for args in (["--step", 1], ["--best"], ["--task", row["meta"]["task_id"]]):
+        text = said("show", tmp_path / "x", *args)
+        assert "\x1b" not in text and "\x07" not in text and "�" in text, args
+
+
 def test_show_of_a_failed_episode_has_its_traceback(said, tmp_path):
     empty_run(tmp_path / "x")
     row = json.loads(line_of(0))

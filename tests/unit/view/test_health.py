@@ -37,7 +37,8 @@ def test_an_error_that_ended_the_run_is_shown(tmp_path):
     (tmp_path / "a b" / "failure.json").write_text('{"error": "OSError: the disk is full"}')
     index = RunIndex("a b", tmp_path / "a b")
     index.refresh(float("inf"))
-    assert only(advisories(index), "failed_run")["detail"] == "OSError: the disk is full"
+    found = only(advisories(index), "failed_run")
+    assert found["detail"] == "OSError: the disk is full" and found["level"] == "error"
 
 
 def only(found: list[dict], code: str) -> dict:
@@ -109,6 +110,35 @@ def test_collapse_of_entropy(tmp_path):
         run_of(tmp_path, metrics=lambda step: {"train/entropy": 0.8**step / 2 if step > 5 else 1.0}), "entropy_collapse"
     )
     assert found["step"] == 12
+
+
+def test_entropy_that_falls_within_three_updates_is_the_cause_and_says_where_it_began(tmp_path):
+    entropies = [4.6, 2.0, 0.0008]
+    found = run_of(
+        tmp_path,
+        change=lambda n, row: row.update(total_reward=0.0) if n >= 24 else None,
+        metrics=lambda step: {"train/entropy": entropies[min(step, 3) - 1], "train/grad_norm": float(step < 4)},
+    )
+    collapse = only(found, "entropy_collapse")
+    assert "from 4.6 to 0.0008" in collapse["title"] and collapse["advice"].startswith("Lower --lr")
+
+
+def test_a_solved_run_is_said_to_be_solved_and_nothing_else(tmp_path):
+    found = run_of(
+        tmp_path,
+        change=lambda n, row: row.update(total_reward=1.0) if n >= 40 else None,
+        metrics=lambda step: {"train/entropy": 1 / step**2, "train/grad_norm": float(step < 6)},
+    )
+    solved = only(found, "solved")
+    assert solved["level"] == "info" and "best reward, 1," in solved["title"]
+
+
+def test_failed_episodes_are_not_groups_of_one_reward(tmp_path):
+    def fail(number, row):
+        if number >= 56:
+            row |= {"failure": {"error": "KeyError", "message": "'x'"}, "stop": "failed", "total_reward": 0.0}
+
+    only(run_of(tmp_path, change=fail), "failed_episodes")
 
 
 def test_entropy_of_a_short_run_is_not_judged(tmp_path):

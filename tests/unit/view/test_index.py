@@ -156,6 +156,58 @@ def test_damaged_lines_are_counted_and_left_out(tmp_path):
     assert ids(index) == ["r0", "r1"] and index.num_damaged == 3
 
 
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("config.toml", f"x = {DEEP}", "config.toml: the TOML is nested too deeply"),
+        ("config.toml", f"{'a.' * 5000}a = 1", "config.toml: "),
+        ("config.toml", "[train\n", "config.toml: "),
+        ("config.toml", "#" * 2**21, "config.toml: longer than"),
+        ("metrics.jsonl", f'{{"step": 1, "x": {DEEP}\n', "metrics.jsonl: 1 lines cannot be read"),
+        ("metrics.jsonl", '{"step": 1, "time": "noon"}\n{"step": 1, "perf/step_s": [1]}\n', "metrics.jsonl: 2 lines"),
+        ("metrics.jsonl", f'{{"step": 1, "x": {"9" * 400}}}\n', "metrics.jsonl: 1 lines"),
+        ("metrics.jsonl", f'{{"step": 1, "{"x" * 2**21}": 1}}\n', "metrics.jsonl: 1 lines"),
+        ("failure.json", DEEP, None),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_damage_belongs_to_the_row_of_its_run(tmp_path, name, content, says):
+    for run in ("good", "bad"):
+        empty_run(tmp_path / run)
+        (tmp_path / run / "metrics.jsonl").write_text('{"step": 1, "time": 5, "train/loss": 0.5}\n')
+    with (tmp_path / "bad" / name).open("a") as file:
+        file.write(content)
+    bad, good = json.loads(api.encode(api.list_runs(Runs(tmp_path))))["runs"]
+    assert good["damage"] == [] and good["last"] == bad["last"] == {"train/loss": 0.5}
+    assert [line.startswith(says) for line in bad["damage"]] == ([True] if says else [])
+    index = Runs(tmp_path).get("bad")
+    index.refresh(FOREVER)
+    assert [each["code"] for each in api.advisories(index)] == (["damaged"] if says else [])
+
+
+def test_settings_of_other_types_than_ours_are_no_error(tmp_path):
+    index = empty_run(tmp_path / "x")
+    (tmp_path / "x" / "config.toml").write_text('rollouts = 5\nmodel = [1]\n[train]\nsteps = "many"\n')
+    write(tmp_path / "x" / "rollouts" / "from_step_000000.jsonl", range(4))
+    index.refresh(FOREVER)
+    found = api.show_run(index)
+    assert found["steps_planned"] is None and found["model"] is None and found["num_rollouts"] == 4
+
+
+def test_numbers_that_nothing_can_compute_with_are_damage(tmp_path):
+    index = empty_run(tmp_path / "x")
+    row = json.loads(line_of(1))
+    row["steps"][0]["ts_ns"] = 10**400
+    path = tmp_path / "x" / "rollouts" / "from_step_000000.jsonl"
+    path.write_bytes(line_of(0) + json.dumps(row).encode() + b"\n")
+    (tmp_path / "x" / "config.toml").write_text(f"[rollouts]\nmax_failed_share = {10**400}\n")
+    index.refresh(FOREVER)
+    assert ids(index) == ["r0"] and [each["code"] for each in api.advisories(index)] == ["damaged"]
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
 def test_file_that_was_replaced_is_read_from_its_start(tmp_path, suffix):
     index, path = empty_run(tmp_path / "x"), tmp_path / "x" / "rollouts" / f"from_step_000000.{suffix}"

@@ -14,6 +14,7 @@ from ludic.batch_gen.episodes import TooManyFailures
 from ludic.batch_gen.pipeline.actor import ActorReport, run_pipeline_actor
 from ludic.batch_gen.pipeline.connection import RedisGone, require_redis
 from ludic.cli.args import TRY_AGAIN
+from ludic.cli.terminal.colour import harmless
 from ludic.distributed.publish.folder import FolderFollower
 from ludic.run.config.pipeline import redis_url, required_servers
 from ludic.run.config.run_config import RunConfig
@@ -67,7 +68,7 @@ def run_actor(config: RunConfig, env: EnvFactory, *, index: int) -> int:
             make = _on_servers if run.config.samples_on_vllm else _with_an_engine
             report, code = asyncio.run(_until_stopped(run, make(run, stack), index))
     except (PolicyGone, RedisGone, TooManyFailures) as error:  # the last one: a server may have been away for too long
-        print(f"ludic: {error}", file=sys.stderr)
+        print(f"ludic: {harmless(str(error))}", file=sys.stderr)
         return TRY_AGAIN
     _say("Stopped before it had weights." if report is None else f"{report_line(report)}.")
     if report is not None and report.is_run_finished:

@@ -17,6 +17,7 @@ from typing import Any
 from ludic.cli.pipeline.command import LaunchArgs
 from ludic.cli.pipeline.processes import LocalProcesses, RayProcesses
 from ludic.cli.pipeline.supervisor import MergedOutput, Role, Supervisor, WhenDone
+from ludic.cli.terminal.colour import harmless
 from ludic.inference.vllm.command import free_port
 from ludic.run.config.pipeline import REDIS_VARIABLE, SERVER_VARIABLE, given_redis, given_servers
 from ludic.run.config.run_config import RunConfig
@@ -70,7 +71,7 @@ def run_launch(args: LaunchArgs, config: RunConfig, env: EnvFactory) -> int:
         with contextlib.closing(processes):
             outcome = Supervisor(roles, processes.start, show=show, limit=limit).run()
     if outcome.code:
-        print(f"{outcome.reason}\nTo go on: {how_to_resume(run)}")
+        print(f"{harmless(outcome.reason)}\nTo go on: {how_to_resume(run)}")
     return outcome.code
 
 

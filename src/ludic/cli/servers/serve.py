@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn
 
 from ludic.cli.args import Switch, need_extras, parse
 from ludic.cli.servers.stopping import DRAIN_S, serve_until_stopped
+from ludic.cli.terminal.colour import harmless
 from ludic.inference.vllm.command import check_host, check_port
 from ludic.models import SMOLLM2, TINY
 from ludic.run.config.entries import at_least
@@ -157,5 +158,5 @@ if __name__ == "__main__":
     try:
         serve_run(Path(sys.argv[1]), int(sys.argv[2]))
     except LudicError as error:
-        print(f"ludic: {error}", file=sys.stderr)
+        print(f"ludic: {harmless(str(error))}", file=sys.stderr)
         sys.exit(2)

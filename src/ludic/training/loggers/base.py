@@ -14,8 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import msgspec
+
 from ludic.types import ConfigError, TrainingLogger
-from ludic.types.parsing import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +170,7 @@ def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 break
-            row = _row(line)
+            row = metrics_row(line)
             if row is None:
                 damaged.append(number)
             else:
@@ -178,12 +179,14 @@ def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
         logger.warning("%s: %d damaged lines are left out, the first is line %d.", path, len(damaged), damaged[0])
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
+def metrics_row(line: bytes) -> dict[str, Any] | None:
     """None for what `log` cannot have written."""
     try:
-        row = parse_json(line)
-    except ValueError:
+        row: dict[str, Any] = _decode_row(line)
+    except (msgspec.DecodeError, ValueError):
         return None
-    if not isinstance(row, dict) or type(row.get("step")) is not int:
-        return None
-    return row if all(value is None or type(value) in (int, float) for value in row.values()) else None
+    step = row.get("step")
+    return row | {"step": int(step)} if step is not None and step.is_integer() else None
+
+
+_decode_row = msgspec.json.Decoder(dict[str, float | None]).decode

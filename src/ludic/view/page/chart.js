@@ -3,7 +3,7 @@
 import { el, num, svg } from "./dom.js";
 import { kindColor } from "./colors.js";
 
-const PAD = { left: 46, right: 10, top: 8, bottom: 20 };
+const PAD = { left: 16, right: 10, top: 8, bottom: 20 };
 const DASHES = [[], [6, 3], [2, 2], [8, 2, 2, 2], [4, 4]];
 
 export function ticks(low, high, wanted = 5) {
@@ -120,12 +120,14 @@ export class LineChart {
       return;
     }
     let low = Math.min(...values), high = Math.max(...values);
-    if (low === high) [low, high] = [low - (Math.abs(low) * 0.1 || 1), high + (Math.abs(high) * 0.1 || 1)];
+    if (low === high) [low, high] = low ? [Math.min(low, 0), Math.max(high, 0)] : [0, 1]; // a rate that never changes
     [low, high] = [low - (high - low) * 0.06, high + (high - low) * 0.06];
+    const levels = ticks(low, high);
+    if (!this.isBare) this.pad = { ...PAD, left: PAD.left + Math.max(24, ...levels.map((v) => g.measureText(num(v)).width)) };
     this.x = { low: steps[0], high: steps.at(-1) > steps[0] ? steps.at(-1) : steps[0] + 1, size: width - this.pad.left - this.pad.right };
     const px = (s) => this.pad.left + ((s - this.x.low) / (this.x.high - this.x.low)) * this.x.size;
     const py = (v) => this.pad.top + (1 - (v - low) / (high - low)) * (height - this.pad.top - this.pad.bottom);
-    if (!this.isBare) this.axes(g, width, height, ticks(low, high), px, py);
+    if (!this.isBare) this.axes(g, width, height, levels, px, py);
     this.lines.forEach((line, i) => {
       const color = line.color || kindColor(i);
       if (this.weight) this.stroke(g, line.steps, line.values, px, py, color, 0.22, []);

@@ -70,6 +70,12 @@ function minus(text) {
   return text.replaceAll("-", "−");
 }
 
+/** A name that is cut before its end where there is no room: names that begin alike still differ. */
+export function named(name) {
+  const text = String(name ?? "–");
+  return el("span.named", { title: text }, el("span", {}, text.slice(0, -10)), el("span", {}, text.slice(-10)));
+}
+
 export function count(n, one, many = `${one}s`) {
   return `${num(n)} ${n === 1 ? one : many}`;
 }

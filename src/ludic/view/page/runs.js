@@ -30,7 +30,7 @@ export async function runsView({ params }) {
     const open = runHash(run.id, "/metrics");
     return el("div.run-row", {},
       el("label.pick", { title: "Compare" }, el("input", { type: "checkbox", "aria-label": `Compare ${run.name}`, checked: chosen.has(run.id), onchange: (e) => { chosen[e.target.checked ? "add" : "delete"](run.id); update(); } })),
-      link(open, { class: "run-link", "data-nav": true }, el("div", {}, el("strong", {}, run.name), el("div.muted", {}, [run.env, run.model, run.algo, run.seed === null || run.seed === undefined ? null : `seed ${run.seed}`].filter((x) => x !== null && x !== undefined).join(" · "))),
+      link(open, { class: "run-link", "data-nav": true }, el("div", {}, el("strong", {}, run.name), run.damage.length ? el("div.damage", {}, run.damage.join(" · ")) : null, el("div.muted", {}, [run.env, run.model, run.algo, run.seed === null || run.seed === undefined ? null : `seed ${run.seed}`].filter((x) => x !== null && x !== undefined).join(" · "))),
         el("div", { title: run.error ?? "" }, el(`span.badge.${run.state}`, {}, run.state), el("div.muted", {}, ago(run.updated))),
         progress(run), spark.node, el("div.figure", {}, spark.names.map((name) => el("div", {}, policyOf(name), el("strong", {}, num(run.last?.[name])))), el("div.muted", {}, "reward"))));
   });

@@ -1,6 +1,6 @@
 // One step, or all of them: its groups and its rollouts, with filters.
 
-import { count, debounced, el, fill, link, num, reward, seconds, segmented } from "./dom.js";
+import { count, debounced, el, fill, link, named, num, reward, seconds, segmented } from "./dom.js";
 import { get, query, remember, runHash, runUrl, stored } from "./data.js";
 import { histogram } from "./chart.js";
 import { VirtualTable } from "./table.js";
@@ -123,7 +123,7 @@ class Step {
     const step = this.step === null ? [{ title: "Step", width: "64px", className: "n", cell: (r) => num(r.step) }] : [];
     return [
       { title: "Reward", width: "72px", className: "n", sort: "reward", cell: (r) => reward(r.reward) }, ...step,
-      { title: "Task", width: "minmax(110px, 0.9fr)", className: "mono", cell: (r) => String(r.task ?? "–") },
+      { title: "Task", width: "minmax(110px, 0.9fr)", className: "mono", cell: (r) => named(r.task) },
       { title: "Turns", width: "52px", className: "n", cell: (r) => num(r.turns) },
       { title: "Tokens", width: "66px", className: "n", sort: "tokens", cell: (r) => num(r.tokens) },
       { title: "Stop", width: "184px", cell: (r) => [el("span", {}, r.stop || "–"), flags(r)] },
@@ -140,7 +140,7 @@ class Step {
       { title: "Spread", width: "84px", className: "n", sort: "spread", cell: (g) => num(g.spread) }, ...step,
       { title: "Rewards", width: "minmax(200px, 1fr)", sort: "reward", cell: (g) => el("span.cells", {}, g.rewards.map((r) => cell(r, isBest(r, g.rewards)))) },
       { title: "Mean", width: "72px", className: "n", cell: (g) => num(g.rewards.reduce((a, b) => a + b, 0) / g.rewards.length) },
-      { title: "Task", width: "minmax(90px, 0.5fr)", className: "mono", cell: (g) => String(g.task ?? "–") },
+      { title: "Task", width: "minmax(90px, 0.5fr)", className: "mono", cell: (g) => named(g.task) },
       { title: "Prompt", width: "minmax(160px, 2fr)", className: "preview", cell: (g) => g.preview || "" },
     ];
   }

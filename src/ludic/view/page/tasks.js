@@ -1,6 +1,6 @@
 // Tasks: all of them, and one over all updates.
 
-import { count, el, empty, fill, json, link, num, prose, reward, segmented, signed, svg, textOf } from "./dom.js";
+import { count, el, empty, fill, json, link, named, num, prose, reward, segmented, signed, svg, textOf } from "./dom.js";
 import { get, remember, runHash, runUrl } from "./data.js";
 import { LineChart } from "./chart.js";
 import { VirtualTable } from "./table.js";
@@ -17,7 +17,7 @@ export async function tasksView({ run, params }) {
       label: "Tasks", href: (t) => runHash(run, `/task/${encodeURIComponent(t.task)}`), emptyText: "No rollout names its task.", onTotal: (n) => { total.textContent = count(n, "task"); },
       fetchPage: async (offset, limit) => { const a = await get(runUrl(run, "/tasks"), { sort, offset, limit }); return { total: a.total, rows: a.tasks }; },
       columns: [
-        { title: "Task", width: "minmax(120px, 1fr)", className: "mono", cell: (t) => String(t.task) },
+        { title: "Task", width: "minmax(120px, 1fr)", className: "mono", cell: (t) => named(t.task) },
         { title: "First", width: "84px", className: "n", cell: (t) => reward(t.reward_first) },
         { title: "Last", width: "84px", className: "n", cell: (t) => reward(t.reward_last) },
         { title: "Change", width: "96px", className: "n", cell: (t) => t.gain === null ? "–" : change(t.gain) },

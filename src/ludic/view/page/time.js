@@ -144,7 +144,7 @@ export async function healthView({ run }) {
     const { advisories } = await get(runUrl(run, "/health"));
     fill(box, advisories.length ? advisories.map((a) => {
       const to = typeof a.link === "string" && a.link.startsWith("#/") ? a.link : null;
-      return el(`article.advisory.${a.level === "warning" ? "warning" : "info"}`, {}, el("div.glyph", { "aria-hidden": "true" }, a.level === "warning" ? "▲" : "i"),
+      return el(`article.advisory.${a.level}`, {}, el("div.glyph", { "aria-hidden": "true" }, { error: "✕", warning: "▲", info: "i" }[a.level]),
         el("div", {}, el("h2", {}, a.title), el("p", {}, a.detail), el("p.advice", {}, el("strong", {}, "What to do: "), a.advice), el("p.muted.small", {}, a.level, a.step === null || a.step === undefined ? "" : ` · step ${num(a.step)}`, " · ", el("span.mono", {}, a.code))),
         to ? link(to, { class: "button", "data-nav": true }, "Show") : null);
     }) : empty("Nothing to worry about", "No check found anything unusual."));

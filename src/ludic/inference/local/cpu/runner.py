@@ -30,7 +30,7 @@ def cpu_forward(view: Any, settings: RunnerSettings) -> Forward:
     pack = settings.pack_weights
     if pack is None:
         pack = packed_bytes(view) < free_memory(torch.device("cpu")) // 4
-    forward = AdaptedForward(view, pack=pack) if settings.adapters else make_forward(view, pack=pack)
+    forward: Forward = AdaptedForward(view, pack=pack) if settings.adapters else make_forward(view, pack=pack)
     if not forward.keeps_rows:
         say_once(
             "On this processor, this model's matrix products round a row in another way in batches of other sizes: the logits of a "

@@ -279,7 +279,15 @@ class FunctionScorer:
     def __init__(self, fn: RewardFunction, name: str | None = None) -> None:
         self.fn = fn
         self.name = name or str(getattr(fn, "__name__", type(fn).__name__))
-        self.by_group = next(iter(inspect.signature(fn).parameters), None) == "rollouts"
+        signature = inspect.signature(fn)
+        try:
+            signature.bind(None)
+        except TypeError as error:
+            raise ConfigError(
+                f"The reward function {self.name!r} is called with one argument, the rollout or the group's `rollouts`, but takes "
+                f"{signature}: {error}. (task, answer, session) is for an agent that is a function or a command (docs/gateway.md)."
+            ) from error
+        self.by_group = next(iter(signature.parameters), None) == "rollouts"
         while isinstance(fn, partial):
             fn = fn.func
         self._is_async = inspect.iscoroutinefunction(fn if inspect.isroutine(fn) else type(fn).__call__)

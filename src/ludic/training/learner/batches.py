@@ -80,7 +80,12 @@ async def fetch(source: BatchSource, algo: RLAlgorithm, cfg: TrainerConfig, step
             _warn_of_missing_scores(prepared)
             return prepared
         counts = prepared.counts | {name: float(prepared.meta.get(name, 0)) for name in _OF_ROLLOUTS}
+        because = prepared.meta.get("unscored_because", "")
         if counts["num_unscored"]:
+            if step == 0 and counts["num_unscored"] == prepared.meta.get("target_rollouts"):
+                raise NothingToTrainOn(
+                    f"A judge or reward function failed on all {counts['num_unscored']:.0f} episodes of the first batch: {because}"
+                )
             logger.warning(
                 "A judge or reward function failed on %d episodes, and the batch has nothing left to train on: it is "
                 "skipped (%d of max_empty_batches=%d). The first failure is logged above.",
@@ -92,7 +97,7 @@ async def fetch(source: BatchSource, algo: RLAlgorithm, cfg: TrainerConfig, step
     raise NothingToTrainOn(
         f"{cfg.max_empty_batches} batches in a row had nothing to train on at step {step}; left out: {counted}. "
         "Are all rewards of each group equal (zero weights), is everything older than max_lag, too long, or filtered? Were any "
-        "tokens sampled? Does the judge answer (num_unscored)?"
+        f"tokens sampled?{f' A judge or reward function failed, last with {because}' if because else ''}"
     )
 
 

@@ -1,0 +1,73 @@
+"""The tools of an env, called as `check_env` needs it: all of them with generated arguments, or those that a reference names."""
+
+import json
+import random
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ludic.envs.check.report import failed
+from ludic.envs.env import LudicEnv
+from ludic.tools.tool import Tool, as_tool
+
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_MAX_CALLS = 200
+_MISTAKES = (ArithmeticError, AssertionError, AttributeError, ImportError, NameError, TimeoutError, TypeError)
+"""What a tool raises by mistake; a ValueError, LookupError or OSError may be its answer to the model."""
+
+
+def tools_of(env: LudicEnv[Any, Any, Any], agent_id: str) -> dict[str, Tool]:
+    tools = list(env.episode_tools(agent_id))
+    for tool in tools:
+        if not callable(tool):
+            raise failed(env, f"episode_tools({agent_id!r}) holds {tool!r:.60}, which cannot be called.")
+    return {tool.name: tool for tool in map(as_tool, tools)}
+
+
+async def try_tools(env: LudicEnv[Any, Any, Any], agent_id: str, rng: random.Random) -> list[str]:
+    """What each tool answers to one call, with arguments that follow its schema."""
+    answers = []
+    for tool in tools_of(env, agent_id).values():
+        arguments = _example(tool.parameters, rng)
+        result = await tool.call(arguments)
+        if result.raised is not None and issubclass(result.raised, _MISTAKES):
+            what = result.content.splitlines()[0].removeprefix("Error: ")
+            raise failed(
+                env, f"the tool {what} (arguments: {arguments}). Let it return, or say in a ValueError, what is wrong."
+            )
+        answers.append(result.content)
+    return answers
+
+
+def _example(schema: Mapping[str, Any], rng: random.Random) -> Any:
+    """A value of the schema's type; often what code forgets, such as 0 and an empty text."""
+    kind = schema.get("type")
+    if "enum" in schema:
+        return rng.choice(schema["enum"])
+    if "anyOf" in schema:
+        return _example(rng.choice(schema["anyOf"]), rng)
+    if kind == "object":
+        return {name: _example(sub, rng) for name, sub in schema.get("properties", {}).items()}
+    if kind == "array":
+        return [
+            _example(one, rng) for one in schema.get("prefixItems") or [schema.get("items") or {}] * rng.randrange(3)
+        ]
+    plain = {"integer": (0, 1, 7), "number": (0.0, 1.0, -2.5), "boolean": (True, False), "null": (None,)}
+    return rng.choice(plain.get(str(kind), ("", "a", "7")))
+
+
+async def reply_of(env: LudicEnv[Any, Any, Any], agent_id: str, choose: Callable[[], str]) -> str:
+    """The next action. Where a reference replies with tool calls instead, they are made, and it is asked again."""
+    for _ in range(_MAX_CALLS):
+        reply = choose()
+        calls = [json.loads(call) for call in _CALL.findall(reply)]
+        if not calls:
+            return reply
+        tools = tools_of(env, agent_id)
+        for call in calls:
+            if call["name"] not in tools:
+                raise failed(
+                    env, f"the reference calls the tool {call['name']!r}; there are {', '.join(tools) or 'none'}."
+                )
+            await tools[call["name"]].call(call.get("arguments"))
+    raise failed(env, f"reference_action({agent_id!r}) called tools {_MAX_CALLS} times in a row and named no action.")

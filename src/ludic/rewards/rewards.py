@@ -22,11 +22,13 @@ from ludic.types import (
     Rollout,
     Scorer,
     ScorerContractError,
+    Stateful,
     Step,
     UnknownName,
     components_of,
     is_parse_failure,
 )
+from ludic.types.interfaces import UnsavedState, load_into
 from ludic.types.steps import MAX_REWARD, OWN_COMPONENTS, SCORES, own_scores
 
 RewardFunction = Callable[..., Any]
@@ -53,6 +55,18 @@ class Rewards:
         self.max_concurrent, self.timeout_s = max_concurrent, timeout_s
         self._check()
         self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._own = {scorer.name: _given(scorer) for scorer in self.scorers}
+        self._unsaved = UnsavedState(self._own.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of scorers that have one, by name."""
+        if self._places is not None:  # they have scored something
+            self._unsaved.warn()
+        return {name: own.state_dict() for name, own in self._own.items() if isinstance(own, Stateful)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in state.keys() & self._own.keys():
+            load_into(self._own[name], state[name])
 
     def _check(self) -> None:
         names = [scorer.name for scorer in self.scorers]
@@ -335,6 +349,13 @@ class RenamedScorer:
             self.name + key.removeprefix(first) if key == first or key.startswith(f"{first}/") else key: value
             for key, value in values.items()
         }
+
+
+def _given(scorer: Scorer) -> Any:
+    """The user's object in a scorer."""
+    if isinstance(scorer, RenamedScorer):
+        return _given(scorer.scorer)
+    return scorer.fn if isinstance(scorer, FunctionScorer) else scorer
 
 
 def as_scorer(given: Scorer | RewardFunction, name: str | None = None) -> Scorer:

@@ -163,15 +163,15 @@ class RayProcesses:
 
 def _why_not_connected(address: str, error: Exception) -> str:
     """Ray says of a cluster that wants a token what it says of an address where nothing is."""
-    if isinstance(error, ConnectionError) and (found := re.search(r"([\w.-]+):(\d+)", f"{error} {address}")):
+    if not isinstance(error, (ConnectionError, ValueError)):
+        return f"The Ray cluster at {address!r} refused the connection: {error}"
+    if found := re.search(r"([\w.-]+):(\d+)", f"{error} {address}"):
         with contextlib.suppress(OSError), socket.create_connection((found[1], int(found[2])), timeout=5):
             return (
-                f"{found[0]} answers, but Ray could not connect to it: {error} A cluster that wants a token needs "
-                "RAY_AUTH_MODE=token and the token, in RAY_AUTH_TOKEN or ~/.ray/auth_token; else, does another program answer there?"
+                f"{found[0]} answers, but Ray could not connect: {error} Does the cluster want a token (RAY_AUTH_MODE=token, the "
+                "token in RAY_AUTH_TOKEN or ~/.ray/auth_token), or is it another program?"
             )
-    if isinstance(error, (ConnectionError, ValueError)):
-        return f"There is no Ray cluster at {address!r}: {error}. Start one (`ray start --head`), or give --ray-address."
-    return f"The Ray cluster at {address!r} refused the connection: {error}"
+    return f"There is no Ray cluster at {address!r}: {error}. Start one (`ray start --head`), or give --ray-address."
 
 
 class RayProcess:

@@ -23,6 +23,7 @@ from ludic.training.learner.packing import balanced_shares, fit_length
 from ludic.training.learner.stop import StopRequested
 from ludic.training.losses import BatchFacts, Loss
 from ludic.types import BatchSource, ConfigError, LudicError, Reducer, RequestsExhausted, SAWBatch, SAWItem, Stateful
+from ludic.types.interfaces import own_parts
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +179,11 @@ def load_data_states(algo: RLAlgorithm, source: BatchSource | None, state: Mappi
 
 def _parts(algo: RLAlgorithm, source: BatchSource | None) -> dict[str, Stateful]:
     # The source last: one that works ahead restores the credit rule's state from before the batches that it makes again.
-    parts: dict[str, Any] = {"credit_assigner": algo.credit_assigner, "batch_source": source}
+    parts: dict[str, Any] = {
+        "credit_assigner": algo.credit_assigner,
+        **own_parts(algo.loss, "loss"),
+        "batch_source": source,
+    }
     return {name: part for name, part in parts.items() if isinstance(part, Stateful)}
 
 

@@ -112,7 +112,7 @@ class UnsavedState:
         for part, before in self._before:
             if changed := [name for name, now in _digests(part).items() if now != before.get(name)]:
                 logger.warning(
-                    "%s has changed since the start (%s) but has no state_dict and load_state_dict: a resumed run starts it anew, "
+                    "%s has changed since the start (%s) but has no state_dict and load_state_dict: a resumed run begins it again, "
                     "and goes on differently. See docs/credit.md.",
                     getattr(part, "__name__", type(part).__name__),
                     ", ".join(changed),

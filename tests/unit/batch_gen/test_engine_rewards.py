@@ -179,7 +179,9 @@ async def test_a_scorer_that_raises_in_every_call_ends_the_run_at_the_first_batc
     scorer = Breaks(range(100))
     engine = make_engine(rewards=Rewards([scorer]))
     source = RolloutBatchSource(engine, requests_fn=lambda: [request()] * 2, algorithm=ALGORITHM, max_steps=1)
-    with pytest.raises(NothingToTrainOn, match=r"all 2 episodes of the first batch: RuntimeError: no verdict \(at .*\)$"):
+    with pytest.raises(
+        NothingToTrainOn, match=r"all 2 episodes of the first batch: RuntimeError: no verdict \(at .*\)$"
+    ):
         await fetch(source, ALGORITHM, TrainerConfig(), step=0)
     assert scorer.num_calls == 2
 

@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -59,10 +60,10 @@ class Rewards:
         self._unsaved = UnsavedState(self._own.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of scorers that have one, by name."""
+        """The states of scorers that have one, by name, as they are now: a source generates on from it later."""
         if self._places is not None:  # they have scored something
             self._unsaved.warn()
-        return {name: own.state_dict() for name, own in self._own.items() if isinstance(own, Stateful)}
+        return {name: deepcopy(own.state_dict()) for name, own in self._own.items() if isinstance(own, Stateful)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in state.keys() & self._own.keys():

@@ -28,40 +28,36 @@ async def try_tools(env: LudicEnv[Any, Any, Any], agent_id: str, rng: random.Ran
     """What each tool answers to one call, with arguments that follow its schema."""
     answers = []
     for tool in tools_of(env, agent_id).values():
-        arguments = _example(tool.parameters, rng)
-        result = await tool.call(arguments)
+        result = await tool.call(arguments := _example(tool.parameters, rng))
         if result.raised is not None and issubclass(result.raised, _MISTAKES):
-            what = result.content.splitlines()[0].removeprefix("Error: ")
-            raise failed(
-                env, f"the tool {what} (arguments: {arguments}). Let it return, or say in a ValueError, what is wrong."
-            )
+            what = f"{result.content.splitlines()[0].removeprefix('Error: ')} (arguments: {arguments})"
+            raise failed(env, f"the tool {what}. Let it return what is wrong, or raise ValueError.")
         answers.append(result.content)
     return answers
 
 
+_EDGES = {"integer": (0, 1, 7), "number": (0.0, 1.0, -2.5), "boolean": (True, False), "null": (None,)}
+
+
 def _example(schema: Mapping[str, Any], rng: random.Random) -> Any:
     """A value of the schema's type; often what code forgets, such as 0 and an empty text."""
-    kind = schema.get("type")
-    if "enum" in schema:
-        return rng.choice(schema["enum"])
-    if "anyOf" in schema:
-        return _example(rng.choice(schema["anyOf"]), rng)
-    if kind == "object":
-        return {name: _example(sub, rng) for name, sub in schema.get("properties", {}).items()}
-    if kind == "array":
-        return [
-            _example(one, rng) for one in schema.get("prefixItems") or [schema.get("items") or {}] * rng.randrange(3)
-        ]
-    plain = {"integer": (0, 1, 7), "number": (0.0, 1.0, -2.5), "boolean": (True, False), "null": (None,)}
-    return rng.choice(plain.get(str(kind), ("", "a", "7")))
+    match schema:
+        case {"enum": values}:
+            return rng.choice(values)
+        case {"anyOf": schemas}:
+            return _example(rng.choice(schemas), rng)
+        case {"type": "object", "properties": properties}:
+            return {name: _example(sub, rng) for name, sub in properties.items()}
+        case {"type": "array"}:
+            return [_example(one, rng) for one in [schema.get("items") or {}] * rng.randrange(3)]
+    return rng.choice(_EDGES.get(str(schema.get("type")), ("", "a", "7")))
 
 
 async def reply_of(env: LudicEnv[Any, Any, Any], agent_id: str, choose: Callable[[], str]) -> str:
     """The next action. Where a reference replies with tool calls instead, they are made, and it is asked again."""
     for _ in range(_MAX_CALLS):
         reply = choose()
-        calls = [json.loads(call) for call in _CALL.findall(reply)]
-        if not calls:
+        if not (calls := [json.loads(call) for call in _CALL.findall(reply)]):
             return reply
         tools = tools_of(env, agent_id)
         for call in calls:

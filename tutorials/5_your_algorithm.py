@@ -72,4 +72,4 @@ print(
 )
 
 # %% [markdown]
-# In `ludic train`: `--algo file.py:make_mine`, a function that returns the algorithm. More: [algorithms](../algorithms/README.md), [credit](../credit.md).
+# In `ludic train`: `--algo file.py:make_mine`, a function that returns the algorithm. What it keeps between batches needs `state_dict()` and `load_state_dict(state)` ([why](../credit.md#state)). More: [algorithms](../algorithms/README.md), [credit](../credit.md).

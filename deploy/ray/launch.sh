@@ -2,9 +2,11 @@
 # A pipeline on a Ray cluster that is running: Ray decides where learner and actors go, by the GPUs that they ask for here, and by
 # --learner-resources and --actor-resources, which may follow run.toml (docs/pipeline.md).
 #
-#   LUDIC_REDIS_URL=redis://:PASSWORD@HOST:6379/0 deploy/ray/launch.sh run.toml
+#   LUDIC_REDIS_URL=redis://:PASSWORD@HOST:6380/0 deploy/ray/launch.sh run.toml
 #
 # To be run on a machine of the cluster, from a folder that all its machines share.
+# Ray's own port is 6379 as well as Redis's, so this Redis listens on another (redis-server --port 6380 --requirepass PASSWORD).
+# A cluster that wants a token: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN here, too.
 # A cluster of hosts a and b (scripts/two_hosts.py runs this):
 #
 #   a$ ray start --head --port=6379 --node-ip-address=10.77.0.1 --resources='{"host_a": 1}'

@@ -47,6 +47,9 @@ ALLOWED = {
     ("batch_gen/sources/rollouts.py", "rollout_metrics"): BATCH,
     ("batch_gen/sources/shared.py", "rollout_metrics"): BATCH,
     ("batch_gen/sources/shared.py", "num_rollouts"): BATCH,
+    ("training/learner/batches.py", "unscored_because"): BATCH,
+    ("training/learner/batches.py", "target_rollouts"): BATCH,
+    ("cli/eval/run.py", "sample_index"): "fixed_requests wrote it into the request",
 }
 
 

@@ -141,7 +141,9 @@ def _meta(
         [added(rollout.scores for rollout in session) for session in sessions],
     )
     metrics = {name: float(value) for name, value in {**counts, **averages}.items()}
-    return {**counts, **averages, "rollout_metrics": metrics}
+    unscored = [e.failure for e in episodes if e.failure is not None and e.failure.by_scorer]
+    because = {"unscored_because": unscored[0].summary_and_place} if unscored else {}
+    return {**counts, **averages, **because, "rollout_metrics": metrics}
 
 
 def _rates_by_domain(sessions: Sequence[Sequence[Rollout]]) -> dict[str, float]:

@@ -142,7 +142,7 @@ class RolloutEngine:
         self._max_retries = max_retries
         self._max_failed_share, self._max_unscored_share = max_failed_share, max_unscored_share
         self._on_progress = on_progress
-        self._rewards = rewards
+        self.rewards = rewards
         self._failures = FailureLog()
         self._active: list[_EpisodeCounts] = []
         self._num_planned = 0
@@ -266,11 +266,11 @@ class RolloutEngine:
 
     def scorer_metrics(self) -> dict[str, float]:
         """What the scorers count of themselves, over all episodes so far."""
-        return {} if self._rewards is None else self._rewards.metrics()
+        return {} if self.rewards is None else self.rewards.metrics()
 
     def scorer_mean_weights(self) -> dict[str, float]:
         """Of those metrics the ones that are means, and over how many."""
-        return {} if self._rewards is None else self._rewards.mean_weights()
+        return {} if self.rewards is None else self.rewards.mean_weights()
 
     @property
     def progress(self) -> Progress | None:
@@ -295,7 +295,7 @@ class RolloutEngine:
     ) -> Iterator[tuple[EpisodePlan, Job[list[Episode]]]]:
         if self._finished is None:
             return ((plan, partial(self._run_episode, plan, limits, counts)) for plan in plans)
-        resumed = resume_plans(plans, self._finished, max_steps=limits.max_steps, rewards=self._rewards)
+        resumed = resume_plans(plans, self._finished, max_steps=limits.max_steps, rewards=self.rewards)
         return (
             (plan, partial(_read, plan, resumed.stored[plan.index]))
             if plan.index in resumed.stored
@@ -306,7 +306,7 @@ class RolloutEngine:
     async def _run_episode(self, plan: EpisodePlan, limits: EpisodeLimits, counts: _EpisodeCounts) -> list[Episode]:
         counts.running[plan.index] = running = RunningEpisode(plan)
         try:
-            episode = await run_episode(plan, self._factories, limits, self._failures, running, self._rewards)
+            episode = await run_episode(plan, self._factories, limits, self._failures, running, self.rewards)
         finally:
             del counts.running[plan.index]
         if episode.failure is not None or not self._compares_siblings:  # others are written with their group
@@ -315,14 +315,14 @@ class RolloutEngine:
 
     async def _write(self, episode: Episode, max_steps: int) -> None:
         if self._writer is not None:
-            key = request_key(episode.plan, max_steps=max_steps, rewards=self._rewards)
+            key = request_key(episode.plan, max_steps=max_steps, rewards=self.rewards)
             await self._writer.write(episode, key=key)
 
     # --- groups ---
 
     @property
     def _compares_siblings(self) -> bool:
-        return self._rewards is not None and self._rewards.compares_siblings
+        return self.rewards is not None and self.rewards.compares_siblings
 
     def _jobs_of_groups(
         self, jobs: Iterator[tuple[EpisodePlan, Job[list[Episode]]]], max_steps: int
@@ -346,10 +346,10 @@ class RolloutEngine:
     async def finish_group(self, episodes: Sequence[Episode], *, max_steps: int) -> None:
         """Apply the scorers that compare the episodes of a group, and write the episodes. Nothing to do without such scorers."""
         finished = [episode for episode in episodes if episode.failure is None]
-        if self._rewards is None or not self._compares_siblings or not any(e.num_attempts for e in finished):
+        if self.rewards is None or not self._compares_siblings or not any(e.num_attempts for e in finished):
             return
         rollouts = [rollout for episode in finished for rollout in episode.rollouts]
-        await score_or_record(rollouts, partial(self._rewards.score_group, rollouts))
+        await score_or_record(rollouts, partial(self.rewards.score_group, rollouts))
         for episode in finished:
             if episode.failure is not None:
                 self._failures.add(episode.plan, episode.failure, is_retried=False)

@@ -96,7 +96,8 @@ class LudicEnv(ABC, Generic[AgentID, Obs, Action]):
         return None
 
     def reference_action(self, agent_id: AgentID) -> str | None:
-        """The action of a reference solution; None when there is none."""
+        """The action of a reference solution; None when there is none. It may call tools first: it replies
+        `<tool_call>{"name": …, "arguments": …}</tool_call>`, and is asked again."""
         return None
 
     def snapshot(self) -> Snapshot:

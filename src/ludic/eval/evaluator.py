@@ -31,12 +31,14 @@ async def evaluate(
     timeout_s: float | None = None,
     concurrency: int = 8,
     on_rollouts: OnRollouts | None = None,
+    without: str = "",
 ) -> EvalReport:
-    """Run the requests and report. `max_steps` is turns per episode, `timeout_s` seconds per model call."""
+    """Run the requests and report. `max_steps` is turns per episode, `timeout_s` seconds per model call; rollouts of the policy
+    `without` do not count."""
     episodes = await play_requests(
         engine, requests, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency, on_rollouts=on_rollouts
     )
-    rollouts = [rollout for episode in episodes for rollout in episode.rollouts]
+    rollouts = [rollout for episode in episodes for rollout in episode.rollouts if rollout.policy != without]
     return await asyncio.to_thread(make_report, rollouts, grading, reducers)
 
 

@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,11 +23,13 @@ from ludic.types import (
     Rollout,
     Scorer,
     ScorerContractError,
+    Stateful,
     Step,
     UnknownName,
     components_of,
     is_parse_failure,
 )
+from ludic.types.interfaces import UnsavedState, load_into
 from ludic.types.steps import MAX_REWARD, OWN_COMPONENTS, SCORES, own_scores
 
 RewardFunction = Callable[..., Any]
@@ -53,6 +56,18 @@ class Rewards:
         self.max_concurrent, self.timeout_s = max_concurrent, timeout_s
         self._check()
         self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._own = {scorer.name: _given(scorer) for scorer in self.scorers}
+        self._unsaved = UnsavedState(self._own.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of scorers that have one, by name, as they are now: a source generates on from it later."""
+        if self._places is not None:  # they have scored something
+            self._unsaved.warn()
+        return {name: deepcopy(own.state_dict()) for name, own in self._own.items() if isinstance(own, Stateful)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in state.keys() & self._own.keys():
+            load_into(self._own[name], state[name])
 
     def _check(self) -> None:
         names = [scorer.name for scorer in self.scorers]
@@ -279,7 +294,15 @@ class FunctionScorer:
     def __init__(self, fn: RewardFunction, name: str | None = None) -> None:
         self.fn = fn
         self.name = name or str(getattr(fn, "__name__", type(fn).__name__))
-        self.by_group = next(iter(inspect.signature(fn).parameters), None) == "rollouts"
+        signature = inspect.signature(fn)
+        try:
+            signature.bind(None)
+        except TypeError as error:
+            raise ConfigError(
+                f"The reward function {self.name!r} is called with one argument, the rollout or the group's `rollouts`, but takes "
+                f"{signature}: {error}. (task, answer, session) is for an agent that is a function or a command (docs/gateway.md)."
+            ) from error
+        self.by_group = next(iter(signature.parameters), None) == "rollouts"
         while isinstance(fn, partial):
             fn = fn.func
         self._is_async = inspect.iscoroutinefunction(fn if inspect.isroutine(fn) else type(fn).__call__)
@@ -327,6 +350,13 @@ class RenamedScorer:
             self.name + key.removeprefix(first) if key == first or key.startswith(f"{first}/") else key: value
             for key, value in values.items()
         }
+
+
+def _given(scorer: Scorer) -> Any:
+    """The user's object in a scorer."""
+    if isinstance(scorer, RenamedScorer):
+        return _given(scorer.scorer)
+    return scorer.fn if isinstance(scorer, FunctionScorer) else scorer
 
 
 def as_scorer(given: Scorer | RewardFunction, name: str | None = None) -> Scorer:

@@ -38,9 +38,11 @@ from ludic.run.generation import Generation, generation_of, mark_finished
 from ludic.run.given import EnvFactory, Parts, env_factory, no_env
 from ludic.run.model import load_policy, load_reference, use_threads, with_pinned_checkpoints
 from ludic.run.parts.loggers import make_loggers
+from ludic.run.parts.rewards import make_rewards
 from ludic.run.policies.entry import PolicyEntry
 from ludic.run.policies.resolve import resolve_run
 from ludic.run.policies.team import Team, check_team
+from ludic.run.protocols.agents import uses_gateway
 from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import read_toml, with_given, with_values
 from ludic.tasks import cancel_all, long_lived_objects_exempt
@@ -335,10 +337,10 @@ def build(
     parser, callables as tools, an RLAlgorithm, a `LoadedModel` or a torch model with its `tokenizer`, TrainingLoggers. `loss`
     replaces the algorithm's, an object as `protocol` the agent with all its parts; `source` wraps the source of fresh rollouts;
     `reducers` are further metrics (`Parts` in given.py). An agent may also be a function that makes its model calls over HTTP
-    (docs/gateway.md); a function as `reward` and clients as `policies` are for it. `policies` is otherwise a table of settings by
-    name, and all of them learn (docs/multi_policy.md). `reward` is otherwise a list of names, reward functions and
-    scorers (docs/rewards.md). data and eval_data take a file, a list of samples, or a function that generates them. Settings are
-    checked here; weights are loaded when the run trains or evaluates.
+    (docs/gateway.md): its `reward` is `f(task, answer, session)`, and `policies` are clients. `policies` is otherwise a table of
+    settings by name, and all of them learn (docs/multi_policy.md). `reward` is otherwise a function `f(rollout)`, a name, a scorer,
+    or a list of these (docs/rewards.md). data and eval_data take a file, a list of samples, or a function that generates them.
+    Settings are checked here; weights are loaded when the run trains or evaluates.
     """
     config = config or RunConfig()
     is_several = bool(config.envs or settings.get("envs"))
@@ -361,7 +363,7 @@ def build(
         "model": _model(model, tokenizer),
         "tools": _several(tools),
         "logger": _several(logger),
-        "reward": (None, None) if callable(reward) else _several(reward),
+        "reward": _several(reward),
         "data": _samples(data),
         "eval_data": _samples(eval_data),
     }
@@ -371,9 +373,14 @@ def build(
     values["tools"] = (*config.agent.tools, *values["tools"])
     objects = {_PARTS.get(name, name): part for name, (_, part) in given.items() if part is not None}
     objects |= {"loss": loss, "source": source, "reducers": reducers or {}}
-    objects |= {"reward": reward if callable(reward) else None, "policies": policies or {}}
     config = with_pinned_checkpoints(with_given(config, values))
-    return Run(resolve_run(config, factory, Parts(**objects)))
+    parts = Parts(**objects, policies=policies or {})
+    if callable(reward) and uses_gateway(config.agent, parts):
+        parts = replace(parts, reward=reward, scorers=())
+    run = resolve_run(config, factory, parts)
+    for own in run.each if reward is not None else ():
+        make_rewards(own.config.reward, own.config.agent, parts)  # a wrong one is found now
+    return Run(run)
 
 
 _PARTS = {"algo": "algorithm", "logger": "loggers", "data": "samples", "eval_data": "eval_samples", "reward": "scorers"}

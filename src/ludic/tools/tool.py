@@ -70,6 +70,8 @@ class ToolResult:
 
     content: str
     is_error: bool = False
+    raised: type[BaseException] | None = None
+    """Type of what the tool raised; TimeoutError where it took too long."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -150,7 +152,8 @@ class Tool:
         if not done:
             return _error(
                 f"{self.name} did not finish within {self.timeout_s:g} s. "
-                "Try again with less work in one call, or go on without it."
+                "Try again with less work in one call, or go on without it.",
+                TimeoutError,
             )
         if task.cancelled():
             return _error(f"{self.name} was cancelled before it finished. Go on without it.")
@@ -183,7 +186,10 @@ class Tool:
         except Exception:  # noqa: BLE001 - an exception whose __str__ raises
             detail = ""
         what = f"{type(error).__name__}: {detail}" if detail else type(error).__name__
-        return _error(f"{self.name} failed with {what}\nCorrect the arguments and call it again, or go on without it.")
+        return _error(
+            f"{self.name} failed with {what}\nCorrect the arguments and call it again, or go on without it.",
+            type(error),
+        )
 
     def _usage(self) -> str:
         if not self.parameters.get("properties"):
@@ -309,8 +315,8 @@ def _is_dataclass_instance(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _error(text: str) -> ToolResult:
-    return ToolResult(encodable(f"Error: {text}"), is_error=True)
+def _error(text: str, raised: type[BaseException] | None = None) -> ToolResult:
+    return ToolResult(encodable(f"Error: {text}"), is_error=True, raised=raised)
 
 
 def _clipped(text: str) -> str:

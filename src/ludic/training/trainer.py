@@ -44,6 +44,7 @@ from ludic.types import (
     RequestsExhausted,
     TrainingLogger,
 )
+from ludic.types.interfaces import UnsavedState, own_parts
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class TrainingLoop:
         self._evaluation = Evaluation(evaluator, self.cfg, self._log)
         self._log_lock = threading.Lock()
         """A step is logged from a thread, a background evaluation from the event loop; loggers see one at a time."""
+        self._unsaved = UnsavedState(own_parts(self.algo, "algo").values())
         self._last_saved: int | None = None
         self._data_before_batch: dict[str, Any] | None = None
         """The data's position before the batch that is being fetched or trained on; None between steps."""
@@ -286,6 +288,7 @@ class TrainingLoop:
             raise RuntimeError(
                 f"There is no checkpointer; give {type(self).__name__}(checkpoint_config=CheckpointConfig(…))."
             )
+        self._unsaved.warn()
         self.learner.save(self.step, state, metrics, partial(self._notify_saved, self.step))
         self._last_saved = self.step
 

@@ -272,6 +272,10 @@ class Failure:
     def summary(self) -> str:
         return f"{self.error}: {self.message}"
 
+    @property
+    def summary_and_place(self) -> str:
+        return f"{self.summary} (at {self.place})" if self.place else self.summary
+
 
 _MAX_MESSAGE, _MAX_TRACEBACK = 4_000, 40_000
 """Characters. An exception may hold megabytes, and every failed episode is stored."""

@@ -1,7 +1,12 @@
 """The interfaces between the parts. A class with these methods fits; nothing needs to inherit."""
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+import contextlib
+import hashlib
+import logging
+import pickle
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from ludic.types.rollout import Rollout
@@ -9,6 +14,8 @@ from ludic.types.samples import RolloutStepKey, SAWBatch, SAWItem
 from ludic.types.sampling import ChatResponse, TokenChunk, TokenCompletionRequest
 from ludic.types.steps import Info, Step
 from ludic.types.tokens import LogprobArray, TokenIds
+
+logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -90,6 +97,58 @@ def load_into(part: object, state: dict[str, Any]) -> None:
     """Restore what `state_of` returned."""
     if isinstance(part, Stateful):
         part.load_state_dict(state)
+
+
+class UnsavedState:
+    """Notices that a user's object changes while it has no `state_dict`: checkpoints do not hold it."""
+
+    def __init__(self, parts: Iterable[object]) -> None:
+        """Called at the start of the run."""
+        own = (part for part in parts if not (isinstance(part, Stateful) or type(part).__module__.startswith("ludic.")))
+        self._before = [(part, _digests(part)) for part in own]
+
+    def warn(self) -> None:
+        """Called for the first checkpoint; it compares once."""
+        for part, before in self._before:
+            if changed := [name for name, now in _digests(part).items() if now != before.get(name)]:
+                logger.warning(
+                    "%s has changed since the start (%s) but has no state_dict and load_state_dict: a resumed run begins it again, "
+                    "and goes on differently. See docs/credit.md.",
+                    getattr(part, "__name__", type(part).__name__),
+                    ", ".join(changed),
+                )
+        self._before = []
+
+
+def own_parts(part: Any, path: str) -> dict[str, Any]:
+    """The user's objects in a rule or a loss by their path; those of Ludic, such as ScaledCredit and CorrectedLoss, hold others."""
+    if isinstance(part, (list, tuple)):
+        inner = dict(enumerate(part))
+    elif isinstance(part, Mapping):
+        inner = dict(part)
+    elif type(part).__module__.startswith("ludic."):
+        inner = {name: getattr(part, name, None) for name in getattr(type(part), "__slots__", ())}
+        inner |= getattr(part, "__dict__", {})
+    else:
+        return {path: part} if hasattr(part, "__dict__") else {}
+    return {key: own for name, one in inner.items() for key, own in own_parts(one, f"{path}.{name}").items()}
+
+
+def _digests(part: object) -> dict[str, str]:
+    """Of each attribute that can be pickled."""
+    found = {}
+    for name, value in getattr(part, "__dict__", {}).items():
+        digest = hashlib.blake2b()
+        with contextlib.suppress(Exception):  # such as a lock or a connection
+            _Pickler(SimpleNamespace(write=digest.update)).dump(value)
+            found[name] = digest.hexdigest()
+    return found
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        """A tensor counts by its version: its numbers, perhaps gigabytes, are not read."""
+        return (id(obj), obj._version) if hasattr(type(obj), "data_ptr") else None
 
 
 @runtime_checkable

@@ -150,7 +150,7 @@ async def test_a_batch_that_could_not_be_scored_is_skipped_with_a_warning(caplog
         max_steps=1,
         concurrency=1,
     )
-    prepared = await fetch(source, ALGORITHM, TrainerConfig(), step=0)
+    prepared = await fetch(source, ALGORITHM, TrainerConfig(), step=1)
     assert len(prepared.items) == 2 and prepared.meta["batch_index"] == 1
     assert "failed on 2 episodes" in caplog.text and "1 of max_empty_batches=8" in caplog.text
 
@@ -171,8 +171,19 @@ async def test_a_batch_of_which_most_could_not_be_scored_is_trained_on_with_a_wa
 async def test_a_judge_that_never_answers_ends_the_run_after_the_limit_of_empty_batches():
     engine = make_engine(rewards=Rewards([Breaks(range(100))]))
     source = RolloutBatchSource(engine, requests_fn=lambda: [request()], algorithm=ALGORITHM, max_steps=1)
-    with pytest.raises(NothingToTrainOn, match=r"3 batches in a row.*num_unscored 3.*Does the judge answer"):
-        await fetch(source, ALGORITHM, TrainerConfig(max_empty_batches=3), step=0)
+    with pytest.raises(NothingToTrainOn, match=r"3 batches in a row.*num_unscored 3.*RuntimeError: no verdict"):
+        await fetch(source, ALGORITHM, TrainerConfig(max_empty_batches=3), step=1)
+
+
+async def test_a_scorer_that_raises_in_every_call_ends_the_run_at_the_first_batch_with_its_cause():
+    scorer = Breaks(range(100))
+    engine = make_engine(rewards=Rewards([scorer]))
+    source = RolloutBatchSource(engine, requests_fn=lambda: [request()] * 2, algorithm=ALGORITHM, max_steps=1)
+    with pytest.raises(
+        NothingToTrainOn, match=r"all 2 episodes of the first batch: RuntimeError: no verdict \(at .*\)$"
+    ):
+        await fetch(source, ALGORITHM, TrainerConfig(), step=0)
+    assert scorer.num_calls == 2
 
 
 async def test_a_judge_whose_server_is_gone_fails_episodes_and_a_wrong_set_up_stops_the_run():

@@ -184,3 +184,9 @@ def test_the_slurm_job_trains_with_everything_on_one_machine(tmp_path):
     assert job.returncode == 0, job.stdout + job.stderr
     assert [row["step"] for row in read_metrics(tmp_path / "runs" / "small" / "metrics.jsonl")] == [1, 2, 3]
     assert "Done after update 3 of 3" in job.stdout and "= 24 acknowledged + " in job.stdout
+
+
+def test_ray_and_redis_of_the_ray_script_listen_on_different_ports():
+    text = (DEPLOY / "ray" / "launch.sh").read_text()
+    (redis,), (ray,) = re.findall(r"redis://\S+:(\d+)/", text), re.findall(r"--head --port=(\d+)", text)
+    assert redis != ray

@@ -32,7 +32,7 @@ from tests.unit.cli.runner import invoke
 WORDS = ["yes", "no", "maybe", "q0", "q1", "q2", "q3"]
 QUIZ = '''
 """Say yes; which question it is makes no difference."""
-from ludic.envs import DatasetQAEnv, SingleAgentEnv
+from ludic.envs import DatasetQAEnv, LudicEnv, SingleAgentEnv
 from ludic.types import StepOutcome
 
 class Quiz(DatasetQAEnv):
@@ -50,6 +50,17 @@ class Yes(SingleAgentEnv):
 
     def reference_action(self, agent_id):
         return "yes"
+
+class Duel(LudicEnv):
+    agent_ids, active_agents = ["left", "right"], ()
+
+    def reset(self, *, seed=None):
+        self.active_agents = list(self.agent_ids)
+        return {name: (f"q{seed % 4}", {"seed": seed}) for name in self.agent_ids}
+
+    def step(self, actions):
+        self.active_agents = []
+        return {name: StepOutcome("", float(len(actions.get(name, ""))), terminated=True) for name in self.agent_ids}
 '''
 SHORT = ["--max-tokens", "2", "--cut-off", "read"]
 
@@ -293,6 +304,29 @@ def test_a_run_folder_is_evaluated_before_and_after(folder):
     assert found["one"]["num_samples"] == 6 and found["one"]["mean_completion_tokens"] <= 2, "played as it was trained"
 
 
+def test_a_snapshot_of_a_run_is_the_opponent_in_each_role_in_turn(folder):
+    a_run(folder)
+    duel = ["quiz.py:Duel", "--num-tasks", "4", "--temperature", "0", *SHORT]
+    alone = ludic(*duel, "--model", "run@4", "--name", "alone")
+    assert "Each model plays left and right, so it meets itself. --against MODEL" in alone.output
+    said = {
+        (r.env_seed, r.agent_id): r.agent_steps[0].action
+        for r in load_rollouts(next(Path("runs/eval/alone/rollouts").iterdir()))
+    }
+
+    played = ludic(*duel, "--model", "one", "--against", "run@4", "--name", "both")
+    assert played.exit_code == 0 and "meets itself" not in played.output, played.output
+    rollouts = list(load_rollouts(episodes(Path("runs/eval/both"), "one")))
+    rollouts.sort(key=lambda r: r.request_meta["sample_index"])
+    opponent = [r for r in rollouts if r.policy == "opponent"]
+    assert [r.agent_id for r in opponent] == ["right", "left", "right", "left"]
+    assert all(r.agent_steps[0].action == said[r.env_seed, r.agent_id] for r in opponent)
+    found = metrics(Path("runs/eval/both"))["one"]
+    own = [r.total_reward for r in rollouts if r.policy != "opponent"]
+    assert found["num_samples"] == len(own) == 4 and found["mean_reward"] == pytest.approx(sum(own) / 4)
+    assert 'against = "' in Path("runs/eval/both/config.toml").read_text()
+
+
 def write_run(folder: Path, **values: Any) -> None:
     """The settings of a run, which are all that is read of it before models are loaded."""
     folder.mkdir()
@@ -403,6 +437,8 @@ def test_endpoint_errors_are_reported_before_playing(folder, endpoint, monkeypat
         (["quiz.py:Yes", "--base-url", "http://127.0.0.1:9/v1"], "cannot be reached"),
         (["quiz.py:Yes", "--api-key-env", "X"], "give --base-url"),
         (["one"], "folder without a config.toml"),
+        (["quiz.py:Yes", "--model", "one", "--against", "two"], "--against two takes an env with several roles"),
+        (["quiz.py:Duel", "--model", "one", "--against", "two@3"], "has no checkpoint of step 3"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

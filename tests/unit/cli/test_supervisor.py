@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ludic.cli.pipeline import processes
-from ludic.cli.pipeline.processes import LocalProcesses, RayProcess
+from ludic.cli.pipeline.processes import LocalProcesses, RayProcess, _why_not_connected
 from ludic.cli.pipeline.supervisor import (
     MACHINE_LOST,
     MergedOutput,
@@ -357,6 +358,17 @@ def test_machine_that_does_not_answer_is_given_up_and_its_role_killed(on_ray, mo
     clock[0] += 2
     assert process.poll() == MACHINE_LOST and ray.killed == 1
     assert process.read().endswith(b"ray: its machine has not answered for 60 s\n")
+
+
+def test_a_ray_cluster_that_wants_a_token_is_not_reported_as_absent():
+    """What Ray 2.60 raises where a token is missing (ConnectionError) and where the mode is set without one (AuthenticationError)."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"127.0.0.1:{server.getsockname()[1]}"
+        failed = ConnectionError(f"Failed to connect to Ray cluster at {place}.")
+        said = _why_not_connected("auto", failed)
+        assert said.startswith(f"{place} answers") and "RAY_AUTH_MODE=token" in said and "no Ray" not in said
+    assert _why_not_connected("auto", failed).startswith("There is no Ray cluster at 'auto': Failed to connect")
+    assert "refused the connection: no token" in _why_not_connected("auto", RuntimeError("no token"))
 
 
 def test_machine_that_ray_has_lost_is_given_up_at_once(on_ray):

@@ -1,10 +1,11 @@
 """check_env finds what it is there to find: each broken env here fails for its own reason."""
 
 import random
+from typing import Literal
 
 import pytest
 
-from ludic.envs import EnvCheckFailed, EnvReport, check_env
+from ludic.envs import EnvCheckFailed, EnvReport, SingleAgentEnv, check_env
 from ludic.types import Snapshot, StepOutcome
 from tests.fakes import CountingEnv
 
@@ -63,6 +64,85 @@ class IntegerObs(Sound):
     def env_step(self, action):
         outcome = super().env_step(action)
         return StepOutcome(7, outcome.reward, False, outcome.terminated)
+
+
+class NeverEnds(CountingEnv):
+    def env_step(self, action):
+        return StepOutcome("again", 0.0)
+
+
+class HiddenChance(Sound):
+    """Shows chance in one episode of three, as a deck that is shuffled once a day would."""
+
+    rolls = iter([1, 1, 2] * 1000)
+
+    def env_reset(self, *, seed=None):
+        super().env_reset(seed=seed)
+        return f"roll {next(self.rolls)}", {}
+
+    def __reduce__(self):
+        return (type(self), ())
+
+
+class Keys(SingleAgentEnv):
+    """The moves are tool calls: take the key of the right colour, then answer."""
+
+    full_reward = 1.0
+
+    def env_reset(self, *, seed=None):
+        self.colour, self.taken = random.Random(seed).choice(["red", "blue"]), ""
+        return f"Take the {self.colour} key, then say done.", {}
+
+    def episode_tools(self, agent_id):
+        return [self.take]
+
+    def take(self, colour: Literal["red", "blue"]) -> str:
+        """Take a key."""
+        self.taken = colour
+        return f"You have the {colour} key."
+
+    def env_step(self, action):
+        return StepOutcome("", float(self.taken == self.colour), terminated=True)
+
+    def reference_action(self, agent_id):
+        if self.taken == self.colour:
+            return "done"
+        return f'<tool_call>{{"name": "take", "arguments": {{"colour": "{self.colour}"}}}}</tool_call>'
+
+
+class SharedKeys(Keys):
+    calls = 0
+
+    def env_reset(self, *, seed=None):
+        SharedKeys.calls = 0
+        return super().env_reset(seed=seed)
+
+    def take(self, colour: Literal["red", "blue"]) -> str:
+        SharedKeys.calls += 1
+        return f"{super().take(colour)} Calls: {SharedKeys.calls}"
+
+
+class DividesByZero(Keys):
+    def episode_tools(self, agent_id):
+        return [self.take, self.per_door]
+
+    def per_door(self, num_doors: int) -> float:
+        """Keys per door."""
+        return 1 / num_doors
+
+
+class RefusesArguments(Keys):
+    def episode_tools(self, agent_id):
+        return [self.take, self.look]
+
+    def look(self, room: str) -> str:
+        """Look into a room."""
+        raise ValueError(f"there is no room {room!r}")
+
+
+class WrongReference(Keys):
+    def reference_action(self, agent_id):
+        return '<tool_call>{"name": "grab"}</tool_call>'
 
 
 class BoolReward(Sound):
@@ -128,8 +208,14 @@ class NoReference(Sound):
         return None
 
 
-async def test_a_correct_env_passes():
-    await check_env(Sound)
+@pytest.mark.parametrize("env", [Sound, Keys, RefusesArguments])
+async def test_a_correct_env_passes(env):
+    await check_env(env)
+
+
+async def test_only_the_first_steps_of_an_endless_env_are_checked_where_they_are_asked_for():
+    with pytest.warns(UserWarning, match="ended within 5 steps"):
+        await check_env(NeverEnds, max_steps=5)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +225,14 @@ async def test_a_correct_env_passes():
         (LeavesStateBehind, "leaves state behind"),
         (SharesState, "envs share state"),
         (ChokesOnGarbage, "unreadable action raised KeyError"),
+        (NeverEnds, "no checked episode ended within 200 steps"),
+        (HiddenChance, "two fresh envs"),
+        (SharedKeys, "envs share state"),
+        (
+            DividesByZero,
+            r"the tool per_door failed with ZeroDivisionError: division by zero \(arguments: {'num_doors': 0}\)",
+        ),
+        (WrongReference, "the reference calls the tool 'grab'; there are take"),
         (IntegerObs, "int, not text"),
         (BoolReward, r"\(bool\), not a finite number"),
         (StepsAfterTheEnd, "must raise ResetNeeded"),

@@ -16,7 +16,7 @@ from ludic.run.config.run_config import RunConfig
 from ludic.run.parts.rewards import make_rewards
 from ludic.run.settings import read_toml, to_toml
 from ludic.training.loggers import read_metrics
-from ludic.types import ConfigError, load_rollouts
+from ludic.types import ConfigError, LudicError, load_rollouts
 from tests.unit.cli.train_parts import RUN, Ended, command_in
 
 SCORERS = """
@@ -210,8 +210,23 @@ def test_build_takes_functions_scorers_and_names(tmp_path, monkeypatch):
     with made as run:
         assert {"long", "length", "shorter"} <= run.play()[0].reward_components.keys()
         assert run.play()[0].scores["long"] == 1.0 == 2 * run.play()[0].reward_components["long"]
+    with ludic.run.build(env="tic_tac_toe", reward=long, **settings) as run:
+        assert run.play()[0].scores["long"] == 1.0
     with pytest.raises(ConfigError, match="objects of this process"):
         ludic.run.build(env="tic_tac_toe", reward=[long], engine="pipeline", redis="redis://localhost", **settings)
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        (lambda task, answer, session: 1.0, r"one argument.*but takes \(task, answer, session\).*docs/gateway.md"),
+        (3.0, "neither a reward function nor a scorer"),
+        ("lenght", "Did you mean 'length'"),
+    ],
+)
+def test_build_refuses_what_is_no_reward(reward, says):
+    with pytest.raises(LudicError, match=says):
+        ludic.run.build(env="tic_tac_toe", model="tiny", reward=reward)
 
 
 def test_a_function_with_arguments_is_called_with_them():

@@ -181,6 +181,8 @@ def trainer_of_both(**settings):
 
     def later():
         class Later:
+            rewards = None
+
             async def run_episodes(self, *arguments, **named):
                 return await rollout_engine(client[0]).run_episodes(*arguments, **named)
 

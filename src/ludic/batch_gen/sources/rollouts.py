@@ -220,6 +220,7 @@ class RolloutBatchSource:
             "num_episodes": (self._stragglers or self._runner).num_episodes,
             "groups_per_batch": self._groups_per_batch,
             "requests": self._requests.state_dict(),
+            "scorers": state_of(self._engine.rewards),
         }
         if self._stragglers is not None:
             state["stragglers"] = self._stragglers.state_dict()
@@ -237,6 +238,7 @@ class RolloutBatchSource:
         for follower, own in zip(self._followers, state.get("followers", ()), strict=True):
             load_into(follower, own)
         self._requests.load_state_dict(state["requests"])
+        load_into(self._engine.rewards, state.get("scorers", {}))
         if self._stragglers is not None:
             self._stragglers.load_state_dict(state["stragglers"], self._requests)
 

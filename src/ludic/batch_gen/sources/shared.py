@@ -115,6 +115,7 @@ class SharedRollouts:
             "num_rounds": self._num_rounds,
             "num_episodes": self._runner.num_episodes,
             "requests": self._requests.state_dict(),
+            "scorers": state_of(self._engine.rewards),
         }
 
     def resume_at(self, position: dict[str, Any]) -> None:
@@ -125,6 +126,7 @@ class SharedRollouts:
     def _go_to(self, position: dict[str, Any]) -> None:
         self._num_rounds, self._runner.num_episodes = position["num_rounds"], position["num_episodes"]
         self._requests.load_state_dict(position["requests"])
+        load_into(self._engine.rewards, position.get("scorers", {}))
 
 
 class PolicyBatchSource:

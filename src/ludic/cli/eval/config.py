@@ -50,8 +50,11 @@ class PolicySettings(ServingSettings):
     """Who plays."""
 
     model: tuple[str, ...] = ()
-    """A folder, checkpoint or run, a hub id, a .gguf file, smollm2-135m (default); a config.json, or tiny: random weights.
-    Repeat it to compare; see also --base-url."""
+    """A folder, checkpoint or run (RUN@10: its checkpoint of step 10), a hub id, a .gguf file, smollm2-135m (default); a
+    config.json, or tiny: random weights. Repeat it to compare; see also --base-url."""
+    against: str | None = None
+    """In an env with several roles: the opponent, a model as for --model. The evaluated model plays each role in turn, the opponent
+    the others, and only the evaluated model's rewards count. Default: one model plays all roles."""
     init_seed: int | None = None
     """Of random weights. Default: --seed; where a run is evaluated, the run's, whose first weights they were."""
 

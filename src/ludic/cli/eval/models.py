@@ -61,10 +61,7 @@ def evaluated_models(settings: PolicySettings) -> list[EvaluatedModel]:
     sources = list(settings.model or (DEFAULT_MODEL,))
     if settings.base_url is None:
         need_extras("local", "ludic eval without --base-url")
-        from ludic.run.model import checkpoint_in
-
-        # A run folder becomes its newest checkpoint now, so that a resumed evaluation uses the same one.
-        sources = [str(checkpoint_in(Path(source)) or source) for source in sources]
+        sources = [pinned(source) for source in sources]
     found: dict[str, EvaluatedModel] = {}
     for source in sources:
         label = base = source if settings.base_url is not None else _label(source)
@@ -73,6 +70,20 @@ def evaluated_models(settings: PolicySettings) -> list[EvaluatedModel]:
             label, number = f"{base} ({number})", number + 1
         found[slug(label)] = EvaluatedModel(label, source)
     return list(found.values())
+
+
+def pinned(source: str) -> str:
+    """RUN@10 as the run's checkpoint of step 10, and RUN as its newest, so that a resumed evaluation uses the same one."""
+    from ludic.run.model import checkpoint_in
+
+    run, _, step = source.rpartition("@")
+    if run and step.isdecimal():
+        saved = Path(run) / CHECKPOINTS
+        source = str(saved / f"step_{int(step):06d}")
+        if not Path(source).is_dir():
+            there = ", ".join(f"@{int(each.name[5:])}" for each in sorted(saved.glob("step_*"))) or "no checkpoints"
+            raise ConfigError(f"{run}@{step}: {saved} has no checkpoint of step {step}. There is {there}.")
+    return str(checkpoint_in(Path(source)) or source)
 
 
 def _label(source: str) -> str:

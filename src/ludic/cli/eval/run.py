@@ -5,17 +5,20 @@ import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ludic.agents import Agent
 from ludic.batch_gen import GRPORequestStrategy
+from ludic.batch_gen.requests.roles import assign_roles
 from ludic.batch_gen.requests.streams import held_out, is_stream, read_or_generate
 from ludic.cli.args import Switch, Target, config_file, parse_with_settings
-from ludic.cli.eval.config import EvalConfig, of_run, resolve, trains_on
-from ludic.cli.eval.models import EvaluatedModel, endpoint_models, evaluated_models, opened
+from ludic.cli.eval.config import EvalConfig, PolicySettings, of_run, resolve, trains_on
+from ludic.cli.eval.models import EvaluatedModel, endpoint_models, evaluated_models, opened, pinned
 from ludic.cli.eval.results import (
     Column,
     choose_folder,
@@ -28,14 +31,19 @@ from ludic.cli.eval.results import (
 from ludic.cli.terminal.colour import make_console
 from ludic.eval import Grading, outcome_of
 from ludic.eval import evaluate as run_episodes
+from ludic.interaction import Policies
+from ludic.interaction.base import AnyEnv
 from ludic.run.given import EnvFactory, env_factory
 from ludic.run.parts.episodes import EpisodeSetup, make_episode_setup
 from ludic.run.parts.evaluation import fixed_requests
 from ludic.run.parts.samples import env_arguments
+from ludic.run.protocols.agents import agent_factory
 from ludic.tasks import long_lived_objects_exempt
-from ludic.types import ConfigError, InferenceSpec, ReturnSpec, Rollout, RolloutRequest, SamplingParams
+from ludic.types import ChatClient, ConfigError, InferenceSpec, ReturnSpec, Rollout, RolloutRequest, SamplingParams
 
 Samples: TypeAlias = list[dict[str, Any]] | None
+_MODEL, _OPPONENT = "evaluated", "opponent"
+"""Names of the two policies of an evaluation with --against."""
 console = make_console()
 
 DESCRIPTION = (
@@ -44,7 +52,8 @@ DESCRIPTION = (
     "under runs/eval/ as they finish; --resume goes on with it."
 )
 USUAL = (
-    "target", "model", "data", "num_tasks", "samples", "pass_k", "temperature", "max_tokens", "base_url", "name", "resume",
+    "target", "model", "against", "data", "num_tasks", "samples", "pass_k", "temperature", "max_tokens", "base_url", "name",
+    "resume",
 )  # fmt: skip
 """What `--help` shows."""
 
@@ -97,14 +106,14 @@ def _compare(config: EvalConfig, found: EnvFactory, *, resume: bool) -> int:
         )
     samples = None if data is None else read_or_generate(data, num=measure.num_tasks, seed=held_out(measure.seed))
     env = found.make(env_arguments(config.env, None if samples is None else samples[0]))
-    grading = config.measure.grading(env.full_reward)
+    config = replace(config, policy=_with_opponent(config, env.agent_ids))
     config = replace(config, policy=asyncio.run(endpoint_models(config.policy)))
     models = evaluated_models(config.policy)
     folder = choose_folder(config, [model.label for model in models], resume=resume)
     columns: list[Column] = []
     try:
         for model in models:
-            columns.append(asyncio.run(_measure(model, config, found, samples, grading, folder)))
+            columns.append(asyncio.run(_measure(model, config, found, samples, env, folder)))
             write_results(folder, columns)
     except KeyboardInterrupt:
         advice = f" The same command with --resume --name {folder.name} goes on." if folder.exists() else ""
@@ -120,20 +129,46 @@ def _compare(config: EvalConfig, found: EnvFactory, *, resume: bool) -> int:
     return 0
 
 
+def _with_opponent(config: EvalConfig, agent_ids: list[str]) -> PolicySettings:
+    """The policy settings with the checkpoint of the opponent; a model that plays several roles is told of."""
+    policy, roles = config.policy, " and ".join(agent_ids)
+    if policy.against is None:
+        if len(agent_ids) > 1:
+            print(f"Each model plays {roles}, so it meets itself. --against MODEL (or RUN@10) gives it an opponent.")
+        return policy
+    if len(agent_ids) == 1 or policy.base_url is not None or config.agent.protocol is not None:
+        raise ConfigError(
+            f"--against {policy.against} takes an env with several roles (this one has {roles}), models of this process (no "
+            "--base-url) and no --protocol. Leave it out, or the others."
+        )
+    return replace(policy, against=pinned(policy.against))
+
+
 async def _measure(
-    model: EvaluatedModel, config: EvalConfig, found: EnvFactory, samples: Samples, grading: Grading, folder: Path
+    model: EvaluatedModel, config: EvalConfig, found: EnvFactory, samples: Samples, env: AnyEnv, folder: Path
 ) -> Column:
-    measure = config.measure
+    measure, grading = config.measure, config.measure.grading(env.full_reward)
     seed = measure.seed if config.policy.init_seed is None else config.policy.init_seed
     with_tools, concurrency = config.agent.may_call_tools, measure.concurrency
-    serving = opened(model, config.policy, with_tools=with_tools, seed=seed, concurrency=concurrency)
-    async with serving as policy, AsyncExitStack() as stack:
+    open_model = partial(opened, settings=config.policy, with_tools=with_tools, seed=seed, concurrency=concurrency)
+    async with open_model(model) as policy, AsyncExitStack() as stack:
         setup = make_episode_setup(
             config.env, config.agent, found, policy.client, policy.template, policy.model, reward=config.reward
         )
         setup = replace(setup, player=model.identity)
         stack.callback(setup.close)
         requests = make_requests(setup, config, samples)
+        if config.policy.against is not None:
+            rival = await stack.enter_async_context(open_model(EvaluatedModel(_OPPONENT, config.policy.against)))
+            playing = {_MODEL: policy, _OPPONENT: rival}
+
+            def make_agent(client: ChatClient, name: str) -> Agent:
+                return agent_factory(config.agent, playing[name].template, name)(client)
+
+            clients = {name: each.client for name, each in playing.items()}
+            setup = replace(setup, policies=Policies(clients, make_agent))
+            seatings = [dict.fromkeys(env.agent_ids, _OPPONENT) | {own: _MODEL} for own in env.agent_ids]
+            requests = [assign_roles(each, seatings[each.meta["sample_index"] % len(seatings)]) for each in requests]
         prepare_folder(folder, config)  # after all checks, so that a mistake leaves no folder
         # With --resume the file holds the episodes of the earlier evaluation; otherwise it is new.
         engine = setup.engine(
@@ -149,6 +184,7 @@ async def _measure(
                 timeout_s=measure.timeout_s,
                 concurrency=concurrency or setup.concurrency,
                 on_rollouts=on_rollouts,
+                without=_OPPONENT,
             )
         report = replace(report, metrics={**report.metrics, **engine.scorer_metrics()})
         return Column(label=model.label, report=report, seconds=time.perf_counter() - began)
@@ -176,9 +212,8 @@ def _progress(label: str, num_episodes: int, grading: Grading) -> Iterator[Any]:
 
     def on_rollouts(rollouts: list[Rollout]) -> None:
         nonlocal total, num_scores, num_failed
-        outcomes = [
-            outcome_of(rollout, success_reward=grading.success_reward) for rollout in rollouts if not rollout.is_thread
-        ]
+        own = [rollout for rollout in rollouts if not rollout.is_thread and rollout.policy != _OPPONENT]
+        outcomes = [outcome_of(rollout, success_reward=grading.success_reward) for rollout in own]
         is_graded = grading.success_reward is not None
         total += sum(float(bool(o.correct)) if is_graded else o.reward for o in outcomes)
         num_scores += len(outcomes)

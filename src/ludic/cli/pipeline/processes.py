@@ -7,7 +7,9 @@ folder under the same path (a shared disk), and this Python environment or Ray's
 
 import contextlib
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -144,10 +146,8 @@ class RayProcesses:
         if self._is_ours:
             try:
                 ray.init(address=address, log_to_driver=False)
-            except (ConnectionError, ValueError) as error:
-                raise ConfigError(
-                    f"There is no Ray cluster at {address!r}: {error}. Start one (`ray start --head`), or give --ray-address."
-                ) from error
+            except (ConnectionError, ValueError, ray.exceptions.RayError) as error:
+                raise ConfigError(_why_not_connected(address, error)) from error
 
     def close(self) -> None:
         if self._is_ours:  # the connection; the cluster stays
@@ -159,6 +159,19 @@ class RayProcesses:
         runner = self._ray.remote(RoleRunner).options(**options).remote(os.getcwd())
         started = runner.start.remote(Role(**{**vars(role), "environment": environment, "needs": ()}))
         return RayProcess(self._ray, runner, started, self._logs / f"{role.name}.log")
+
+
+def _why_not_connected(address: str, error: Exception) -> str:
+    """Ray says of a cluster that wants a token what it says of an address where nothing is."""
+    if not isinstance(error, (ConnectionError, ValueError)):
+        return f"The Ray cluster at {address!r} refused the connection: {error}"
+    if found := re.search(r"([\w.-]+):(\d+)", f"{error} {address}"):
+        with contextlib.suppress(OSError), socket.create_connection((found[1], int(found[2])), timeout=5):
+            return (
+                f"{found[0]} answers, but Ray could not connect: {error} Does the cluster want a token (RAY_AUTH_MODE=token, the "
+                "token in RAY_AUTH_TOKEN or ~/.ray/auth_token), or is it another program?"
+            )
+    return f"There is no Ray cluster at {address!r}: {error}. Start one (`ray start --head`), or give --ray-address."
 
 
 class RayProcess:

@@ -1,4 +1,4 @@
-"""`EnvReport`: what `check_env` measured of an env, and whether it belongs into this process or into env workers."""
+"""What `check_env` reports: a broken rule (`EnvCheckFailed`), or what the env costs and where it belongs (`EnvReport`)."""
 
 import resource
 import statistics
@@ -8,9 +8,19 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from ludic.types import EnvContractError
+
 _LONG_S = 0.005
 """Median time of a step from which on an env hurts those beside it in one process."""
 _LARGE_MB = 256
+
+
+class EnvCheckFailed(EnvContractError):
+    """An environment breaks the contract; the message says which part."""
+
+
+def failed(env: object, what: str) -> EnvCheckFailed:
+    return EnvCheckFailed(f"{type(env).__name__}: {what}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

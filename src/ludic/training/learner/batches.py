@@ -23,6 +23,7 @@ from ludic.training.learner.packing import balanced_shares, fit_length
 from ludic.training.learner.stop import StopRequested
 from ludic.training.losses import BatchFacts, Loss
 from ludic.types import BatchSource, ConfigError, LudicError, Reducer, RequestsExhausted, SAWBatch, SAWItem, Stateful
+from ludic.types.interfaces import own_parts
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,12 @@ async def fetch(source: BatchSource, algo: RLAlgorithm, cfg: TrainerConfig, step
             _warn_of_missing_scores(prepared)
             return prepared
         counts = prepared.counts | {name: float(prepared.meta.get(name, 0)) for name in _OF_ROLLOUTS}
+        because = prepared.meta.get("unscored_because", "")
         if counts["num_unscored"]:
+            if step == 0 and counts["num_unscored"] == prepared.meta.get("target_rollouts"):
+                raise NothingToTrainOn(
+                    f"A judge or reward function failed on all {counts['num_unscored']:.0f} episodes of the first batch: {because}"
+                )
             logger.warning(
                 "A judge or reward function failed on %d episodes, and the batch has nothing left to train on: it is "
                 "skipped (%d of max_empty_batches=%d). The first failure is logged above.",
@@ -92,7 +98,7 @@ async def fetch(source: BatchSource, algo: RLAlgorithm, cfg: TrainerConfig, step
     raise NothingToTrainOn(
         f"{cfg.max_empty_batches} batches in a row had nothing to train on at step {step}; left out: {counted}. "
         "Are all rewards of each group equal (zero weights), is everything older than max_lag, too long, or filtered? Were any "
-        "tokens sampled? Does the judge answer (num_unscored)?"
+        f"tokens sampled?{f' A judge or reward function failed, last with {because}' if because else ''}"
     )
 
 
@@ -173,7 +179,11 @@ def load_data_states(algo: RLAlgorithm, source: BatchSource | None, state: Mappi
 
 def _parts(algo: RLAlgorithm, source: BatchSource | None) -> dict[str, Stateful]:
     # The source last: one that works ahead restores the credit rule's state from before the batches that it makes again.
-    parts: dict[str, Any] = {"credit_assigner": algo.credit_assigner, "batch_source": source}
+    parts: dict[str, Any] = {
+        "credit_assigner": algo.credit_assigner,
+        **own_parts(algo.loss, "loss"),
+        "batch_source": source,
+    }
     return {name: part for name, part in parts.items() if isinstance(part, Stateful)}
 
 

@@ -79,7 +79,7 @@ def act(env, action):
         ("ludic_tests/Picture-v0", {"render": brightness, "env_args": {"max_episode_steps": 5}}),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*did not end within")
+@pytest.mark.filterwarnings("ignore:.*ended within")
 async def test_the_env_keeps_the_contract(env_id, settings):
     await check_env(lambda: GymnasiumEnv(env_id, **settings), seeds=(0, 1, 2, 3), max_steps=40)
 

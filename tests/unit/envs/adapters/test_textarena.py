@@ -47,7 +47,7 @@ def episode(env, seed, choose):
         ("ThreePlayerTicTacToe-v0", 3),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*did not end within")
+@pytest.mark.filterwarnings("ignore:.*ended within")
 async def test_the_env_keeps_the_contract(game, num_players):
     await check_env(lambda: TextArenaEnv(game, num_players=num_players), max_steps=30)
 
@@ -83,7 +83,7 @@ async def test_the_env_keeps_the_contract(game, num_players):
         ],
     ),
 )
-@pytest.mark.filterwarnings("ignore:.*did not end within")
+@pytest.mark.filterwarnings("ignore:.*ended within")
 async def test_more_games_keep_the_contract_in_their_first_moves(game, num_players):
     await check_env(lambda: TextArenaEnv(game, num_players=num_players), seeds=(0, 1), max_steps=8)
 

@@ -153,7 +153,7 @@ GAMES = "verifiers.v1.tasksets.textarena"
 
 
 @pytest.mark.parametrize("game", ["Hangman-v0", "WordSearch-v0"])
-@pytest.mark.filterwarnings("ignore:.*did not end within")
+@pytest.mark.filterwarnings("ignore:.*ended within")
 async def test_a_taskset_of_verifiers_keeps_the_contract(game, word_list):
     await check_env(lambda: VerifiersEnv(GAMES, taskset_args={"game": game}, num_tasks=4), max_steps=30)
 

@@ -24,6 +24,7 @@ from ludic.types import (
     ContextError,
     InferenceSpec,
     Info,
+    Message,
     MessageView,
     Observation,
     OutOfRoom,
@@ -208,6 +209,10 @@ class Agent:
 
     # --- phases of a model call ---
 
+    def _messages(self) -> list[Message]:
+        """The prompt of the next model call."""
+        return self.ctx.on_before_act()
+
     async def _call_model(
         self,
         inference: InferenceSpec | None,
@@ -219,9 +224,7 @@ class Agent:
         if self._tokens_left is not None:
             inference = self._within_budget(inference, self._tokens_left)
         sampling = inference.sampling
-        prompt = self._conversation.next_prompt(
-            self.ctx.on_before_act(), tools=tools, with_spans=inference.message_spans
-        )
+        prompt = self._conversation.next_prompt(self._messages(), tools=tools, with_spans=inference.message_spans)
         self._check_prompt(prompt)
         # Positional arguments here and below: Python passes keywords to a class in a dict, which doubles the time.
         request = TokenCompletionRequest(

@@ -1,6 +1,7 @@
 """Parses the command lines: flags come from a dataclass of arguments and, for runs and evaluations, from their settings."""
 
 import dataclasses
+import difflib
 import importlib.util
 import json
 import sys
@@ -9,7 +10,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar
 
 import tyro
 
@@ -82,7 +83,7 @@ def _is_installed(module: str) -> bool:
 
 
 def parse(arguments: type[A], args: Sequence[str], *, prog: str, description: str = "", usual: Sequence[str] = ()) -> A:
-    """The arguments of a command without settings. A wrong flag ends the process with code 2, --help and --help-all with code 0.
+    """The arguments of a command without settings. A wrong value ends the process with code 2, --help and --help-all with code 0.
 
     `usual`: the flags that --help shows first; without it, in the order of the dataclass, as many as fit one screen.
     """
@@ -95,14 +96,26 @@ def parse(arguments: type[A], args: Sequence[str], *, prog: str, description: st
         print(help_page(prog, description, flags_of(arguments), usual))
         sys.exit(0)
     tyro._experimental_options["ansi_codes"] = is_coloured()
-    return tyro.cli(
+    parsed, unknown = tyro.cli(
         _with_metavars(arguments),
         args=args,
         prog=prog,
         description=description,
+        return_unknown_args=True,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
         compact_help=False,
     )
+    if unknown:
+        _refuse_unknown(unknown[0].partition("=")[0], arguments, prog)
+    return typing.cast(A, parsed)
+
+
+def _refuse_unknown(given: str, arguments: type, prog: str) -> NoReturn:
+    flags = [spelling for flag in flags_of(arguments) if not flag.is_positional for spelling in flag.spellings]
+    near = difflib.get_close_matches(given, flags, n=3)
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    what = "flag" if given.startswith("-") else "further argument"
+    raise ConfigError(f"{prog} has no {what} {given}.{hint} `{prog} --help-all` lists its flags.")
 
 
 def parse_with_settings(

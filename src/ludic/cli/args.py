@@ -315,17 +315,17 @@ def parse_run(
 ) -> tuple[A, RunConfig]:
     """The arguments of the command, with a `target`, and the run's settings: flags over the target's file over the defaults."""
     command, config = parse_with_settings(arguments, RunConfig(), args, prog=prog, description=description, usual=usual)
-    if not command.target and config.rollouts.preferences is None:
+    if not command.target and config.stored is None:
         raise ConfigError(
             "TARGET is missing: name an env (`ludic envs` lists them), file.py:Class of your own, a TOML file or the folder of a "
-            "run; or give --preferences FILE for dpo, ipo and kto."
+            "run; or give --preferences FILE for dpo, ipo and kto, or --data FILE for sft."
         )
     path = config_file(command.target) if command.target else None
     if path is None:
         return command, replace(config, env=replace(config.env, id=command.target))
     defaults = read_toml(RunConfig, path)
     command, config = parse_with_settings(arguments, defaults, args, prog=prog, description=description)
-    if not config.env_ids and config.rollouts.preferences is None:
+    if not config.env_ids and config.stored is None:
         raise ConfigError(f'{path} names no env; write id = "…" under [env].')
     return command, config
 

@@ -37,7 +37,7 @@ _SMOLLM2_PARAMETERS = 134_515_008
 def plan_lines(run: ResolvedRun, start: ResumePoint) -> list[str]:
     """The plan in sentences; ConfigError for what cannot work."""
     total = run.config.rollouts.rollouts_per_update
-    if run.config.rollouts.preferences is not None:
+    if run.config.stored is not None:
         return [*_model_lines(run), _preferences_line(run), _start_line(run, start)]
     if run.policies:
         return [*_policy_lines(run), *_task_lines(run), *_feature_lines(run), _start_line(run, start)]

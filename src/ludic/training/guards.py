@@ -1,6 +1,7 @@
 """Checks for mistakes that do not stop training but spoil what it learns, and the likely cause of a run that learns nothing.
 
-The checks of the model, of the first batch and of the last updates only warn. Weights that are not finite, and a GPU without memory, end the run.
+The checks of the model, of the first batch and of the last updates only warn. Weights that are not finite, and a GPU without
+memory, end the run.
 """
 
 import logging

@@ -41,7 +41,7 @@ LEAVING_NAMES = ["..", "../x", "a/../../x", "a/..", ".", "./x"]
         (["tic_tac_toe", "--group-size", "8", "--rollouts-per-update", "4"], "Take 8, or another group size"),
         (["tic_tac_toe", "--algo", "grop"], "Did you mean 'grpo'"),
         (["tic_tac_toe", "--algo-set", "clip=3"], "clip_eps_low"),
-        (["tic_tac_toe", "--algo", "sft"], "imitates recorded rollouts"),
+        (["tic_tac_toe", "--algo", "sft"], "give --data FILE.jsonl with questions and answers"),
         (["tic_tac_toe", "--set", "opponent=god"], "random and minimax"),
         (["tic_tac_toe", "--parser", "xlm"], "Did you mean 'xml'"),
         (["tic_tac_toe", "--context", "full"], "No context named 'full'"),

@@ -42,6 +42,9 @@ class Card(msgspec.Struct, array_like=True, gc=False):
     truncated: bool
     """A limit ended the episode, or cut off a reply."""
     parse_errors: int
+    """Replies that were not read: cut off, or unreadable."""
+    unreadable: int
+    """Of them those that were not cut off."""
     oldest: int | None
     newest: int | None
     """Policy versions that sampled its tokens."""
@@ -139,6 +142,7 @@ def make_card(text: bytes, line: Line) -> Card:
     if isinstance(began, int) and not facts.is_sub_task:
         times.append(began)
     first = bytes(calls[0].prompt_messages) if calls else b""
+    unread = [s for s in calls if s.kind == "agent" and s.info.parse_error and s.action_target == "env"]
     is_cut = any(trace.finish_reason == "length" for trace in traces)
     return Card(
         id=head.id,
@@ -156,7 +160,8 @@ def make_card(text: bytes, line: Line) -> Card:
         stop=head.stop,
         failure=None if failure is None else f"{failure.get('error')}: {failure.get('message')}"[:500],
         truncated=is_cut or head.stop in _TRUNCATIONS,
-        parse_errors=sum(bool(s.info.parse_error) and s.action_target == "env" for s in calls if s.kind == "agent"),
+        parse_errors=len(unread),
+        unreadable=sum(not (isinstance(s.trace, _Trace) and s.trace.finish_reason == "length") for s in unread),
         oldest=min(versions, default=None),
         newest=max(versions, default=None),
         started_ns=min(times, default=None),

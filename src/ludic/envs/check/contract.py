@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from ludic.envs.check.report import EnvReport, StepClock
+from ludic.envs.check.report import EnvReport, StepClock, one_line_in_scripts
 from ludic.envs.env import LudicEnv
 from ludic.envs.single_agent_env import SingleAgentEnv, is_plain
 from ludic.types import (
@@ -47,6 +47,7 @@ class EnvCheckFailed(EnvContractError):
     """An environment breaks the contract; the message says which part."""
 
 
+@one_line_in_scripts
 async def check_env(make: EnvFactory, *, seeds: tuple[int, ...] = (0, 1, 2), max_steps: int = 200) -> EnvReport:
     """Raise EnvCheckFailed at the first broken rule of the contract; returns what a step costs, and whether that suits one process.
 

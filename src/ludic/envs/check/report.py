@@ -1,12 +1,19 @@
 """`EnvReport`: what `check_env` measured of an env, and whether it belongs into this process or into env workers."""
 
+import functools
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+from ludic.types import Failure, LudicError
+
+P, T = ParamSpec("P"), TypeVar("T")
 
 _LONG_S = 0.005
 """Median time of a step from which on an env hurts those beside it in one process."""
@@ -94,6 +101,35 @@ class StepClock:
             slowest_s=max((wall for wall, _ in (*resets, *steps)), default=0.0),
             memory_mb=max(0.0, _peak_memory_mb() - self._memory_mb),
         )
+
+
+def one_line_in_scripts(check: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Where a failed check ends a script, its message is printed and the lines of the env that raised, not those of Ludic."""
+
+    @functools.wraps(check)
+    async def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return await check(*args, **kwargs)
+        except Exception as failed:
+            before, broken, told = sys.excepthook, failed, _told(failed)
+
+            def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+                if error is broken:
+                    sys.stderr.write(told)
+                else:
+                    before(kind, error, traceback)
+
+            sys.excepthook = show
+            raise
+
+    return checked
+
+
+def _told(error: Exception) -> str:
+    is_ours = isinstance(error, LudicError)
+    cause = error.__cause__ if is_ours else error
+    lines = Failure.from_exception(cause).user_traceback if cause is not None else ""
+    return lines if lines and not is_ours else f"{lines}{type(error).__name__}: {error}\n"
 
 
 def _median(seconds: Iterable[float]) -> float:

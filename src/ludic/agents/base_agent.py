@@ -14,7 +14,7 @@ import numpy as np
 
 from ludic.context import ContextStrategy
 from ludic.inference import ChatTemplate, Conversation, Prompt
-from ludic.inference.templates.chat import ToolSchemas
+from ludic.inference.templates.chat import ToolSchemas, with_tools
 from ludic.parsers import Parser, ParseResult
 from ludic.types import (
     ActionTarget,
@@ -94,6 +94,8 @@ class Agent:
     name = "agent"
     _advertised: ToolSchemas | None = None
     """Tool schemas in every prompt; a plain agent has none."""
+    _as_text: ToolSchemas = ()
+    """Those that the system message describes, because the template has no place for tools."""
 
     def __init__(
         self,
@@ -211,7 +213,7 @@ class Agent:
 
     def _messages(self) -> list[Message]:
         """The prompt of the next model call."""
-        return self.ctx.on_before_act()
+        return with_tools(self.ctx.on_before_act(), self._as_text)
 
     async def _call_model(
         self,

@@ -9,21 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
 from ludic.agents.base_agent import Agent, AgentActResult, AgentActStep, ModelCall
-from ludic.inference.templates.chat import shows_tools, with_tools
+from ludic.inference.templates.chat import shows_tools
 from ludic.inference.templates.tool_calls import READABLE_CALLS, ToolParseResult
 from ludic.parsers import ParseResult
 from ludic.tools import Tool, ToolResult, as_tool
-from ludic.types import (
-    ActionTarget,
-    ConfigError,
-    InferenceSpec,
-    Info,
-    Message,
-    Observation,
-    OutOfRoom,
-    ToolCall,
-    derive_seed,
-)
+from ludic.types import ActionTarget, ConfigError, InferenceSpec, Info, Observation, OutOfRoom, ToolCall, derive_seed
 
 ToolScope: TypeAlias = Literal["internal", "external"]
 ToolLike: TypeAlias = Tool | Callable[..., Any]
@@ -74,7 +64,6 @@ class ToolAgent(Agent):
         self.tool_schemas = [tool.schema for tool in (*self.tool_map.values(), *self._external.values())]
         self._check_tools(len(internal) + self._num_external)
         listed = self.tool_schemas if self._tools_in_prompt else []
-        # Where the template has no place for tools, the system message describes them.
         self._as_text = listed if listed and not shows_tools(self.chat_template, listed) else []
         self._advertised = listed if listed and not self._as_text else None
 
@@ -93,9 +82,6 @@ class ToolAgent(Agent):
                 f"This agent has tools, but tool calls of its model cannot be read. {READABLE_CALLS}: use such a model (--model), "
                 "or in Python give the template a parser, for example HFChatTemplate(tokenizer, tool_parser=HermesToolParser())."
             )
-
-    def _messages(self) -> list[Message]:
-        return with_tools(super()._messages(), self._as_text)
 
     def reset(self, system_prompt: str | None = None) -> None:
         super().reset(system_prompt)

@@ -107,13 +107,11 @@ class LearningWatch:
 
     def note(self, row: Mapping[str, Any]) -> None:
         """One update's metrics, under their full names."""
-        if row.get("train/grad_norm") is None:
-            return
         self._rows = [*self._rows[:1], *self._rows[1:][1 - _PATIENCE :], row]
         last = self._rows[-_PATIENCE:]
-        cause = None if row["train/grad_norm"] else _collapse(self._rows)
+        cause = _collapse(self._rows) if row.get("train/grad_norm") == 0 else None
         if cause is None and len(last) == _PATIENCE:
-            cause = _unread(last) or (None if any(map(_has_gradient, last)) else _likely_cause(last, self._rows))
+            cause = _unread(last) or (_likely_cause(last, self._rows) if _always(last, "grad_norm", 0) else None)
         if cause is not None and not self._has_warned:
             _warn([f"Nothing is being learned. {cause}"])
         self._has_warned = cause is not None
@@ -123,7 +121,7 @@ def why_nothing_was_learned(rows: Sequence[Mapping[str, Any]]) -> str | None:
     """A message with the likely cause if most of a finished run's logged updates had no gradient, or no reply was ever read; else
     None."""
     updates = [row for row in rows if row.get("train/grad_norm") is not None]
-    idle = [row for row in updates if not _has_gradient(row)]
+    idle = [row for row in updates if row["train/grad_norm"] == 0]
     if 2 * len(idle) <= len(updates):
         return _unread(updates)
     if len(idle) == len(updates):
@@ -131,10 +129,6 @@ def why_nothing_was_learned(rows: Sequence[Mapping[str, Any]]) -> str | None:
     else:
         what = f"Little was learned: the gradient was zero in {len(idle)} of {len(updates)} updates."
     return f"{what} {_unread(updates) or _likely_cause(idle, updates)}"
-
-
-def _has_gradient(row: Mapping[str, Any]) -> bool:
-    return bool(row["train/grad_norm"] != 0)
 
 
 def _always(rows: Sequence[Mapping[str, Any]], name: str, value: float) -> bool:
@@ -173,10 +167,7 @@ def _likely_cause(idle: Sequence[Mapping[str, Any]], updates: Sequence[Mapping[s
     if found := _collapse(updates) or _unread(idle):
         return found
     if _always(idle, "same_reply_rate", 1):
-        return (
-            "All replies to one task were the same, so none was better than another. Raise --temperature; a model that is sure "
-            "of its replies needs other tasks."
-        )
+        return "All replies to one task were the same, so none was better than another. Raise --temperature."
     if _always(idle, "total_reward_std", 0):
         rewards = {row.get("train/avg_total_reward") for row in idle}
         how_much = f", {next(iter(rewards)):g}" if len(rewards) == 1 and None not in rewards else " within each update"
@@ -184,17 +175,15 @@ def _likely_cause(idle: Sequence[Mapping[str, Any]], updates: Sequence[Mapping[s
             f"All episodes earned the same reward{how_much}, so none was better than another. Look at the env's reward, or make "
             "the task easier until some episodes succeed."
         )
-    if _always(idle, "zero_weight_rate", 1) and _always(idle, "same_reply_rate", 0):
-        return (
-            "Replies to one task differed, but their rewards never did: the reward seems to ignore the reply. Compare the rewards "
-            "of two replies to one task (ludic show RUN --task TASK). If they are right, choose tasks that are neither too easy "
-            "nor too hard."
-        )
     if _always(idle, "zero_weight_rate", 1):
-        return (
-            "Rewards differed between tasks, but never between the rollouts of one task. Raise --group-size or --temperature, or "
-            "choose tasks that are neither too easy nor too hard."
+        what, advice = (
+            "Rewards differed between tasks, but never between the rollouts of one task",
+            "Raise --group-size",
         )
+        if _always(idle, "same_reply_rate", 0):
+            what += ", whose replies differed: the reward seems to ignore the reply (ludic show RUN --task TASK)"
+            advice = "If it does not, raise --group-size"
+        return f"{what}. {advice} or --temperature, or choose tasks that are neither too easy nor too hard."
     return "Weights were not zero, so the loss dropped every sample: look at clipping, corrections and masks in metrics.jsonl."
 
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from ludic.types import Failure, LudicError
@@ -110,16 +109,9 @@ def one_line_in_scripts(check: Callable[P, Awaitable[T]]) -> Callable[P, Corouti
     async def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return await check(*args, **kwargs)
-        except Exception as failed:
-            before, broken, told = sys.excepthook, failed, _told(failed)
-
-            def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-                if error is broken:
-                    sys.stderr.write(told)
-                else:
-                    before(kind, error, traceback)
-
-            sys.excepthook = show
+        except Exception as error:
+            failed, told, before = error, _told(error), sys.excepthook
+            sys.excepthook = lambda *raised: sys.stderr.write(told) if raised[1] is failed else before(*raised)
             raise
 
     return checked
@@ -128,7 +120,7 @@ def one_line_in_scripts(check: Callable[P, Awaitable[T]]) -> Callable[P, Corouti
 def _told(error: Exception) -> str:
     is_ours = isinstance(error, LudicError)
     cause = error.__cause__ if is_ours else error
-    lines = Failure.from_exception(cause).user_traceback if cause is not None else ""
+    lines = "" if cause is None else Failure.from_exception(cause).user_traceback
     return lines if lines and not is_ours else f"{lines}{type(error).__name__}: {error}\n"
 
 

@@ -107,7 +107,7 @@ def parse(arguments: type[A], args: Sequence[str], *, prog: str, description: st
     )
     if unknown:
         _refuse_unknown(unknown[0].partition("=")[0], arguments, prog)
-    return typing.cast(A, parsed)
+    return parsed
 
 
 def _refuse_unknown(given: str, arguments: type, prog: str) -> NoReturn:

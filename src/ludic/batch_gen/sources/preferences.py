@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from ludic.batch_gen.sources.offline import rendered_reply
 from ludic.inference import ChatTemplate
 from ludic.types import ConfigError, Message, SampleOrigin, SAWBatch, SAWItem, derive_seed
 
+Kind: TypeAlias = Literal["pairs", "labels", "answers"]
 _PAIR, _LABELLED = {"chosen", "rejected"}, {"completion", "label"}
 
 
@@ -50,12 +51,14 @@ class PreferenceBatchSource:
         if system_prompt is not None:
             first: Message = {"role": "system", "content": system_prompt}
             self._rows = [(p if p[0]["role"] == "system" else [first, *p], found) for p, found in self._rows]
-        kinds = {"pairs" if row.keys() >= _PAIR else "labels" if row.keys() >= _LABELLED else "answers" for row in rows}
+        kinds: set[Kind] = {
+            "pairs" if row.keys() >= _PAIR else "labels" if row.keys() >= _LABELLED else "answers" for row in rows
+        }
         if len(kinds) != 1:
             raise ConfigError(
                 f"Preferences {where} are {' and '.join(sorted(kinds)) or 'missing'}; give rows of one kind."
             )
-        self.kind: Literal["pairs", "labels", "answers"] = kinds.pop()
+        self.kind: Kind = kinds.pop()
         self._unit = kl_samples if self.kind == "labels" else 1
         if self.kind == "labels" and (kl_samples < 2 or batch_size % kl_samples or len(rows) < kl_samples):
             raise ConfigError(

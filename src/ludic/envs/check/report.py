@@ -12,7 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from ludic.types import Failure, LudicError
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _LONG_S = 0.005
 """Median time of a step from which on an env hurts those beside it in one process."""

@@ -100,7 +100,7 @@ def test_a_redis_that_does_not_start_is_broken(tmp_path, monkeypatch):
 
 
 def test_a_vllm_that_is_not_installed_is_missing_and_not_broken(tmp_path, monkeypatch):
-    program(tmp_path, "python", f"#!/bin/sh\nexec {sys.executable} -S \"$@\"\n", monkeypatch)
+    program(tmp_path, "python", f'#!/bin/sh\nexec {sys.executable} -S "$@"\n', monkeypatch)
     monkeypatch.setenv("LUDIC_VLLM_PYTHON", str(tmp_path / "python"))
     found = machine.vllm()
     assert (found.status, found.says.partition(".")[0]) == ("missing", f"{tmp_path / 'python'} has no vLLM")

@@ -14,7 +14,7 @@ import numpy as np
 
 from ludic.context import ContextStrategy
 from ludic.inference import ChatTemplate, Conversation, Prompt
-from ludic.inference.templates.chat import ToolSchemas
+from ludic.inference.templates.chat import ToolSchemas, with_tools
 from ludic.parsers import Parser, ParseResult
 from ludic.types import (
     ActionTarget,
@@ -24,6 +24,7 @@ from ludic.types import (
     ContextError,
     InferenceSpec,
     Info,
+    Message,
     MessageView,
     Observation,
     OutOfRoom,
@@ -93,6 +94,8 @@ class Agent:
     name = "agent"
     _advertised: ToolSchemas | None = None
     """Tool schemas in every prompt; a plain agent has none."""
+    _as_text: ToolSchemas = ()
+    """Those that the system message describes, because the template has no place for tools."""
 
     def __init__(
         self,
@@ -208,6 +211,10 @@ class Agent:
 
     # --- phases of a model call ---
 
+    def _messages(self) -> list[Message]:
+        """The prompt of the next model call."""
+        return with_tools(self.ctx.on_before_act(), self._as_text)
+
     async def _call_model(
         self,
         inference: InferenceSpec | None,
@@ -219,9 +226,7 @@ class Agent:
         if self._tokens_left is not None:
             inference = self._within_budget(inference, self._tokens_left)
         sampling = inference.sampling
-        prompt = self._conversation.next_prompt(
-            self.ctx.on_before_act(), tools=tools, with_spans=inference.message_spans
-        )
+        prompt = self._conversation.next_prompt(self._messages(), tools=tools, with_spans=inference.message_spans)
         self._check_prompt(prompt)
         # Positional arguments here and below: Python passes keywords to a class in a dict, which doubles the time.
         request = TokenCompletionRequest(

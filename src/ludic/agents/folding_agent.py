@@ -74,7 +74,7 @@ class FoldingAgent(Agent):
             return False
         if self._dialog.is_full or self.fold_at_tokens is None:
             return self._dialog.is_full
-        return self._conversation.num_tokens(self.ctx.on_before_act(), tools=self._advertised) > self.fold_at_tokens
+        return self._conversation.num_tokens(self._messages(), tools=self._advertised) > self.fold_at_tokens
 
     def _for_summary(self, inference: InferenceSpec | None) -> InferenceSpec:
         inference = inference or InferenceSpec()

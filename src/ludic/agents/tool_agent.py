@@ -62,8 +62,10 @@ class ToolAgent(Agent):
         self._of_episode = of_episode
         self.tool_map = _by_name(internal)
         self.tool_schemas = [tool.schema for tool in (*self.tool_map.values(), *self._external.values())]
-        self._advertised = self.tool_schemas if self._tools_in_prompt and self.tool_schemas else None
         self._check_tools(len(internal) + self._num_external)
+        listed = self.tool_schemas if self._tools_in_prompt else []
+        self._as_text = listed if listed and not shows_tools(self.chat_template, listed) else []
+        self._advertised = listed if listed and not self._as_text else None
 
     def _check_tools(self, num_given: int) -> None:
         if len({*self.tool_map, *self._external}) != num_given:
@@ -77,14 +79,8 @@ class ToolAgent(Agent):
             raise TypeError(f"{type(self.ctx).__name__} does not support tools (supports_tools is False).")
         if not self.chat_template.supports_tools():
             raise ConfigError(
-                f"This agent has tools, but its chat_template cannot read tool calls. {READABLE_CALLS}: use such a model, or give "
-                "the template a parser, for example HFChatTemplate(tokenizer, tool_parser=HermesToolParser())."
-            )
-        if self._advertised and not shows_tools(self.chat_template, self._advertised):
-            raise ConfigError(
-                "This agent has tools, but its chat template does not write them into the prompt, so the model would not know "
-                "them. Use a template with tool support, or describe the tools in the system prompt and pass "
-                "tools_in_prompt=False."
+                f"This agent has tools, but tool calls of its model cannot be read. {READABLE_CALLS}: use such a model (--model), "
+                "or in Python give the template a parser, for example HFChatTemplate(tokenizer, tool_parser=HermesToolParser())."
             )
 
     def reset(self, system_prompt: str | None = None) -> None:

@@ -1,6 +1,7 @@
 """Parses the command lines: flags come from a dataclass of arguments and, for runs and evaluations, from their settings."""
 
 import dataclasses
+import difflib
 import importlib.util
 import json
 import sys
@@ -9,7 +10,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar
 
 import tyro
 
@@ -81,7 +82,7 @@ def _is_installed(module: str) -> bool:
 
 
 def parse(arguments: type[A], args: Sequence[str], *, prog: str, description: str = "", usual: Sequence[str] = ()) -> A:
-    """The arguments of a command without settings. A wrong flag ends the process with code 2, --help and --help-all with code 0.
+    """The arguments of a command without settings. A wrong value ends the process with code 2, --help and --help-all with code 0.
 
     `usual`: the flags that --help shows first; without it, in the order of the dataclass, as many as fit one screen.
     """
@@ -94,14 +95,26 @@ def parse(arguments: type[A], args: Sequence[str], *, prog: str, description: st
         print(help_page(prog, description, flags_of(arguments), usual))
         sys.exit(0)
     tyro._experimental_options["ansi_codes"] = is_coloured()
-    return tyro.cli(
+    parsed, unknown = tyro.cli(
         _with_metavars(arguments),
         args=args,
         prog=prog,
         description=description,
+        return_unknown_args=True,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
         compact_help=False,
     )
+    if unknown:
+        _refuse_unknown(unknown[0].partition("=")[0], arguments, prog)
+    return parsed
+
+
+def _refuse_unknown(given: str, arguments: type, prog: str) -> NoReturn:
+    flags = [spelling for flag in flags_of(arguments) if not flag.is_positional for spelling in flag.spellings]
+    near = difflib.get_close_matches(given, flags, n=3)
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    what = "flag" if given.startswith("-") else "further argument"
+    raise ConfigError(f"{prog} has no {what} {given}.{hint} `{prog} --help-all` lists its flags.")
 
 
 def parse_with_settings(
@@ -301,17 +314,17 @@ def parse_run(
 ) -> tuple[A, RunConfig]:
     """The arguments of the command, with a `target`, and the run's settings: flags over the target's file over the defaults."""
     command, config = parse_with_settings(arguments, RunConfig(), args, prog=prog, description=description, usual=usual)
-    if not command.target and config.rollouts.preferences is None:
+    if not command.target and config.stored is None:
         raise ConfigError(
             "TARGET is missing: name an env (`ludic envs` lists them), file.py:Class of your own, a TOML file or the folder of a "
-            "run; or give --preferences FILE for dpo, ipo and kto."
+            "run; or give --preferences FILE for dpo, ipo and kto, or --data FILE for sft."
         )
     path = config_file(command.target) if command.target else None
     if path is None:
         return command, replace(config, env=replace(config.env, id=command.target))
     defaults = read_toml(RunConfig, path)
     command, config = parse_with_settings(arguments, defaults, args, prog=prog, description=description)
-    if not config.env_ids and config.rollouts.preferences is None:
+    if not config.env_ids and config.stored is None:
         raise ConfigError(f'{path} names no env; write id = "…" under [env].')
     return command, config
 

@@ -109,7 +109,8 @@ def _print_training(shape: ModelShape, setup: TrainingSetup, usable: int, shared
     name += [f"sync {setup.sync_gradients}"] if setup.ranks > 1 else []
     name += ["offload"] if setup.offload else []
     name += ["activations on host"] if setup.offload_activations else []
-    notes = [f"{memory.host / GIB:.0f} GiB of the host's memory per GPU"] if memory.host else []
+    notes = ["activations are an upper bound"] if setup.lora_rank else []
+    notes += [f"{memory.host / GIB:.0f} GiB of the host's memory per GPU"] if memory.host else []
     if shared_tokens:
         room = max(0, usable - memory.peak - copies) // shape.cache_per_token
         notes.append(f"room for {room} tokens of the embedded engine")

@@ -40,8 +40,8 @@ class TrainArgs(ScriptFlags):
     """What to do."""
 
     target: Target = ""
-    """Id of an env (`ludic envs`), file.py:Class of your own, a TOML file, or the folder of a run. With --preferences it may be
-    left out."""
+    """Id of an env (`ludic envs`), file.py:Class of your own, a TOML file, or the folder of a run. With --preferences, and with
+    --algo sft --data FILE, it may be left out."""
     policy: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=ROLES")] = ()
     """A separate policy for these roles of the env, such as ann=X, or ann=X,O where policies change places; NAME.SETTING=VALUE,
     such as ann.lr=1e-4, is for it alone. Give one for each (docs/multi_policy.md)."""
@@ -140,17 +140,17 @@ def _opening(run: "Run", *, resume: bool) -> list[str]:
     config, start = run.config, run.starting_point(resume=resume)
     teacher = f", taught by {' and '.join(config.all_teachers)}" if config.all_teachers else ""
     several = "" if config.trainer.steps_per_batch == 1 else f", {config.trainer.steps_per_batch} on each batch"
-    preferences = config.rollouts.preferences
-    what = " and ".join(config.env_ids) if preferences is None else f"from {preferences}"
+    what = " and ".join(config.env_ids) if config.stored is None else f"from {config.stored}"
+    samples = "rollouts" if config.stored is None else "preferences" if config.rollouts.preferences else "answers"
     who = f"{config.model.model} learns {what} with {config.algo.algo}"
     if run.resolved.policies:
         who = f"{' and '.join(run.resolved.trained_names)} learn {what}"
     lines = [
         f"{run.folder}: {who}, {config.train.steps} updates{several} of "
-        f"{config.rollouts.rollouts_per_update} {'rollouts' if preferences is None else 'preferences'}{teacher}."
+        f"{config.rollouts.rollouts_per_update} {samples}{teacher}."
     ]
     rank, lr = config.model.lora_rank, config.trainer.lr
-    if rank and lr <= LOW_LORA_LR and preferences is None and not start.first_step:
+    if rank and lr <= LOW_LORA_LR and config.stored is None and not start.first_step:
         lines.append(
             f"lr {lr:g} is low for a LoRA: on GSM8K 2e-4 learned well, and 5e-5 slowly (docs/results/gsm8k_qwen.md)."
         )

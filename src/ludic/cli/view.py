@@ -234,7 +234,7 @@ def _show_run(console: Console, index: RunIndex) -> None:
         table.add_row(
             str(row["step"]), str(row["num_rollouts"]), _short(row["reward_mean"]), _short(row["reward_min"]),
             _short(row["reward_max"]), _short(row["tokens_mean"]), f"{row['num_zero_spread']}/{row['num_groups']}",
-            str(row["num_truncated"]), str(row["num_parse_errors"]), str(row["num_failed"]),
+            str(row["num_truncated"]), str(row["num_unreadable"]), str(row["num_failed"]),
         )  # fmt: skip
     console.print(table)
     if len(rows) > _SHOWN_UPDATES:

@@ -5,7 +5,6 @@ says so. The reply is split into reasoning, text and tool calls; a stream splits
 """
 
 import hashlib
-import json
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from ludic.gateway.forest import Forest, Node
 from ludic.gateway.wire.canonical import ClientMessage, JSONObject, PieceKind, Reply
 from ludic.inference import ByteTemplate, ChatTemplate, HFChatTemplate, Prompt
 from ludic.inference.serving.response import TextStream, overlap
-from ludic.inference.templates.chat import shows_tools
+from ludic.inference.templates.chat import shows_tools, tools_as_text, with_tools
 from ludic.inference.templates.conversation import decode_reply
 from ludic.inference.templates.tool_calls import READABLE_CALLS
 from ludic.types import (
@@ -89,7 +88,7 @@ def _sent_messages(node: Node, template: ChatTemplate, forest: Forest) -> list[M
         )
     if _writes_tools(template):
         return messages
-    return _with_tools(_without_tools(messages, before), node.tools)
+    return with_tools(_without_tools(messages, before), node.tools)
 
 
 def _delta(node: Node, template: ChatTemplate, sent: list[Message]) -> TokenArray | None:
@@ -123,30 +122,11 @@ def _template_tools(node: Node, template: ChatTemplate) -> list[JSONObject] | No
     return node.tools if node.tools and _writes_tools(template) else None
 
 
-def _tools_as_text(tools: list[JSONObject]) -> str:
-    """For templates without tools: how to call them, in the form that `HermesToolParser` reads."""
-    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    return (
-        f"You can call these functions:\n{listed}\n\nTo call one, write its name and arguments as JSON in this form, once for each "
-        'call:\n<tool_call>{"name": "…", "arguments": {…}}</tool_call>'
-    )
-
-
-def _with_tools(messages: list[Message], tools: list[JSONObject]) -> list[Message]:
-    """The system message describes the tools."""
-    if not tools:
-        return messages
-    text, first = _tools_as_text(tools), messages[0]
-    if first["role"] == "system":
-        return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
-    return [{"role": "system", "content": text}, *messages]
-
-
 def _without_tools(messages: list[Message], tools: list[JSONObject]) -> list[Message]:
-    """The messages before `_with_tools`."""
+    """The messages before `with_tools`."""
     if not tools:
         return messages
-    text, first = _tools_as_text(tools), messages[0]
+    text, first = tools_as_text(tools), messages[0]
     if first["content"] == text:
         return messages[1:]
     return [{**first, "content": first["content"].removesuffix(f"\n\n{text}")}, *messages[1:]]

@@ -17,7 +17,7 @@ import torch
 
 from ludic.models import SMOLLM2, TINY
 from ludic.models.vision.inputs import auto_class, load_image_processor
-from ludic.types import ConfigError, MissingExtra
+from ludic.types import ConfigError, MissingExtra, UnknownName
 
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -198,7 +198,16 @@ def _locate(source: str) -> tuple[str, str | None]:
         if not path.exists():
             raise ConfigError(f"There is no GGUF file at {path}.")
         return str(path.parent), path.name
+    require_model(source)
     return source, None
+
+
+def require_model(source: str) -> None:
+    """UnknownName unless the name is that of a known model, a path that exists, or an id of the hub, which has a slash. The hub is
+    not asked."""
+    if "/" not in source and not Path(source).exists() and source.lower() not in (SMOLLM2, TINY):
+        advice = "Others are a folder with config.json and weights, a .gguf file, or a hub id OWNER/NAME."
+        raise UnknownName.among("model", source, (SMOLLM2, TINY), advice)
 
 
 def _dequantised(gguf: str) -> Any:

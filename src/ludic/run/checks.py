@@ -117,19 +117,19 @@ PREFERENCE_ALGORITHMS = ("dpo", "ipo", "kto")
 
 def check_stored_kind(config: RunConfig, parts: Parts) -> None:
     """ConfigError for an algorithm and data that do not go together."""
-    algo, preferences = config.algo.algo, config.rollouts.preferences
+    algo, preferences, stored = config.algo.algo, config.rollouts.preferences, config.stored
     if parts.algorithm is None and algo in PREFERENCE_ALGORITHMS and preferences is None:
         raise ConfigError(
             f"algo = {algo!r} learns from stored preferences; give --preferences FILE.jsonl (docs/algorithms/dpo.md)."
         )
-    if parts.algorithm is None and algo == "sft" and not config.rollouts.rollouts:
+    if parts.algorithm is None and algo == "sft" and stored is None and not config.rollouts.rollouts:
         raise ConfigError(
-            "algo = 'sft' imitates recorded rollouts, but a run plays its own: give --rollouts FILE.jsonl. For texts that are no "
-            "rollouts see examples/tic_tac_toe."
+            "algo = 'sft' imitates what is recorded, but a run plays: give --data FILE.jsonl with questions and answers, or "
+            "--rollouts FILE.jsonl."
         )
-    if preferences is None:
+    if stored is None:
         return
-    if parts.algorithm is None and ":" not in algo and algo not in PREFERENCE_ALGORITHMS:
+    if preferences and parts.algorithm is None and ":" not in algo and algo not in PREFERENCE_ALGORITHMS:
         raise ConfigError(
             f"preferences = {preferences} is for {', '.join(PREFERENCE_ALGORITHMS)}, but algo = {algo!r}."
         )
@@ -148,11 +148,12 @@ def check_stored_kind(config: RunConfig, parts: Parts) -> None:
         "[[recorded]]": config.recorded,
         "league_every": config.league.league_every,
         "[replay]": config.replay.replay,
-        "data": config.env.data,
+        "data": preferences and config.env.data,
     }
     if given := [name for name, value in playing.items() if value]:
         raise ConfigError(
-            f"preferences = {preferences} replaces played episodes, so {given[0]} has no meaning. Leave one out."
+            f"{'preferences' if preferences else 'data'} = {stored} replaces played episodes, so {given[0]} has no meaning. Leave "
+            "one out."
         )
     if config.is_evaluated and not config.env.id:
         raise ConfigError("An evaluation plays an env: name one as TARGET, or leave eval_every and eval_at_start out.")

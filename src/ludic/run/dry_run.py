@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ludic.models import SMOLLM2, TINY
+from ludic.models.loading import require_model
 from ludic.models.tiny import make_tiny
 from ludic.models.vision.inputs import auto_class
 from ludic.run.config.model import ModelSettings
@@ -17,6 +18,7 @@ from ludic.run.model import (
     dtype_of,
     find_device,
     forked_checkpoint,
+    load_tokenizer,
     make_template,
 )
 from ludic.run.parts.algorithm import make_algorithm
@@ -35,13 +37,13 @@ _SMOLLM2_PARAMETERS = 134_515_008
 def plan_lines(run: ResolvedRun, start: ResumePoint) -> list[str]:
     """The plan in sentences; ConfigError for what cannot work."""
     total = run.config.rollouts.rollouts_per_update
-    if run.config.rollouts.preferences is not None:
+    if run.config.stored is not None:
         return [*_model_lines(run), _preferences_line(run), _start_line(run, start)]
     if run.policies:
         return [*_policy_lines(run), *_task_lines(run), *_feature_lines(run), _start_line(run, start)]
     check_teacher(run, make_algorithm(run))
     check_source(run)
-    check_protocol(run)
+    _check_agents(run)
     if run.envs:
         whole = f"{run.shown_batches}: {run.num_batches * total:,} episodes."
         lines = [f"{env.name}, {env.share:.0%}: {' '.join(_task_lines(env.run, env.share))}" for env in run.envs]
@@ -54,6 +56,7 @@ def _policy_lines(run: ResolvedRun) -> list[str]:
     check_team(run)
     lines = []
     for policy in run.policies:
+        _check_agents(policy.run)
         roles = [role for role in run.seatings[0] if any(seats[role] == policy.name for seats in run.seatings)]
         model, *more = _model_lines(policy.run)
         if policy.is_frozen:
@@ -65,6 +68,14 @@ def _policy_lines(run: ResolvedRun) -> list[str]:
         shown = ["; ".join(f"{role} {name}" for role, name in seats.items()) for seats in run.seatings]
         lines.append(f"Each group has one of {len(shown)} seatings: {' | '.join(shown)}.")
     return lines
+
+
+def _check_agents(run: ResolvedRun) -> None:
+    """Agents, parsers and tools are made as the run makes them, with the model's template."""
+    given, agents = run.parts.model, [own.config.agent for own in run.each]
+    tokenizer = load_tokenizer(run.config.model) if given is None else given.tokenizer
+    with_tools = any(agent.may_call_tools for agent in agents) or bool(run.parts.tools)
+    check_protocol(run, make_template(tokenizer, with_tools=with_tools, renderer=agents[0].renderer))
 
 
 def _start_line(run: ResolvedRun, start: ResumePoint) -> str:
@@ -200,6 +211,7 @@ def num_parameters(settings: ModelSettings) -> str:
         return "number of parameters unknown until it is loaded"
     if folder.suffix == ".json":  # the config of random weights; the tokenizer is beside it
         folder = folder.parent
+    require_model(str(folder))
     from transformers import AutoConfig, AutoTokenizer
 
     try:

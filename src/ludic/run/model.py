@@ -21,7 +21,7 @@ from ludic.inference.templates.vision import VisionTemplate
 from ludic.models import SMOLLM2, TINY
 from ludic.models.experts.adapters import expert_parameters
 from ludic.models.head import plain_model
-from ludic.models.loading import LoadedModel, best_dtype, load_gguf_tokenizer, load_model
+from ludic.models.loading import LoadedModel, best_dtype, load_gguf_tokenizer, load_model, require_model
 from ludic.models.lora import adapted_layers, not_adaptable
 from ludic.models.memory.quantized import quantize_linears
 from ludic.models.tiny import character_tokenizer
@@ -149,6 +149,7 @@ def load_tokenizer(settings: ModelSettings) -> Any:
     from transformers import AutoConfig, AutoTokenizer
 
     place = str(checkpoint_in(Path(base.model)) or base.model)
+    require_model(place)
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         return load_image_processor(tokenizer, place, AutoConfig.from_pretrained(place, trust_remote_code=False))

@@ -316,8 +316,8 @@ def _corrections(config: RunConfig, max_lag: int, parts: Parts) -> tuple[str, ..
 def default_name(config: RunConfig) -> str:
     """Env, model and algorithm, as far as they can stand in the name of a folder."""
     env = "+".join(id.rpartition(":")[2].rpartition("/")[2] for id in config.env_ids)
-    if config.rollouts.preferences is not None:
-        env = env or config.rollouts.preferences.stem
+    if config.stored is not None:
+        env = env or config.stored.stem
     if config.policies:
         return slug(f"{env}-{'+'.join(config.policies)}")
     model = Path(config.model.model).name.removesuffix(".gguf")
@@ -330,7 +330,7 @@ def slug(text: str) -> str:
 
 
 def _check_data(config: RunConfig, env: EnvFactory, parts: Parts) -> None:
-    if parts.samples is None:
+    if parts.samples is None and (config.env.id or config.stored is None):
         check_data(env, config.env.data, config.env.set, "--data")
     has_questions = config.eval.eval_data is not None or parts.eval_samples is not None or has_task(env, config.env.set)
     if config.is_evaluated and env.takes_sample and not has_questions:

@@ -344,9 +344,6 @@ def build(
     """
     config = config or RunConfig()
     is_several = bool(config.envs or settings.get("envs"))
-    has_env = env is not None or config.env.id or is_several
-    if not has_env and not (settings.get("preferences") or config.rollouts.preferences):
-        raise ConfigError("No env: give env=, an id (`ludic envs` lists them), file.py:Class, or a class.")
     if is_several:
         config = with_given(config, {"envs": settings.pop("envs", config.envs)})
     if policies and all(isinstance(each, (PolicyEntry, dict)) for each in policies.values()):
@@ -374,6 +371,8 @@ def build(
     objects = {_PARTS.get(name, name): part for name, (_, part) in given.items() if part is not None}
     objects |= {"loss": loss, "source": source, "reducers": reducers or {}}
     config = with_pinned_checkpoints(with_given(config, values))
+    if not config.env_ids and config.stored is None:
+        raise ConfigError("No env: give env=, an id (`ludic envs` lists them), file.py:Class, or a class.")
     parts = Parts(**objects, policies=policies or {})
     if callable(reward) and uses_gateway(config.agent, parts):
         parts = replace(parts, reward=reward, scorers=())

@@ -21,7 +21,7 @@ from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManage
 from ludic.training.checkpoint.state_files import restore_rng, rng_state
 from ludic.training.config import TrainerConfig
 from ludic.training.evaluation import Evaluation, check_evaluation
-from ludic.training.guards import check_parity
+from ludic.training.guards import LearningWatch, check_parity
 from ludic.training.learner.batches import PreparedBatch, RankBatch, data_states, describe, fetch, load_data_states
 from ludic.training.learner.interface import Learner
 from ludic.training.learner.metrics import prefixed
@@ -70,6 +70,7 @@ class TrainingLoop:
         self.step = 0
         """Optimizer steps done; also the version of the policy."""
         self._evaluation = Evaluation(evaluator, self.cfg, self._log)
+        self._watch = LearningWatch()
         self._log_lock = threading.Lock()
         """A step is logged from a thread, a background evaluation from the event loop; loggers see one at a time."""
         self._unsaved = UnsavedState(own_parts(self.algo, "algo").values())
@@ -228,6 +229,8 @@ class TrainingLoop:
         """Log what is due, before the checkpoint is saved: a process that is killed in between loses no line."""
         named = prefixed({**stats, "step": float(self.step)})
         named["perf/step_s"] = time.perf_counter() - started
+        if self.learner.is_first:
+            self._watch.note(named)
         if self.step % self.cfg.log_every == 0:
             self._log(self.step, named)
         return named

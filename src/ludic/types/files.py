@@ -10,6 +10,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import struct
 import zlib
 from collections.abc import Iterator
@@ -17,8 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar, Self
 
+from ludic.types.errors import LudicError
 from ludic.types.parsing import parse_json
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,22 @@ _PIECE = 1 << 24
 _GZIP = 16 + zlib.MAX_WBITS
 _HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
 _LAST_BLOCK = b"\x03\x00"  # an empty deflate block that ends the stream; what comes before it ends at a whole byte
+
+
+class NotWritten(LudicError, OSError):
+    """A file cannot be written; the message says why and what to do."""
+
+    advice: ClassVar[str] = "free some, or choose another disk (ludic train: --runs)"
+
+    @classmethod
+    def of(cls, path: Path, error: Exception, state: str = "", advice: str = "") -> Self:
+        """`state`: a sentence about what there is all the same. `advice`: what to do where the room is too little."""
+        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        free = shutil.disk_usage(there).free / 2**20
+        return cls(
+            f"Could not write {path}: {type(error).__name__}: {error}. {state}{free:.0f} MiB are free there: if that is too "
+            f"little, {advice or cls.advice}."
+        )
 
 
 @contextmanager
@@ -83,16 +101,18 @@ class LineWriter:
 
     def append(self, lines: bytes) -> None:
         """The lines are in the file when it returns. A killed writer leaves some of them, and a partial one that readers skip."""
-        if not self._is_ready:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            repair(self.path)
-            self._is_ready = True
         try:
+            if not self._is_ready:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                repair(self.path)
+                self._is_ready = True
             with open(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "rb+", buffering=0) as file:
                 fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
                 self._write(file, lines)
-        except BaseException:
+        except BaseException as error:
             self._is_ready, self._member = False, None  # a full disk may hold a part
+            if isinstance(error, OSError):
+                raise NotWritten.of(self.path, error) from error
             raise
 
     def _write(self, file: IO[bytes], lines: bytes) -> None:

@@ -215,6 +215,7 @@ def _step_row(step: int, cards: list[Card]) -> JSONObject:
         "num_failed": sum(card.failure is not None for card in cards),
         "num_truncated": sum(card.truncated for card in cards),
         "num_parse_errors": sum(card.parse_errors > 0 for card in cards),
+        "num_unreadable": sum(card.unreadable > 0 for card in cards),
         "reward_mean": mean(rewards),
         "reward_min": min(rewards, default=None),
         "reward_max": max(rewards, default=None),

@@ -43,6 +43,9 @@ class Card(msgspec.Struct, array_like=True, gc=False):
     truncated: bool
     """A limit ended the episode, or cut off a reply."""
     parse_errors: int
+    """Replies that were not read: cut off, or unreadable."""
+    unreadable: int
+    """Of them those that were not cut off."""
     oldest: int | None
     newest: int | None
     """Policy versions that sampled its tokens."""
@@ -143,6 +146,7 @@ def make_card(text: bytes, line: Line) -> Card:
     if any(abs(number) >= 2**63 for number in (*versions, *times, tokens)):
         raise ValueError("a number is out of range")
     first = bytes(calls[0].prompt_messages) if calls else b""
+    unread = [s for s in calls if s.kind == "agent" and s.info.parse_error and s.action_target == "env"]
     is_cut = any(trace.finish_reason == "length" for trace in traces)
     return Card(
         id=head.id,
@@ -160,7 +164,8 @@ def make_card(text: bytes, line: Line) -> Card:
         stop=head.stop,
         failure=None if failure is None else f"{failure.get('error')}: {failure.get('message')}"[:500],
         truncated=is_cut or head.stop in _TRUNCATIONS,
-        parse_errors=sum(bool(s.info.parse_error) and s.action_target == "env" for s in calls if s.kind == "agent"),
+        parse_errors=len(unread),
+        unreadable=sum(not (isinstance(s.trace, _Trace) and s.trace.finish_reason == "length") for s in unread),
         oldest=min(versions, default=None),
         newest=max(versions, default=None),
         started_ns=min(times, default=None),

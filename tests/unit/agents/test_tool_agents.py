@@ -207,12 +207,17 @@ async def test_calls_of_one_message_run_in_order():
     assert [r["content"] for r in first.tool_results] == ["ok", "7"]
 
 
-def test_a_template_that_does_not_show_tools_is_refused():
+async def test_tools_stand_in_the_system_message_where_the_template_has_no_place_for_them():
     class Silent(ByteTemplate):
         def apply(self, messages, *, tools=None, add_generation_prompt=True):
             return super().apply(messages, add_generation_prompt=add_generation_prompt)
 
     template = Silent(tool_parser=HermesToolParser())
-    with pytest.raises(ConfigError, match="tools_in_prompt=False"):
-        react([], chat_template=template)
-    react([], chat_template=template, tools_in_prompt=False)
+    agent = react([call("add", a=1, b=2), "<a>3</a>"], chat_template=template)
+    first, final = (await agent.act()).steps
+    role, text = shown(final)[0]
+    assert role == "system" and json.dumps(agent.tool_schemas[0]["function"]) in text
+    assert shown(final)[: len(shown(first))] == shown(first) and final.parse_result.action == "3"
+    assert final.trace.prompt_token_ids[: len(first.trace.prompt_token_ids)].tolist() == [*first.trace.prompt_token_ids]
+    (alone,) = (await react(["<a>3</a>"], chat_template=template, tools_in_prompt=False).act()).steps
+    assert shown(alone) == [("user", "obs")]

@@ -99,6 +99,13 @@ def test_a_redis_that_does_not_start_is_broken(tmp_path, monkeypatch):
     assert machine.redis().status == "missing" and "install redis" in machine.redis().repair
 
 
+def test_a_vllm_that_is_not_installed_is_missing_and_not_broken(tmp_path, monkeypatch):
+    program(tmp_path, "python", f'#!/bin/sh\nexec {sys.executable} -S "$@"\n', monkeypatch)
+    monkeypatch.setenv("LUDIC_VLLM_PYTHON", str(tmp_path / "python"))
+    found = machine.vllm()
+    assert (found.status, found.says.partition(".")[0]) == ("missing", f"{tmp_path / 'python'} has no vLLM")
+
+
 def test_a_bubblewrap_without_namespaces_is_broken_and_the_kernel_settings_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr("ludic.sandbox.bubblewrap.bubblewrap_problem", lambda: "bwrap cannot make a sandbox here: no.")
     program(tmp_path, "bwrap", "#!/bin/sh\necho bubblewrap 0.8.0\n", monkeypatch)

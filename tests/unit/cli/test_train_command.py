@@ -1,5 +1,7 @@
 """`ludic train` as it is typed: what it refuses, and what it plans. Everything is real; the model is tiny."""
 
+import socket
+
 import pytest
 
 from ludic.models.tiny import character_tokenizer, tiny_llama
@@ -41,9 +43,11 @@ LEAVING_NAMES = ["..", "../x", "a/../../x", "a/..", ".", "./x"]
         (["tic_tac_toe", "--group-size", "8", "--rollouts-per-update", "4"], "Take 8, or another group size"),
         (["tic_tac_toe", "--algo", "grop"], "Did you mean 'grpo'"),
         (["tic_tac_toe", "--algo-set", "clip=3"], "clip_eps_low"),
-        (["tic_tac_toe", "--algo", "sft"], "imitates recorded rollouts"),
+        (["tic_tac_toe", "--algo", "sft"], "give --data FILE.jsonl with questions and answers"),
         (["tic_tac_toe", "--set", "opponent=god"], "random and minimax"),
         (["tic_tac_toe", "--parser", "xlm"], "Did you mean 'xml'"),
+        (["tic_tac_toe", "--parser", "xmltag", "--dry-run"], "Did you mean 'xml_tag'"),
+        (["tic_tac_toe", "--tools", "nope.py:x", "--dry-run"], "nope.py"),
         (["tic_tac_toe", "--context", "full"], "No context named 'full'"),
         (["tic_tac_toe", "--max-seq-len", "9000"], "micro_token_budget=8192 must be at least max_seq_len=9000"),
         (["tic_tac_toe", "--max-tokens", "1024"], "Raise --max-seq-len or lower --max-tokens"),
@@ -71,6 +75,13 @@ def test_a_mistake_is_one_helpful_line_and_nothing_is_written(arguments, message
     ended = ludic("train", *arguments, *(["--model", "tiny"] if "--device" not in arguments else []))
     assert ended.code == 2 and message.replace("{folder}", tmp_path.name) in ended.err, ended.err
     assert len(ended.err.strip().splitlines()) == 1 and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry-run"]])
+def test_an_unknown_model_is_named_and_the_hub_is_not_asked(ludic, monkeypatch, flags):
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("a server was asked"))
+    ended = ludic("train", "tic_tac_toe", "--model", "tinny", *flags)
+    assert ended.code == 2 and "No model named 'tinny'. Did you mean 'tiny'?" in ended.err
 
 
 def test_an_env_that_cannot_be_made_shows_its_own_lines_and_none_of_ludic(ludic, tmp_path):

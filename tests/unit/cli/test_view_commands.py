@@ -46,6 +46,17 @@ def test_show_lists_updates_and_what_looks_wrong(said, recorded):  # noqa: F811
     assert "finished, 3 of 3 updates" in text and "--worst" in text and "\x1b" not in text
 
 
+def test_show_counts_as_unreadable_what_was_read_to_its_end(said, tmp_path):
+    lines = [json.loads(line_of(number)) for number in range(4)]
+    for line, reason in zip(lines[:3], ("length", "length", "stop"), strict=True):
+        line["steps"][0]["info"] = {"parse_error": True}
+        line["steps"][0]["trace"]["finish_reason"] = reason
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    LineWriter(tmp_path / "x" / "rollouts" / "from_step_000000.jsonl").append(text.encode())
+    row = next(line.split() for line in said("show", tmp_path / "x").splitlines() if line.startswith("1 "))
+    assert row[-3:] == ["2", "1", "0"], "cut off, unreadable, failed"
+
+
 def test_show_lists_the_rollouts_of_an_update(said, recorded):  # noqa: F811
     text = said("show", recorded / "letters", "--step", 2)
     assert text.count("Spell abc.") == 2 and text.count("tokens") == 8

@@ -1,6 +1,8 @@
 """check_env finds what it is there to find: each broken env here fails for its own reason."""
 
 import random
+import subprocess
+import sys
 from typing import Literal
 
 import pytest
@@ -279,3 +281,22 @@ async def test_report_has_what_was_measured():
     report = await check_env(Sound)
     assert (report.env, report.is_async) == ("Sound", False) and report.num_steps > 0
     assert report.slowest_s >= report.step_s > 0
+
+
+@pytest.mark.parametrize(
+    ("step", "last", "num_lines"),
+    [
+        ("return len(action)", "EnvContractError: Mine.env_step returned int", 1),
+        ("return 1 / 0", "ZeroDivisionError: division by zero", 5),
+    ],
+)
+def test_a_failed_check_prints_the_env_s_own_lines_in_a_script(tmp_path, step, last, num_lines):
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import asyncio\nfrom ludic.envs import SingleAgentEnv, check_env\n\n\nclass Mine(SingleAgentEnv):\n"
+        "    def env_reset(self, *, seed=None):\n        return 'Go.', {}\n\n"
+        f"    def env_step(self, action):\n        {step}\n\n\nasyncio.run(check_env(Mine))\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1 and lines[-1].startswith(last) and len(lines) <= num_lines, done.stderr

@@ -9,9 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from ludic.batch_gen import PreferenceBatchSource
-from ludic.inference import HFChatTemplate
+from ludic.envs.gsm8k import GSM8KEnv
+from ludic.inference import ByteTemplate, HFChatTemplate
 from ludic.models.tiny import make_tiny
 from ludic.run import build
+from ludic.run.generation import check_preferences
 from ludic.training import Trainer, TrainerConfig, make_dpo
 from ludic.training.loggers import read_metrics
 from tests.unit.cli.train_parts import RUN, command_in
@@ -21,12 +23,13 @@ LABELS = [
     {"prompt": row["prompt"], "completion": row[key], "label": key == "chosen"} for row in PAIRS for key in ("chosen", "rejected")
 ]  # fmt: skip
 DPO = ["--algo", "dpo", "--preferences", "pairs.jsonl"]
+ANSWERS = [{"question": row["prompt"], "answer": row["chosen"]} for row in PAIRS]
 SMALL = ["--model", "tiny", "--rollouts-per-update", "4", "--lr", "1e-3", "--logger", "none", "--threads", "1"]
 
 
 @pytest.fixture
 def ludic(tmp_path, monkeypatch, capsys):
-    for name, rows in (("pairs", PAIRS), ("labels", LABELS)):
+    for name, rows in (("pairs", PAIRS), ("labels", LABELS), ("qa", ANSWERS)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return command_in(tmp_path, monkeypatch, capsys)
 
@@ -61,6 +64,26 @@ def test_the_command_does_what_the_trainer_does_by_hand(ludic):
     for name, value in loaded.model.named_parameters():
         if name in trained:
             torch.testing.assert_close(trained[name], value.detach(), rtol=0, atol=1e-5)
+
+
+def test_sft_learns_the_answers_of_a_file_in_one_command(ludic):
+    ended = ludic("train", "--algo", "sft", "--data", "qa.jsonl", *SMALL, "--lr", "1e-2", "--steps", "8")
+    assert ended.code == 0 and "learns from qa.jsonl with sft, 8 updates of 4 answers" in ended.out, ended.err
+    surprise = logged("train/nll_mean", "qa-tiny-sft")
+    assert surprise[-1] < 0.7 * surprise[0]
+    refused = ludic("train", "--algo", "sft", "--data", "pairs.jsonl", *SMALL)
+    assert refused.code == 2 and "pairs.jsonl holds pairs, but algo = 'sft'" in refused.err
+
+
+async def test_answers_are_learned_behind_the_prompt_that_the_env_shows(tmp_path):
+    (tmp_path / "qa.jsonl").write_text(json.dumps({"question": "1 + 1 = ?", "answer": "#### 2"}) + "\n")
+    run = build(env="gsm8k", algo="sft", data=tmp_path / "qa.jsonl", model="tiny", rollouts_per_update=1)
+    (item,) = (await check_preferences(run.resolved).next_batch()).items
+    env = GSM8KEnv({"question": "1 + 1 = ?", "answer": "#### 2"})
+    prompt = [{"role": "system", "content": env.suggested_sysprompt}, {"role": "user", "content": env.question}]
+    shown = ByteTemplate().apply(prompt).prompt_token_ids
+    assert item.input_ids[: len(shown)].tolist() == shown.tolist() and not item.action_mask[: len(shown)].any()
+    assert ByteTemplate().decode_reply(item.input_ids[item.action_mask]) == "#### 2"
 
 
 def test_resumed_run_equals_an_uninterrupted_one(ludic):
@@ -117,7 +140,7 @@ def test_settings_may_be_in_a_file(ludic):
     [
         ([], "TARGET is missing"),
         (["letter.py:Letter", "--algo", "dpo"], "give --preferences"),
-        (["letter.py:Letter", "--algo", "sft"], "give --rollouts"),
+        (["letter.py:Letter", "--algo", "sft"], "or --rollouts FILE.jsonl"),
         (["--preferences", "pairs.jsonl"], "is for dpo, ipo, kto, but algo = 'grpo'"),
         (["--preferences", "labels.jsonl", "--algo", "dpo"], "holds labels, but algo = 'dpo'"),
         (["--preferences", "none.jsonl", "--algo", "dpo"], "Cannot read --preferences none.jsonl"),

@@ -7,6 +7,8 @@ import logging
 import math
 import multiprocessing
 import os
+import resource
+import signal
 import sqlite3
 import sys
 import time
@@ -400,6 +402,21 @@ def test_tee_reports_each_failing_child(caplog):
     tee = TeeLogger(BrokenLogger(), BrokenLogger())
     tee.log(1, {})
     assert len(caplog.records) == 2
+
+
+def test_a_full_disk_is_named_with_the_file_and_the_room_and_training_continues(tmp_path: Path, caplog):
+    jsonl = JSONLLogger(tmp_path / "metrics.jsonl")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # the kernel refuses, as a full disk would
+    try:
+        TeeLogger(jsonl).log(1, {"train/loss": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    (record,) = caplog.records
+    assert f"Could not write {jsonl.path}: OSError: [Errno 27] File too large. " in record.getMessage()
+    assert "MiB are free there" in record.getMessage() and record.exc_info is False
 
 
 def test_tee_resumes_its_resumable_children(tmp_path: Path):

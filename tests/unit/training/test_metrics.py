@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ludic.training.guards import why_nothing_was_learned
+from ludic.training.guards import LearningWatch, why_nothing_was_learned
 from ludic.training.learner.metrics import MetricSums, batch_stats, prefixed
 from ludic.types import ConfigError, Reducer, SAWItem
 from tests.origins import meta_and_origin
@@ -209,6 +209,10 @@ def update(norm=0.0, **stats):
         ([update(parse_error_rate=1, unreadable_rate=0.5)], "replies that the parser could not read"),
         ([update(parse_error_rate=1)], "ran out of tokens before they ended"),
         ([update(total_reward_std=0.3)], "never between the rollouts of one task"),
+        ([update(total_reward_std=0.3, same_reply_rate=0)], "the reward seems to ignore the reply"),
+        ([update(same_reply_rate=1)], "All replies to one task were the same"),
+        ([update(0.5, entropy=4.6), update(entropy=0.0008), update(entropy=0.0007)], "from 4.6 to 0.0007 nats"),
+        ([update(0.5, parse_error_rate=1, unreadable_rate=1)] * 2, "replies that the parser could not read"),
         ([update(total_reward_std=0.3, zero_weight_rate=0.5)], "the loss dropped every sample"),
         ([update(), update(), update(norm=0.5)], "Little was learned: the gradient was zero in 2 of 3 updates. All"),
     ],
@@ -216,6 +220,25 @@ def update(norm=0.0, **stats):
 def test_run_without_gradients_gets_the_likely_cause(rows, message):
     evaluation = {"step": 1, "eval/accuracy": 0.5}
     assert message in (why_nothing_was_learned([*rows, evaluation]) or "")
+
+
+def test_a_run_that_learns_nothing_says_so_while_it_runs(caplog):
+    watch = LearningWatch()
+    for entropy in (4.6, 0.9, 0.0008, 0.0007):
+        watch.note(update(norm=float(entropy > 0.1), entropy=entropy))
+    assert [record.message.split(", so")[0] for record in caplog.records] == [
+        "Nothing is being learned. Entropy has collapsed from 4.6 to 0.0008 nats per token"
+    ]
+
+
+def test_updates_with_gradients_between_others_are_no_reason_to_warn(caplog):
+    watch = LearningWatch()
+    for norm in (0, 0, 1, 0, 0, 1):
+        watch.note(update(norm=norm, entropy=1.0))
+    assert not caplog.records
+    for _ in range(4):
+        watch.note(update(entropy=1.0))
+    assert len(caplog.records) == 1 and "All episodes earned the same reward" in caplog.text
 
 
 @pytest.mark.parametrize("rows", [[], [update(norm=0.1)], [update(), update(norm=0.1)], [{"eval/accuracy": 1.0}]])

@@ -1,7 +1,8 @@
-"""`PreferenceBatchSource`: comparisons for DPO, IPO and KTO from a file of preferences.
+"""`PreferenceBatchSource`: comparisons for DPO, IPO and KTO, or answers for SFT, from a file.
 
-A pair is {"prompt": …, "chosen": …, "rejected": …}, a labelled sample {"prompt": …, "completion": …, "label": true}. A prompt is a
-text or, as "prompt" or "messages", a list of chat messages; a completion is a text or the assistant's message.
+A pair is {"prompt": …, "chosen": …, "rejected": …}, a labelled sample {"prompt": …, "completion": …, "label": true}, an answer
+{"question": …, "answer": …} or {"prompt": …, "completion": …}. A prompt is a text or, as "prompt" or "messages", a list of chat
+messages; a completion is a text or the assistant's message.
 """
 
 import asyncio
@@ -9,7 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -18,14 +19,16 @@ from ludic.batch_gen.sources.offline import rendered_reply
 from ludic.inference import ChatTemplate
 from ludic.types import ConfigError, Message, SampleOrigin, SAWBatch, SAWItem, derive_seed
 
+Kind: TypeAlias = Literal["pairs", "labels", "answers"]
 _PAIR, _LABELLED = {"chosen", "rejected"}, {"completion", "label"}
 
 
 class PreferenceBatchSource:
     """Endless epochs over stored preferences, shuffled per epoch and rendered with the model's chat template.
 
-    Of a pair it makes two samples with the weights 1 and −1. Labelled samples are taken `kl_samples` at a time, as one comparison:
-    each with the weight 1 or −1, and beside it the completion of the next one behind the same prompt, with the weight 0 (KTO).
+    Of a pair it makes two samples with the weights 1 and −1, of an answer one with the weight 1. Labelled samples are taken
+    `kl_samples` at a time, as one comparison: each with the weight 1 or −1, and beside it the completion of the next one behind
+    the same prompt, with the weight 0 (KTO).
     """
 
     def __init__(
@@ -38,19 +41,25 @@ class PreferenceBatchSource:
         seed: int = 42,
         kl_samples: int = 4,
         flag: str = "--data",
+        system_prompt: str | None = None,
     ) -> None:
         """`preferences`: a file (JSONL, JSON, Parquet or hub:NAME:SPLIT), or its rows. `batch_size`: pairs, or labelled samples.
-        `flag`: what messages call the file."""
+        `flag`: what messages call the file. `system_prompt`: stands before every prompt that has none."""
         rows = read_samples(preferences, flag) if isinstance(preferences, (str, Path)) else list(preferences)
         where = f"of {preferences}" if isinstance(preferences, (str, Path)) else ""
         self._rows = [_checked(row, f"Preference {number} {where}".strip()) for number, row in enumerate(rows, start=1)]
-        kinds = {"pairs" if row.keys() >= _PAIR else "labels" for row in rows}
+        if system_prompt is not None:
+            first: Message = {"role": "system", "content": system_prompt}
+            self._rows = [(p if p[0]["role"] == "system" else [first, *p], found) for p, found in self._rows]
+        kinds: set[Kind] = {
+            "pairs" if row.keys() >= _PAIR else "labels" if row.keys() >= _LABELLED else "answers" for row in rows
+        }
         if len(kinds) != 1:
             raise ConfigError(
                 f"Preferences {where} are {' and '.join(sorted(kinds)) or 'missing'}; give rows of one kind."
             )
-        self.kind: Literal["pairs", "labels"] = "pairs" if "pairs" in kinds else "labels"
-        self._unit = 1 if self.kind == "pairs" else kl_samples
+        self.kind: Kind = kinds.pop()
+        self._unit = kl_samples if self.kind == "labels" else 1
         if self.kind == "labels" and (kl_samples < 2 or batch_size % kl_samples or len(rows) < kl_samples):
             raise ConfigError(
                 f"kl_samples={kl_samples}, batch_size={batch_size}, {len(rows)} rows: a comparison needs 2 labelled samples or "
@@ -117,7 +126,7 @@ class PreferenceBatchSource:
 
 def _checked(row: Mapping[str, Any], what: str) -> tuple[list[Message], list[tuple[str, float]]]:
     """The prompt's messages, and each completion with its weight."""
-    prompt = row.get("messages", row.get("prompt"))
+    prompt = row.get("messages", row.get("prompt", row.get("question")))
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
@@ -129,7 +138,12 @@ def _checked(row: Mapping[str, Any], what: str) -> tuple[list[Message], list[tup
         return prompt, [(chosen, 1.0), (rejected, -1.0)]
     if row.keys() >= _LABELLED:
         return prompt, [(_text(row["completion"], what, "completion"), 1.0 if row["label"] else -1.0)]
-    raise ConfigError(f"{what} has the keys {', '.join(row)}; it needs chosen and rejected, or completion and label.")
+    for key in ("answer", "completion"):
+        if key in row:
+            return prompt, [(_text(row[key], what, key), 1.0)]
+    raise ConfigError(
+        f"{what} has the keys {', '.join(row)}; it needs chosen and rejected, or completion and label, or question and answer."
+    )
 
 
 def _text(value: Any, what: str, key: str) -> str:

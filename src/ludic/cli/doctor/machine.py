@@ -252,7 +252,7 @@ def vllm() -> Finding:
     except ConfigError as error:
         if PYTHON_VARIABLE in os.environ:
             return Finding(
-                name="vLLM", status="broken", says=str(error), repair=f"export {PYTHON_VARIABLE}=…/bin/python"
+                name="vLLM", status="missing", says=str(error), repair=f"export {PYTHON_VARIABLE}=…/bin/python"
             )
         repair = f"python3 -m venv .venv-vllm && .venv-vllm/bin/pip install 'vllm{version_range(TESTED_ON_GPU)}'"
         repair += " (in a clone without a GPU: make vllm)"

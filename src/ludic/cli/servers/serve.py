@@ -103,11 +103,13 @@ def serve(args: list[str]) -> int:
 def _become_vllm(given: ServeArgs, flags: list[str]) -> NoReturn:
     """Replace this process by vLLM's server, with the options as its flags."""
     from ludic.inference.vllm_server import serve
+    from ludic.models.loading import require_model
 
     if given.model in (TINY, SMOLLM2):
         raise ConfigError(
             f"--engine vllm reads a folder or a hub id; only --engine local knows the name {given.model!r}."
         )
+    require_model(given.model)
     if given.api_key is not None:
         os.environ["VLLM_API_KEY"] = given.api_key  # not a flag, which every process list would show
     own = {

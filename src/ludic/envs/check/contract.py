@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
-from ludic.envs.check.report import EnvCheckFailed, EnvReport, StepClock, failed
+from ludic.envs.check.report import EnvCheckFailed, EnvReport, StepClock, failed, one_line_in_scripts
 from ludic.envs.check.tools import reply_of, tools_of, try_tools
 from ludic.envs.env import LudicEnv
 from ludic.envs.single_agent_env import SingleAgentEnv, is_plain
@@ -47,6 +47,7 @@ _MAX_STEPS = 200
 _PLAYER = 0xC0FFEE  # gives the player other random numbers than the env's, which would reveal its secrets
 
 
+@one_line_in_scripts
 async def check_env(make: EnvFactory, *, seeds: tuple[int, ...] = (0, 1, 2), max_steps: int | None = None) -> EnvReport:
     """Raise EnvCheckFailed at the first broken rule of the contract; returns what a step costs, and whether that suits one process.
 

@@ -1,14 +1,19 @@
 """What `check_env` reports: a broken rule (`EnvCheckFailed`), or what the env costs and where it belongs (`EnvReport`)."""
 
+import functools
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
 
-from ludic.types import EnvContractError
+from ludic.types import EnvContractError, Failure, LudicError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _LONG_S = 0.005
 """Median time of a step from which on an env hurts those beside it in one process."""
@@ -104,6 +109,28 @@ class StepClock:
             slowest_s=max((wall for wall, _ in (*resets, *steps)), default=0.0),
             memory_mb=max(0.0, _peak_memory_mb() - self._memory_mb),
         )
+
+
+def one_line_in_scripts(check: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Where a failed check ends a script, its message is printed and the lines of the env that raised, not those of Ludic."""
+
+    @functools.wraps(check)
+    async def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return await check(*args, **kwargs)
+        except Exception as error:
+            failed, told, before = error, _told(error), sys.excepthook
+            sys.excepthook = lambda *raised: sys.stderr.write(told) if raised[1] is failed else before(*raised)
+            raise
+
+    return checked
+
+
+def _told(error: Exception) -> str:
+    is_ours = isinstance(error, LudicError)
+    cause = error.__cause__ if is_ours else error
+    lines = "" if cause is None else Failure.from_exception(cause).user_traceback
+    return lines if lines and not is_ours else f"{lines}{type(error).__name__}: {error}\n"
 
 
 def _median(seconds: Iterable[float]) -> float:

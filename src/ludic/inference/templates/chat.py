@@ -95,6 +95,25 @@ def shows_tools(template: ChatTemplate, tools: ToolSchemas) -> bool:
     return not np.array_equal(shown, template.apply(hello).prompt_token_ids)
 
 
+def tools_as_text(tools: ToolSchemas) -> str:
+    """How to call these tools, in the form that `HermesToolParser` reads."""
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    return (
+        f"You can call these functions:\n{listed}\n\nTo call one, write its name and arguments as JSON in this form, once for each "
+        'call:\n<tool_call>{"name": "…", "arguments": {…}}</tool_call>'
+    )
+
+
+def with_tools(messages: Sequence[Message], tools: ToolSchemas) -> list[Message]:
+    """The messages for a template without tools: the system message describes them."""
+    if not tools:
+        return list(messages)
+    text, first = tools_as_text(tools), messages[0]
+    if first["role"] == "system":
+        return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
 def require_tools(template: ChatTemplate, tools: ToolSchemas) -> None:
     """Raise unless the model sees these tools and its calls can be read."""
     offered = f"Tools are offered ({', '.join(tool['function']['name'] for tool in tools)}), but the chat template"

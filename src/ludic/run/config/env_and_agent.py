@@ -23,7 +23,8 @@ class EnvSettings:
     """Argument of the env; may be repeated."""
     data: Path | None = None
     """JSONL file of samples, one JSON object per line, for envs that ask questions; or hub:NAME:SPLIT,
-    hub:NAME:CONFIG:SPLIT, such as hub:openai/gsm8k:main:train; or file.py:function, which generates them (docs/task-streams.md)."""
+    hub:NAME:CONFIG:SPLIT, such as hub:openai/gsm8k:main:train; or file.py:function, which generates them (docs/task-streams.md).
+    With sft the answers of its rows are learned, and no TARGET is needed (docs/algorithms/sft.md)."""
     max_steps: int | None = None
     """Turns after which an episode is cut off. Default: what suits the env, else 32."""
     episode_timeout: float = 3600.0

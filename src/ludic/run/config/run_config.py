@@ -132,6 +132,12 @@ class RunConfig:
         return tuple(self.teachers.values()) if self.algo.teacher is None else (self.algo.teacher,)
 
     @property
+    def stored(self) -> Path | None:
+        """The file of texts that the run learns from instead of playing: of --preferences, or with sft of --data."""
+        answers = self.env.data if self.algo.algo == "sft" and not self.rollouts.rollouts else None
+        return self.rollouts.preferences or answers
+
+    @property
     def env_ids(self) -> tuple[str, ...]:
         return tuple(entry.id for entry in self.envs) or ((self.env.id,) if self.env.id else ())
 

@@ -3,7 +3,7 @@
 - `EmbeddedGeneration` (engine = local): the engine in this process, which shares the trainer's weights.
 - `VLLMGeneration` (engine = vllm): vLLM servers, given or started for the run.
 - `PipelineGeneration` (engine = pipeline): actors push samples to a queue in Redis; weights go to a folder or to servers.
-- `PreferenceGeneration` (--preferences): comparisons of a file, for DPO and its relatives.
+- `PreferenceGeneration` (--preferences, or --data with sft): comparisons or answers of a file.
 """
 
 from collections.abc import Mapping
@@ -30,4 +30,4 @@ GENERATIONS: Mapping[str, type[EmbeddedGeneration] | type[PipelineGeneration]] =
 def generation_of(
     config: RunConfig,
 ) -> type[EmbeddedGeneration] | type[PipelineGeneration] | type[PreferenceGeneration]:
-    return PreferenceGeneration if config.rollouts.preferences is not None else GENERATIONS[config.rollouts.engine]
+    return PreferenceGeneration if config.stored is not None else GENERATIONS[config.rollouts.engine]

@@ -112,8 +112,8 @@ class VLLMGeneration(EmbeddedGeneration):
 
 
 class PreferenceGeneration(Generation):
-    """Comparisons of a file (`--preferences`); nothing is played while training. With an env, an engine in this process
-    evaluates."""
+    """Comparisons or answers of a file (`--preferences`, or `--data` with sft); nothing is played while training. With an env, an
+    engine in this process evaluates."""
 
     def __init__(self, run: ResolvedRun, loaded: LoadedModel, start: ResumePoint) -> None:
         super().__init__(run, loaded)
@@ -141,17 +141,27 @@ class PreferenceGeneration(Generation):
 def check_preferences(run: ResolvedRun) -> PreferenceBatchSource:
     """The comparisons, read with a template that needs no model; ConfigError for a file that does not suit the algorithm."""
     source, algo = _preferences(run, ByteTemplate()), run.config.algo.algo
-    if run.parts.algorithm is None and algo in PREFERENCE_ALGORITHMS and (source.kind == "labels") != (algo == "kto"):
+    wanted = {"kto": "labels", "sft": "answers"}.get(algo, "pairs")
+    if run.parts.algorithm is None and algo in (*PREFERENCE_ALGORITHMS, "sft") and source.kind != wanted:
         raise ConfigError(
-            f"{run.config.rollouts.preferences} holds {source.kind}, but algo = {algo!r}: kto learns from labels, dpo and ipo from "
-            "pairs."
+            f"{run.config.stored} holds {source.kind}, but algo = {algo!r}: kto learns from labels, dpo and ipo from pairs, sft "
+            "from answers."
         )
     return source
 
 
 def _preferences(run: ResolvedRun, template: ChatTemplate) -> PreferenceBatchSource:
-    rollouts = run.config.rollouts
-    assert rollouts.preferences is not None, "generation_of has looked"
+    rollouts, place = run.config.rollouts, run.config.stored
+    assert place is not None, "generation_of has looked"
+    system = run.config.agent.system_prompt
+    if system is None and run.config.env.id and not rollouts.preferences:
+        made = first_env(run)
+        system = made.system_prompt_for(made.agent_ids[0])
     return PreferenceBatchSource(
-        rollouts.preferences, template, batch_size=rollouts.rollouts_per_update, seed=run.seed, flag="--preferences"
+        place,
+        template,
+        batch_size=rollouts.rollouts_per_update,
+        seed=run.seed,
+        flag="--preferences" if rollouts.preferences else "--data",
+        system_prompt=None if rollouts.preferences else system,
     )

@@ -12,7 +12,7 @@ from ludic.run.model import load_policy, load_tokenizer, local_engine
 from ludic.run.resolve import ResolvedRun
 from ludic.training import RLAlgorithm
 from ludic.training.learner.stop import run_sync
-from ludic.types import ConfigError, TeacherScorer
+from ludic.types import ConfigError, TeacherScorer, UnknownName
 
 
 def check_teacher(run: ResolvedRun, algorithm: RLAlgorithm) -> None:
@@ -99,7 +99,7 @@ def _teacher_scorer(run: ResolvedRun, teacher: str, stack: ExitStack) -> Teacher
     )  # files that the server was started with
     try:
         tokenizer = load_tokenizer(ModelSettings(model=str(Path(place))))
-    except ConfigError as error:
+    except (ConfigError, UnknownName) as error:
         raise ConfigError(
             f"The teacher at {teacher} serves {model['id']!r} from {place!r}, whose tokenizer cannot be read here: "
             f"{error} "

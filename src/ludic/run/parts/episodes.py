@@ -178,13 +178,14 @@ def make_pool(env: EnvSettings, factory: EnvFactory) -> EnvPool | None:
     )
 
 
-def check_protocol(run: ResolvedRun) -> None:
-    """ConfigError if the protocol of the settings cannot be made for an env of the run."""
+def check_protocol(run: ResolvedRun, template: ChatTemplate | None = None) -> None:
+    """ConfigError if the protocol of the settings cannot be made for an env of the run. With the model's `template`, also if its
+    agents, parsers and tools cannot; without one, a named protocol alone is tried."""
     for own in run.each:
         agent = own.config.agent
-        if agent.protocol is not None and own.parts.protocol is None:
-            template = ByteTemplate(tool_parser=HermesToolParser())
-            make = protocol_factory(agent, first_env(own).agent_ids, template, "checked", own.parts)
+        if (agent.protocol is not None or template is not None) and own.parts.protocol is None:
+            shown = template or ByteTemplate(tool_parser=HermesToolParser())
+            make = protocol_factory(agent, first_env(own).agent_ids, shown, "checked", own.parts)
             made = make(ScriptedClient(lambda request: ""))
             for delegate in made.delegates.values() if isinstance(made, DelegatingProtocol) else ():
                 delegate.make_agent()

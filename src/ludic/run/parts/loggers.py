@@ -25,7 +25,7 @@ SHOWN = (
     "step_s", "fetch_s", "update_s", "tokens_per_s",
     # Of the rates: how games ended, unreadable_rate and over_limit_rate, which count a reply that was cut off once.
     "!parse_error_rate", "!truncated_rate", "!truncation_rate", "!completion_truncated_rate", "!seq_len_truncated_rate",
-    "!zero_weight_rate", "!failed_rate",
+    "!zero_weight_rate", "!same_reply_rate", "!failed_rate",
     "!healed_rate", "!foreign_rate", "!retried_rate", "!undelivered_rate", "!limited_rate",
 )  # fmt: skip
 """What progress displays show of the training stats; metrics.jsonl has them all."""

@@ -109,7 +109,7 @@ def _check_features(config: RunConfig, parts: Parts) -> None:
         "[[recorded]]": config.recorded,
         "[replay]": config.replay.replay,
         "rollouts": rollouts.rollouts,
-        "preferences": rollouts.preferences,
+        "preferences (or data, with sft)": config.stored,
         "max_lag": rollouts.max_lag,
         "close_batch_at": rollouts.close_batch_at < 1,
         "dynamic_sampling": rollouts.dynamic_sampling,

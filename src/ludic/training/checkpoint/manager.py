@@ -49,7 +49,7 @@ from ludic.training.checkpoint.state_files import (
 )
 from ludic.training.config import CheckpointConfig
 from ludic.types import ConfigError
-from ludic.types.files import UNFINISHED, sync, write_json
+from ludic.types.files import UNFINISHED, NotWritten, sync, write_json
 
 __all__ = ["CheckpointConfig", "CheckpointError", "CheckpointManager", "ShardedCheckpointManager"]
 
@@ -163,21 +163,19 @@ class CheckpointManager:
             yield
             is_done = True
         except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is a RuntimeError in torch
-            raise CheckpointError(self._why_not_written(target, error)) from error
+            raise self._not_written(target, error) from error
         finally:
             if not is_done and self.rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
 
-    def _why_not_written(self, target: Path, error: Exception) -> str:
+    def _not_written(self, target: Path, error: Exception) -> "CheckpointError":
         intact = self.latest()
-        before = "There is no earlier one." if intact is None else f"{intact.name} is intact and can be loaded."
-        there = next(folder for folder in (self.root, *self.root.absolute().parents) if folder.exists())
-        free = shutil.disk_usage(there).free / 2**20
-        return (
-            f"Could not write {target}: {type(error).__name__}: {error}. {before} {free:.0f} MiB are free there: if that is "
-            f"too little, free some, choose another output_dir, lower max_to_keep (now {self.config.max_to_keep}), or set "
-            "save_optimizer=False (`--no-save-optimizer`)."
+        before = "There is no earlier one. " if intact is None else f"{intact.name} is intact and can be loaded. "
+        advice = (
+            f"free some, choose another output_dir, lower max_to_keep (now {self.config.max_to_keep}), or set "
+            "save_optimizer=False (`--no-save-optimizer`)"
         )
+        return CheckpointError(str(NotWritten.of(target, error, before, advice)))
 
     def _together(self, action: Callable[[], Result]) -> list[Result]:
         """Call `action` on every rank; returns the results of all."""

@@ -170,8 +170,11 @@ def batch_stats(
         "zero_weight_rate": _mean(not item.token_weights.any() for item in items),
         "parse_error_rate": _mean(origin.parse_error for origin in origins if origin.parse_error is not None),
         "unreadable_rate": _mean(
-            origin.num_parse_errors > origin.num_cut_off for origin in origins if origin.num_parse_errors is not None
+            any((item.origin.num_parse_errors or 0) > item.origin.num_cut_off for item in own)
+            for own in rollouts
+            if any(item.origin.num_parse_errors is not None for item in own)
         ),
+        "same_reply_rate": _same_reply_rate(rollouts),
         "avg_total_reward": _mean(rewards),
         "total_reward_std": float(np.std(rewards)) if rewards else None,
         "truncated_rate": _mean(any(map(_is_truncated, own)) for own in rollouts),
@@ -187,6 +190,16 @@ def batch_stats(
     )
     known = {name: value for name, value in averages.items() if value is not None} | reduced | _numbers(meta or {})
     return {**known, **stats}
+
+
+def _same_reply_rate(rollouts: Sequence[Sequence[SAWItem]]) -> float | None:
+    """Share of groups whose rollouts all sampled the same tokens."""
+    replies: dict[Any, list[tuple[bytes, ...]]] = {}
+    for own in rollouts:
+        if (group := own[0].origin.group) is not None:
+            sampled = tuple(item.input_ids[item.action_mask].tobytes() for item in own)
+            replies.setdefault(group, []).append(sampled)
+    return _mean(len(set(each)) == 1 for each in replies.values() if len(each) > 1)
 
 
 def _total_reward(items: Sequence[SAWItem]) -> float | None:

@@ -16,7 +16,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from ludic.types import ConfigError, TrainingLogger
+from ludic.types import ConfigError, LudicError, TrainingLogger
+from ludic.types.files import NotWritten
 
 logger = logging.getLogger(__name__)
 
@@ -90,11 +91,13 @@ class TeeLogger:
     def _survive(self, index: int, what: str, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception:
+        except Exception as error:
             if index not in self._reported:
                 self._reported.add(index)
-                name = type(self._children[index]).__name__
-                logger.exception("%s failed in %s; training continues, later failures are not reported.", name, what)
+                name, is_ours = type(self._children[index]).__name__, isinstance(error, LudicError)
+                why = f": {error}" if is_ours else "."
+                goes_on = "Training continues, later failures are not reported."
+                logger.error("%s failed in %s%s %s", name, what, why, goes_on, exc_info=not is_ours)
 
 
 class JSONLLogger:
@@ -120,9 +123,12 @@ class JSONLLogger:
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         line = json.dumps({"step": step, "time": time.time(), **finite}, separators=(",", ":")).encode() + b"\n"
         start = os.fstat(self._file.fileno()).st_size
-        if self._file.write(line) != len(line):
-            self._file.truncate(start)  # half a line would spoil the next one too
-            raise OSError(f"Only part of a line fitted into {self.path}; is the disk full?")
+        try:
+            if self._file.write(line) != len(line):
+                self._file.truncate(start)  # half a line would spoil the next one too
+                raise OSError("only part of a line fitted")
+        except OSError as error:
+            raise NotWritten.of(self.path, error) from error
 
     def resume(self, step: int) -> None:
         """Remove the lines of steps after `step`, which the resumed run writes again, and damaged lines."""

@@ -13,7 +13,6 @@ request whose id a restarted server does not know ends the client's program.
 
 import logging
 import os
-import shutil
 import struct
 import threading
 import zlib
@@ -26,8 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ludic.types import LudicError
-from ludic.types.files import UNFINISHED, replacing
+from ludic.types.files import UNFINISHED, NotWritten, replacing
 
 logger = logging.getLogger(__name__)
 
@@ -41,17 +39,10 @@ _CHECKSUM = struct.Struct("<I")
 _HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 
 
-class StorageError(LudicError, OSError):
+class StorageError(NotWritten):
     """The data folder cannot be written or read; the message says why and what to do."""
 
-    @classmethod
-    def of(cls, path: Path, error: Exception) -> "StorageError":
-        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-        free = shutil.disk_usage(there).free / 2**20
-        return cls(
-            f"Could not write {path}: {type(error).__name__}: {error}. {free:.0f} MiB are free there: if that is too little, free "
-            "some, for example by deleting checkpoints."
-        )
+    advice = "free some, for example by deleting checkpoints"
 
 
 class JournalDamaged(StorageError):

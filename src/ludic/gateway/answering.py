@@ -173,7 +173,7 @@ def _recorded_call(call_id: str, forest: Forest) -> ToolCall | None:
     """The call of a recorded reply, with the id that the template reads."""
     node, number = forest.find(call_id), call_id.rpartition("_")[2]
     calls = [] if node is None else node.message.get("tool_calls", [])
-    return calls[int(number)] if number.isdigit() and int(number) < len(calls) else None
+    return next((call for index, call in enumerate(calls) if str(index) == number), None)
 
 
 def _short_id(call_id: str, forest: Forest) -> str:

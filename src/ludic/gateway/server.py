@@ -6,7 +6,6 @@ endpoints that open, reward and close sessions for agents in other processes.
 
 import asyncio
 import hashlib
-import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -26,6 +25,7 @@ from ludic.inference.serving.request import RequestRefused, parse_object
 from ludic.tools import Tool
 from ludic.types import ConfigError, InferenceSpec, MissingExtra, Rollout
 from ludic.types.steps import MAX_REWARD
+from ludic.types.urls import is_same_secret
 
 try:
     from aiohttp import web
@@ -297,8 +297,8 @@ class Gateway:
     # --- control ---
 
     def _check_control(self, request: web.Request) -> None:
-        given = request.headers.get("X-Ludic-Control-Token", "").encode(errors="surrogateescape")
-        if self._control_token is None or not hmac.compare_digest(given, self._control_token.encode()):
+        given = request.headers.get("X-Ludic-Control-Token", "")
+        if self._control_token is None or not is_same_secret(given, self._control_token):
             raise RequestRefused(
                 403,
                 "control_token",

@@ -16,6 +16,7 @@ from ludic.gateway.session import Policy
 from ludic.gateway.threads import session_rollouts
 from ludic.inference import ByteTemplate, HermesToolParser, ScriptedClient
 from ludic.types import ChatClient, Rollout, TokenChunk, TokenCompletionRequest
+from tests.fakes import status_with_header
 from tests.unit.gateway.sessions import INFERENCE, TOOLS, called
 from tests.unit.gateway.test_session import SlowClient, StreamingClient
 
@@ -77,6 +78,19 @@ async def test_keys_of_sessions_are_checked(name: str):
         assert (await http.post(f"/s/{key}{path}", body, Authorization=""))[0] == 200
         http.gateway.close_session(http.session)
         assert (await http.post(path, body))[0] == 401
+
+
+async def test_keys_and_tokens_that_are_no_text_are_refused():
+    async with served(ScriptedClient([]), control_token="sécret") as http:
+        for name, status, path in (
+            ("Authorization", 401, "/v1/models"),
+            ("x-api-key", 401, "/v1/models"),
+            ("X-Ludic-Control-Token", 403, f"/sessions/{http.session.id}"),
+        ):
+            for value in (b"Bearer s\xe9cret", "sécret²".encode(), b"\xed\xa0\x80"):
+                assert await status_with_header(f"{http.gateway.url}{path}", name, value) == status
+        right = "sécret".encode()
+        assert await status_with_header(f"{http.gateway.url}{path}", name, right) == 200
 
 
 async def test_an_error_has_the_shape_of_the_dialect():

@@ -6,7 +6,6 @@ engine's. A field that would change the answer but is not supported is refused b
 
 import asyncio
 import contextlib
-import hmac
 import json
 import logging
 import time
@@ -48,6 +47,7 @@ from ludic.types import (
     token_array,
 )
 from ludic.types.sampling import MAX_COUNT
+from ludic.types.urls import is_same_secret
 
 try:
     from aiohttp import web
@@ -183,8 +183,7 @@ class _Server:
         if not self._api_key or request.path == "/health":
             return
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        given, wanted = key.strip().encode(errors="surrogateescape"), self._api_key.encode(errors="surrogateescape")
-        if not (hmac.compare_digest(given, wanted) and scheme.lower() == "bearer"):
+        if not (is_same_secret(key.strip(), self._api_key) and scheme.lower() == "bearer"):
             raise RequestRefused(
                 401, "invalid_api_key", "This server needs its API key as 'Authorization: Bearer <key>'."
             )

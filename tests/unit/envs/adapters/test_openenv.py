@@ -22,6 +22,7 @@ from ludic.inference.serving.limits import ServerLimits
 from ludic.inference.vllm.command import free_port
 from ludic.tools import Tool
 from ludic.types import ConfigError, MissingExtra, StepOutcome
+from tests.fakes import status_with_header
 from tests.unit.cli.runner import invoke
 
 ME = "agent_0"
@@ -156,6 +157,8 @@ async def test_server_serves_documents_and_checks_the_token():
     async with aiohttp.ClientSession() as http:
         assert (await (await http.get(f"{server.url}/health")).json()) == {"status": "healthy"}
         assert (await http.get(f"{server.url}/schema")).status == 401
+    for wrong in (b"Bearer s\xe9cret", "Bearer sécret".encode()):
+        assert await status_with_header(f"{server.url}/schema", "Authorization", wrong) == 401
     async with aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as http:
         documents = {name: await (await http.get(f"{server.url}/{name}")).json() for name in ("schema", "metadata")}
         assert documents["schema"]["action"]["required"] == ["text"]

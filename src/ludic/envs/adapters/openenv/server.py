@@ -5,7 +5,6 @@ are /health, /metadata, /schema, /mcp and a stateless /reset, as OpenEnv's own s
 observation has the env's text and, where it lists them, its legal actions.
 """
 
-import hmac
 import inspect
 import json
 import time
@@ -17,6 +16,7 @@ from ludic import registry
 from ludic.envs.adapters.openenv.session import SCHEMAS, Refused, RpcError, Session
 from ludic.envs.check import Env
 from ludic.types import ConfigError, LudicError, MissingExtra
+from ludic.types.urls import is_same_secret
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -88,7 +88,7 @@ class _Server:
         if self._token is None or request.path == "/health":
             return True
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        return hmac.compare_digest(given.encode(), self._token.encode())
+        return is_same_secret(given, self._token)
 
     # --- /ws ---
 

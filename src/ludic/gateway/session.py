@@ -148,6 +148,8 @@ class Session:
     pin_sampling: bool = True
     """Temperature, top_p and the like are the session's, whatever a request says; its stop texts and max_tokens stand."""
     keep_first_system: bool = False
+    lenient: bool = False
+    """Accept formats of the answer and forced tools, which have no effect yet, rather than refuse them."""
     base_url: str = ""
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     api_key: str = field(default_factory=lambda: f"sk-ludic-{secrets.token_hex(16)}")
@@ -231,6 +233,11 @@ class Session:
             task.cancel()
         for node in self.nodes:
             self._drop(node, "undelivered")
+
+    def reply(self, id: str) -> Reply | None:
+        """The reply that carries this id and that the client has."""
+        node = self.find(id)
+        return node.reply if node is not None and node.is_delivered else None
 
     def find(self, id: str) -> Node | None:
         """The call whose reply carries this id, or this token."""

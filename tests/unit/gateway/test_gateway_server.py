@@ -18,6 +18,7 @@ from ludic.inference import ByteTemplate, HermesToolParser, ScriptedClient
 from ludic.types import ChatClient, Rollout, TokenChunk, TokenCompletionRequest
 from tests.fakes import status_with_header
 from tests.unit.gateway.sessions import INFERENCE, TOOLS, called
+from tests.unit.gateway.test_dialects import CONSTRAINTS
 from tests.unit.gateway.test_session import SlowClient, StreamingClient
 
 PATHS = {
@@ -181,6 +182,54 @@ async def test_tool_calls_and_their_results_continue_the_tokens():
         status, answer = await http.post("/v1/chat/completions", body)
         assert status == 200 and answer["choices"][0]["message"]["content"] == "3"
         assert dict(http.session.counts) == {"calls": 2, "new": 1, "continued": 1, "rerendered": 0}
+
+
+async def test_a_reference_to_a_reply_continues_it_in_its_session_alone():
+    # As `ai` 7.0.173 with @ai-sdk/openai 4.0.118 sends it: replies by reference, calls and their results whole.
+    replies = iter(["One.", called({"a": 1}, prose="I add."), "3", "4"])
+    async with served(ScriptedClient(lambda request: next(replies))) as http:
+        items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Add."}]}]
+        functions = [{"type": "function", **TOOLS[0]["function"]}]
+        for _ in range(3):
+            status, answer = await http.post("/v1/responses", {"input": items, "tools": functions})
+            assert status == 200
+            for item in answer["output"]:
+                if item["type"] == "message":
+                    items.append({"type": "item_reference", "id": item["id"]})
+                else:
+                    items.append({name: item[name] for name in ("type", "call_id", "name", "arguments")})
+                    items.append({"type": "function_call_output", "call_id": item["call_id"], "output": "3"})
+            if items[-1]["type"] == "item_reference":
+                items.append({"role": "user", "content": "Go on."})
+        assert (
+            http.session.counts["calls"] == 3 and http.session.counts["forked"] == http.session.counts["foreign"] == 0
+        )
+        [rollout] = session_rollouts(http.session)
+        assert len(rollout.agent_steps) == 3
+        other = Http(http.gateway, http.http)
+        for client, id in ((other, items[1]["id"]), (http, f"msg_{'0' * 24}"), (http, "msg_²"), (http, None)):
+            body = {"input": [{"type": "item_reference", "id": id}, {"role": "user", "content": "And?"}]}
+            status, answer = await client.post("/v1/responses", body)
+            assert status == 404 and "this session has no item" in answer["error"]["message"]
+        assert (await http.post("/v1/responses", {"input": [items[0], items[1], {"role": "user", "content": "x"}]}))[
+            0
+        ] == 200
+        changed = [{"role": "user", "content": "Something else."}, items[1], {"role": "user", "content": "And?"}]
+        await http.post("/v1/responses", {"input": changed})
+        assert http.session.nodes[-1].messages[1].content == "One.", "a history that differs has the text, too"
+
+
+@pytest.mark.parametrize("name", PATHS)
+async def test_a_lenient_session_says_which_constraints_had_no_effect(name: str):
+    path, body = PATHS[name]
+    asked = {**body, **CONSTRAINTS[name]}
+    async with served(ScriptedClient(lambda request: "x")) as http:
+        status, answer = await http.post(path, asked)
+        assert status == 400 and "--lenient" in json.dumps(answer)
+    async with served(ScriptedClient(lambda request: "x"), lenient=True) as http:
+        assert (await http.post(path, asked))[0] == 200
+        [rollout] = session_rollouts(http.session)
+        assert {field.split(".")[0] for field in rollout.agent_steps[0].info["without_effect"]} == {*CONSTRAINTS[name]}
 
 
 async def test_sessions_are_managed_with_the_control_token():

@@ -55,6 +55,8 @@ class GatewayArgs:
     """Of sampling, whatever an agent asks for: what is recorded can be trained on."""
     max_tokens: int = 1024
     """Tokens of one reply at most."""
+    lenient: bool = False
+    """Accept formats of the answer and forced tools without effect: rollouts say so, and the model may answer otherwise."""
     train: bool = False
     """Train the model on closed sessions that were rewarded, while it serves. Not with --server."""
     algo: str = "reinforce_pp"
@@ -191,6 +193,7 @@ async def _serve_until_stopped(
         inference=given.inference,
         on_closed=closed,
         max_idle_s=given.max_idle_s,
+        lenient=given.lenient,
     )
 
     async def serve() -> None:

@@ -6,7 +6,7 @@ of its replies an assistant message is, however the client spells the text.
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
@@ -68,6 +68,8 @@ class ModelRequest:
     """The id of the reply that `messages` follow (`previous_response_id` of the Responses API)."""
     without_effect: tuple[str, ...] = ()
     """Names of accepted fields that change nothing here."""
+    namespaces: Mapping[str, JSONObject] = field(default_factory=dict)
+    """Of tools that came in a namespace: the name in `tools` -> {"namespace": …, "name": the one in it}."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -180,6 +182,23 @@ Count = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
 )  # fmt: skip
+
+
+_CONSTRAINTS = ("response_format", "text.format", "output_config.format", "output_format", "tool_choice")
+
+
+def drop_constraints(body: JSONObject) -> tuple[str, ...]:
+    """Take the fields out of a body that a grammar would enforce, a format of the answer or a forced tool; returns their names."""
+    dropped = []
+    for path in _CONSTRAINTS:
+        outer, _, name = path.rpartition(".")
+        place = body.get(outer) if outer else body
+        value = place.get(name) if isinstance(place, dict) else None
+        is_open = not isinstance(value, dict) or value.get("type") in ("text", "auto", "none")
+        if not is_open or value == "required":
+            del place[name]
+            dropped.append(path)
+    return tuple(dropped)
 
 
 class Fields(Struct, kw_only=True):

@@ -230,7 +230,7 @@ class Gateway:
         session = self._session(request)
         async with self._load.body(request) as data:
             asked = _read(_MESSAGES, session, {"max_tokens": 1, **parse_object(data)})
-        return web.json_response({"input_tokens": session.count_tokens(asked)})
+        return web.json_response({"input_tokens": await asyncio.to_thread(session.count_tokens, asked)})
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)

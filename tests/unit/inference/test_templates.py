@@ -5,6 +5,7 @@ import pytest
 
 from ludic.inference import ByteTemplate, HermesToolParser, HFChatTemplate
 from ludic.inference.templates.conversation import decode_reply, encode_text
+from ludic.inference.templates.hf import _RecentTexts
 from ludic.types import TemplateError
 from tests.chat_templates import NO_GENERATION_PROMPT, make_tokenizer, with_template
 
@@ -106,3 +107,12 @@ def test_a_tokenizer_class_with_its_own_decoding_keeps_it():
     loud = type("Loud", (type(tokenizer),), {"decode": lambda self, ids, **_: "LOUD"})
     tokenizer.__class__ = loud
     assert decode_reply(tokenizer, [1, 2]) == "LOUD"
+
+
+def test_recent_texts_are_bounded_by_their_characters(monkeypatch):
+    monkeypatch.setattr(_RecentTexts, "MAX_CHARS", 10)
+    encoded: list[str] = []
+    tokens_of = _RecentTexts(lambda text: encoded.append(text) or np.zeros(len(text)))
+    for text in ("aaaa", "bbbb", "aaaa", "cccc", "aaaa", "bbbb", "x" * 11, "x" * 11, "dddd", "dddd"):
+        assert len(tokens_of(text)) == len(text)
+    assert encoded == ["aaaa", "bbbb", "cccc", "bbbb", "x" * 11, "x" * 11, "dddd"]

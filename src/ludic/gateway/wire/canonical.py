@@ -93,7 +93,7 @@ class Reply:
     num_completion_tokens: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class ReplyHead:
     """What is known of a reply before its first token."""
 
@@ -101,6 +101,7 @@ class ReplyHead:
     model: str
     created: int
     num_prompt_tokens: int = 0
+    """0 until the prompt is rendered."""
 
 
 class EventStream(Protocol):
@@ -194,8 +195,8 @@ def drop_constraints(body: JSONObject) -> tuple[str, ...]:
         outer, _, name = path.rpartition(".")
         place = body.get(outer) if outer else body
         value = place.get(name) if isinstance(place, dict) else None
-        is_open = not isinstance(value, dict) or value.get("type") in ("text", "auto", "none")
-        if not is_open or value == "required":
+        is_constraint = isinstance(value, dict) and value.get("type") not in ("text", "auto", "none")
+        if isinstance(place, dict) and (is_constraint or value == "required"):
             del place[name]
             dropped.append(path)
     return tuple(dropped)

@@ -144,7 +144,8 @@ def _with_type(item: Any) -> Any:
 def put_items(body: JSONObject, find: Callable[[str], Reply | None]) -> None:
     """Replace the references in a body by the items that they name; `find` gives the reply that carries an id."""
     items = body.get("input")
-    for index, item in enumerate(items if isinstance(items, list) else ()):
+    items = items if isinstance(items, list) else []
+    for index, item in enumerate(items):
         if isinstance(item, dict) and item.get("type") == "item_reference":
             id = str(item.get("id"))
             reply = find(id)

@@ -36,11 +36,12 @@ from ludic.run.folder import (
 )
 from ludic.run.generation import Generation, generation_of, mark_finished
 from ludic.run.given import EnvFactory, Parts, env_factory, no_env
-from ludic.run.model import load_policy, load_reference, use_threads, with_pinned_checkpoints
+from ludic.run.model import load_policy, load_reference, use_threads, usual_length, with_pinned_checkpoints
 from ludic.run.parts.loggers import make_loggers
 from ludic.run.policies.entry import PolicyEntry
 from ludic.run.policies.resolve import resolve_run
 from ludic.run.policies.team import Team, check_team
+from ludic.run.protocols.agents import uses_gateway
 from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import read_toml, with_given, with_values
 from ludic.tasks import cancel_all, long_lived_objects_exempt
@@ -372,8 +373,10 @@ def build(
     objects = {_PARTS.get(name, name): part for name, (_, part) in given.items() if part is not None}
     objects |= {"loss": loss, "source": source, "reducers": reducers or {}}
     objects |= {"reward": reward if callable(reward) else None, "policies": policies or {}}
-    config = with_pinned_checkpoints(with_given(config, values))
-    return Run(resolve_run(config, factory, Parts(**objects)))
+    config, parts = with_pinned_checkpoints(with_given(config, values)), Parts(**objects)
+    if config.train.max_seq_len is None and uses_gateway(config.agent, parts):
+        config = with_values(config, {"max_seq_len": usual_length(config.model, parts.model)})
+    return Run(resolve_run(config, factory, parts))
 
 
 _PARTS = {"algo": "algorithm", "logger": "loggers", "data": "samples", "eval_data": "eval_samples", "reward": "scorers"}

@@ -287,7 +287,9 @@ def check_length(num_tokens: Callable[[str], int], text: str, room: int) -> None
     for start in range(0, len(text) if len(text) > _SURE * room else 0, _PIECE):
         num_found += num_tokens(text[start : start + _PIECE])
         if num_found > 2 * room:  # tokens do not end where pieces do
-            raise PromptTooLong(num_found, room, f"These are only the first of its {len(text)} characters.")
+            raise PromptTooLong(
+                num_found, room, f"These are only the first of its {len(text)} characters. {PromptTooLong.RAISE}"
+            )
 
 
 def check_prompt(template: ChatTemplate, messages: Sequence[Message], tools: Sequence[JSONObject], room: int) -> None:

@@ -368,7 +368,11 @@ def usual_length(settings: ModelSettings, given: LoadedModel | None = None) -> i
     if given is None and settings.model in _CONTEXTS:
         return _CONTEXTS[settings.model]
     try:
-        config = given.model.config if given else AutoConfig.from_pretrained(settings.model, local_files_only=True)
+        config = (
+            given.model.config
+            if given
+            else AutoConfig.from_pretrained(settings.model, local_files_only=True, trust_remote_code=False)
+        )
     except (OSError, ValueError):  # a GGUF file, or what loading the weights complains of
         return _LONGEST_USUAL
     return min(config.get_text_config().max_position_embeddings, _LONGEST_USUAL)

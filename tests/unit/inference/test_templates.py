@@ -113,6 +113,6 @@ def test_recent_texts_are_bounded_by_their_characters(monkeypatch):
     monkeypatch.setattr(_RecentTexts, "MAX_CHARS", 10)
     encoded: list[str] = []
     tokens_of = _RecentTexts(lambda text: encoded.append(text) or np.zeros(len(text)))
-    for text in ("aaaa", "bbbb", "aaaa", "cccc", "aaaa", "bbbb", "x" * 11, "x" * 11, "dddd", "dddd"):
+    for text in ("aaaa", "bbbb", "aaaa", "cccc", "bbbb", "aaaa", "x" * 11, "x" * 11, "dddd", "dddd"):
         assert len(tokens_of(text)) == len(text)
-    assert encoded == ["aaaa", "bbbb", "cccc", "bbbb", "x" * 11, "x" * 11, "dddd"]
+    assert encoded == ["aaaa", "bbbb", "cccc", "aaaa", "x" * 11, "x" * 11, "dddd"]

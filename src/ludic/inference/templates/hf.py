@@ -454,29 +454,25 @@ def tool_parser_for(tokenizer: Any) -> ToolParser | None:
 
 
 class _RecentTexts:
-    """Keeps the tokens of the texts used last, up to a number of characters in all."""
+    """Keeps the tokens of the texts that came last, up to a number of characters in all."""
 
     MAX_CHARS: ClassVar[int] = 1 << 24
 
     def __init__(self, encode: Callable[[str], TokenArray]) -> None:
         self._encode, self._lock = encode, threading.Lock()
         self._ids: dict[str, TokenArray] = {}
-        """The text used last is the last one."""
         self._num_chars = 0
 
     def __call__(self, text: str) -> TokenArray:
-        with self._lock:
-            if (known := self._ids.pop(text, None)) is not None:
-                self._ids[text] = known
-                return known
+        if (known := self._ids.get(text)) is not None:
+            return known
         ids = self._encode(text)
         with self._lock:
             self._num_chars += 0 if text in self._ids else len(text)
             self._ids[text] = ids
             while self._num_chars > self.MAX_CHARS:
-                oldest = next(iter(self._ids))
+                self._num_chars -= len(oldest := next(iter(self._ids)))
                 del self._ids[oldest]
-                self._num_chars -= len(oldest)
         return ids
 
 

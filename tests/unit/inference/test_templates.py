@@ -1,4 +1,5 @@
 import copy
+import threading
 
 import numpy as np
 import pytest
@@ -116,3 +117,26 @@ def test_recent_texts_are_bounded_by_their_characters(monkeypatch):
     for text in ("aaaa", "bbbb", "aaaa", "cccc", "bbbb", "aaaa", "x" * 11, "x" * 11, "dddd", "dddd"):
         assert len(tokens_of(text)) == len(text)
     assert encoded == ["aaaa", "bbbb", "cccc", "aaaa", "x" * 11, "x" * 11, "dddd"]
+
+
+def test_long_texts_have_the_tokens_of_the_tokenizer():
+    tokenizer = make_tokenizer("qwen")
+    text = "What is é in 6 * 7?\n<|im_end|>  " * 1000
+    assert encode_text(tokenizer, text).tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_other_threads_run_while_a_long_text_is_tokenised():
+    tokenizer, order = make_tokenizer("qwen"), []
+    begun = threading.Event()
+
+    def encode() -> None:
+        begun.set()
+        encode_text(tokenizer, "word and " * 40_000)
+        order.append("long")
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    begun.wait()
+    order.append("other")
+    thread.join()
+    assert order == ["other", "long"]

@@ -4,8 +4,11 @@ ScriptedClient (from the library) says what it is told. RandomTokenClient sample
 and reports true log-probabilities. CountingEnv is the smallest env with more than one turn.
 """
 
+import asyncio
+import http.client
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -16,7 +19,7 @@ from ludic.inference import ByteTemplate, HermesToolParser, ScriptedClient
 from ludic.parsers import xml_tag_parser
 from ludic.types import ChatResponse, Info, StepOutcome, TokenCompletionRequest, VersionRun
 
-__all__ = ["CountingEnv", "RandomTokenClient", "RecordingClient", "ScriptedClient", "make_agent"]
+__all__ = ["CountingEnv", "RandomTokenClient", "RecordingClient", "ScriptedClient", "make_agent", "status_with_header"]
 
 
 class RecordingClient:
@@ -117,3 +120,20 @@ def make_agent(replies: Any, *, cls: type[Agent] = Agent, **kwargs: Any) -> Agen
         "chat_template": ByteTemplate(tool_parser=HermesToolParser()),
     }
     return cls(**{**settings, **kwargs})
+
+
+async def status_with_header(url: str, name: str, value: bytes, method: str = "GET") -> int:
+    """The status of a request with this header, whose bytes no client library would send."""
+
+    def ask() -> int:
+        parts = urlsplit(url)
+        connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=30)
+        connection.putrequest(method, parts.path)
+        connection.putheader(name, value)
+        connection.endheaders()
+        try:
+            return connection.getresponse().status
+        finally:
+            connection.close()
+
+    return await asyncio.to_thread(ask)

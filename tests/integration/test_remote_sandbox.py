@@ -32,8 +32,10 @@ from ludic.sandbox import (
 from ludic.sandbox.remote import client
 from ludic.sandbox.remote.client import RemoteSandboxPool
 from ludic.sandbox.remote.server import RunLimits, SandboxServer
+from ludic.sandbox.remote.wire import TOKEN_HEADER
 from ludic.tools.python_tool import python
 from ludic.types import ConfigError
+from tests.fakes import status_with_header
 from tests.integration.sandbox_pools import descendants, remote_pool
 
 pytestmark = [
@@ -159,6 +161,7 @@ async def test_a_wrong_token_is_named():
             await RemoteSandboxPool(server.url).start()
         async with aiohttp.ClientSession() as session, session.post(f"{server.url}/run", data=b"") as answer:
             assert answer.status == 401
+        assert await status_with_header(f"{server.url}/info", TOKEN_HEADER, b"s\xe9cret") == 401
 
 
 async def test_a_run_with_a_wrong_token_ends_before_its_first_episode(monkeypatch, tmp_path):

@@ -8,11 +8,13 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from ludic.gateway.forest import Forest, Node
 from ludic.gateway.wire.canonical import ClientMessage, JSONObject, PieceKind, Reply
 from ludic.inference import ByteTemplate, ChatTemplate, HFChatTemplate, Prompt
+from ludic.inference.serving.request import check_prompt
 from ludic.inference.serving.response import TextStream, overlap
 from ludic.inference.templates.chat import shows_tools, tools_as_text, with_tools
 from ludic.inference.templates.conversation import decode_reply
@@ -41,16 +43,37 @@ _MARKERS = "<{"
 # --- prompts ---
 
 
-def render(node: Node, template: ChatTemplate, forest: Forest) -> Prompt:
-    """The prompt of an open node. A continuing call shares the buffers of its parent."""
+class Rendered(NamedTuple):
+    """The prompt of a node before the node has it."""
+
+    sent: list[Message]
+    tokens: TokenArray
+    """All, or those that follow the parent's."""
+    text: str | None
+    """Of all; None if the tokens follow the parent's."""
+
+
+def render(node: Node, template: ChatTemplate, forest: Forest, room: int) -> Rendered:
+    """Messages and tokens of a node. Changes nothing, so it may run in a thread. PromptTooLong if `room` is too small by far."""
     parent, sent = node.parent, _sent_messages(node, template, forest)
+    num_known = 0 if parent is None else len(parent.prompt_messages) + 1
+    new_tools = node.tools if parent is None or parent.tools != node.tools else []
+    check_prompt(template, sent[num_known:], new_tools, room)
     delta = _delta(node, template, sent)
-    if parent is None or delta is None:
+    if delta is not None:
+        return Rendered(sent, delta, None)
+    whole = template.apply(sent, tools=_template_tools(node, template))
+    return Rendered(sent, whole.prompt_token_ids, whole.prompt_text)
+
+
+def take_prompt(node: Node, rendered: Rendered) -> Prompt:
+    """Record what was rendered in the node; returns its prompt. A continuing call shares the buffers of its parent."""
+    parent, sent = node.parent, rendered.sent
+    if parent is None or rendered.text is not None:
         node.history, node.is_rerendered = sent, parent is not None
-        rendered = template.apply(sent, tools=_template_tools(node, template))
-        node.tokens = TokenLog(rendered.prompt_token_ids)
+        node.tokens = TokenLog(rendered.tokens)
         node.prompt_messages = MessageView(sent)
-        return Prompt(node.tokens.view(), node.prompt_messages, rendered.prompt_text)
+        return Prompt(node.tokens.view(), node.prompt_messages, rendered.text)
     trace, num_sent = parent.trace, len(parent.prompt_messages)
     assert trace is not None, "only answered calls have children"
     # The first call that continues another appends to its buffers, every other one copies them.
@@ -60,18 +83,9 @@ def render(node: Node, template: ChatTemplate, forest: Forest) -> Prompt:
     else:
         node.history, node.tokens = sent, TokenLog(trace.prompt_token_ids)
         node.tokens.append(trace.completion_token_ids)
-    node.tokens.append(delta)
+    node.tokens.append(rendered.tokens)
     node.prompt_messages = MessageView(node.history)
     return Prompt(node.tokens.view(), node.prompt_messages)
-
-
-def num_prompt_tokens(node: Node, template: ChatTemplate, forest: Forest) -> int:
-    """Tokens that the node's prompt has; changes nothing."""
-    sent = _sent_messages(node, template, forest)
-    delta = _delta(node, template, sent)
-    if node.parent is None or delta is None:
-        return len(template.apply(sent, tools=_template_tools(node, template)).prompt_token_ids)
-    return node.parent.num_tokens + len(delta)
 
 
 def _sent_messages(node: Node, template: ChatTemplate, forest: Forest) -> list[Message]:
@@ -153,7 +167,7 @@ def _recorded_call(call_id: str, forest: Forest) -> ToolCall | None:
     """The call of a recorded reply, with the id that the template reads."""
     node, number = forest.find(call_id), call_id.rpartition("_")[2]
     calls = [] if node is None else node.message.get("tool_calls", [])
-    return calls[int(number)] if number.isdigit() and int(number) < len(calls) else None
+    return next((call for index, call in enumerate(calls) if str(index) == number), None)
 
 
 def _short_id(call_id: str, forest: Forest) -> str:

@@ -95,6 +95,7 @@ class GatewayProtocol(InteractionProtocol):
         system_prompt: str | None = None,
         parser: Parser | None = None,
         pin_sampling: bool = True,
+        lenient: bool = False,
     ) -> None:
         self.agent = agent if isinstance(agent, OutsideAgent) else AgentFunction(agent)
         self.model = model
@@ -108,7 +109,7 @@ class GatewayProtocol(InteractionProtocol):
         self._limits = limits
         self._system_prompt = system_prompt
         self._parser = parser
-        self._pin_sampling = pin_sampling
+        self._pin_sampling, self._lenient = pin_sampling, lenient
         self._session: Session | None = None
         self._meta: dict[str, Any] = {}
 
@@ -153,6 +154,7 @@ class GatewayProtocol(InteractionProtocol):
             limits=self._limits,
             timeout_s=timeout_s,
             pin_sampling=self._pin_sampling,
+            lenient=self._lenient,
             tools=[as_tool(tool) for tool in env.episode_tools(agent_id)],
         )
         call = replace(self._call(task, opening[1], env, session), socket=served.socket)

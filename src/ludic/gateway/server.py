@@ -6,7 +6,6 @@ endpoints that open, reward and close sessions for agents in other processes.
 
 import asyncio
 import hashlib
-import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -18,14 +17,15 @@ import msgspec
 from ludic.gateway.forest import Node
 from ludic.gateway.session import Call, Policy, Session, SessionLimits
 from ludic.gateway.threads import session_rollouts
-from ludic.gateway.wire.canonical import Dialect, JSONObject, ModelRequest
+from ludic.gateway.wire.canonical import Dialect, JSONObject, ModelRequest, drop_constraints
 from ludic.gateway.wire.chat import Chat
 from ludic.gateway.wire.messages import Messages
-from ludic.gateway.wire.responses import Responses
+from ludic.gateway.wire.responses import Responses, put_items
 from ludic.inference.serving.request import RequestRefused, parse_object
 from ludic.tools import Tool
 from ludic.types import ConfigError, InferenceSpec, MissingExtra, Rollout
 from ludic.types.steps import MAX_REWARD
+from ludic.types.urls import is_same_secret
 
 try:
     from aiohttp import web
@@ -64,12 +64,13 @@ class Gateway:
         max_fork_rate: float = 0.1,
         on_closed: OnClosed | None = None,
         max_idle_s: float | None = MAX_IDLE_S,
+        lenient: bool = False,
     ) -> None:
         """`policies`: by the names that requests give; `default` answers every other name. `control_token` turns the control
         endpoints on; `inference` is for sessions that are opened without one; `on_closed` gets the rollouts of each session that
         the control endpoints close. Sessions of the control endpoints that are not used for `max_idle_s` are closed; their rollouts
         are kept if they have a reward. A session in which a larger share of calls than `max_fork_rate` comes with a changed history
-        logs a warning."""
+        logs a warning. `lenient` is for all sessions (`Session.lenient`)."""
         if not policies or (default is not None and default not in policies):
             raise ConfigError(
                 f"The gateway's default policy is {default!r}; there are {', '.join(policies) or 'none'}."
@@ -88,6 +89,7 @@ class Gateway:
         self._rewards: dict[str, JSONObject] = {}
         """Of open sessions, by id."""
         self._max_idle_s = max_idle_s
+        self._lenient = lenient
         self._opened_by_control: set[Session] = set()
         self._num_expired = 0
         self._num_warnings = 0
@@ -128,6 +130,7 @@ class Gateway:
         timeout_s: float | None = None,
         pin_sampling: bool = True,
         keep_first_system: bool = False,
+        lenient: bool = False,
         group: str | None = None,
         tools: Sequence[Tool] = (),
     ) -> Session:
@@ -140,6 +143,7 @@ class Gateway:
             timeout_s=timeout_s,
             pin_sampling=pin_sampling,
             keep_first_system=keep_first_system,
+            lenient=lenient or self._lenient,
             base_url=f"{self.url}/v1",
             group=group,
             tools={tool.name: tool for tool in tools},
@@ -225,8 +229,8 @@ class Gateway:
     async def _count_tokens(self, request: web.Request) -> web.Response:
         session = self._session(request)
         async with self._load.body(request) as data:
-            asked = _MESSAGES.read({"max_tokens": 1, **parse_object(data)})
-        return web.json_response({"input_tokens": session.count_tokens(asked)})
+            asked = _read(_MESSAGES, session, {"max_tokens": 1, **parse_object(data)})
+        return web.json_response({"input_tokens": await asyncio.to_thread(session.count_tokens, asked)})
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)
@@ -277,7 +281,7 @@ class Gateway:
     async def _answer(self, http: web.Request, dialect: Dialect) -> web.StreamResponse:
         session = self._session(http)
         async with self._load.body(http) as data:
-            request = dialect.read(parse_object(data))
+            request = _read(dialect, session, parse_object(data))
             given = http.headers.get("Idempotency-Key", "")
             is_retry = given != "" or http.headers.get("X-Stainless-Retry-Count", "0") != "0"
             # The body counts too: some clients send the same key with every request.
@@ -297,8 +301,8 @@ class Gateway:
     # --- control ---
 
     def _check_control(self, request: web.Request) -> None:
-        given = request.headers.get("X-Ludic-Control-Token", "").encode(errors="surrogateescape")
-        if self._control_token is None or not hmac.compare_digest(given, self._control_token.encode()):
+        given = request.headers.get("X-Ludic-Control-Token", "")
+        if self._control_token is None or not is_same_secret(given, self._control_token):
             raise RequestRefused(
                 403,
                 "control_token",
@@ -396,6 +400,20 @@ class Gateway:
                 self._hand_over(session) if is_rewarded else self.close_session(session)
             except Exception:
                 logger.exception("The rollouts of session %s are lost.", session.id)
+
+
+def _read(dialect: Dialect, session: Session, body: JSONObject) -> ModelRequest:
+    if dialect is _RESPONSES:
+        put_items(body, session.reply)
+    dropped = drop_constraints(body)
+    if dropped and not session.lenient:
+        raise ConfigError(
+            f"{', '.join(dropped)}: this server does not constrain what the model writes. Leave it out, or start with --lenient, "
+            "which accepts it without effect."
+        )
+    request = dialect.read(body)
+    request.without_effect += dropped
+    return request
 
 
 def _is_number(value: Any) -> bool:

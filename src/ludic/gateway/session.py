@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 from ludic.gateway.answering import (
     ReplyPieces,
     decoder_of,
-    num_prompt_tokens,
     render,
     take_answer,
+    take_prompt,
     terminal_reply,
 )
 from ludic.gateway.forest import Forest, Node
@@ -42,11 +42,13 @@ from ludic.types import (
     TokenCompletionRequest,
     derive_seed,
 )
+from ludic.types.interfaces import LimitedClient
 
 logger = logging.getLogger(__name__)
 
 RETRY_GRACE_S = 1.0
 """How long a call goes on after its client has hung up: a retry of the SDK may join it."""
+_LONG_CONTEXT = 1 << 18
 _BRANCH_SEEDS = 0xB4A9C  # separates the seeds of branches from those of the first chain
 
 
@@ -60,6 +62,11 @@ class Policy:
     """The model's name in requests to the client."""
     is_trained: bool = True
     """Calls of a policy that is not trained are in no rollout."""
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Tokens of a call, prompt and reply, as far as its client says it."""
+        return self.client.max_total_tokens if isinstance(self.client, LimitedClient) else _LONG_CONTEXT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +155,8 @@ class Session:
     pin_sampling: bool = True
     """Temperature, top_p and the like are the session's, whatever a request says; its stop texts and max_tokens stand."""
     keep_first_system: bool = False
+    lenient: bool = False
+    """Accept formats of the answer and forced tools, which have no effect yet, rather than refuse them."""
     base_url: str = ""
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     api_key: str = field(default_factory=lambda: f"sk-ludic-{secrets.token_hex(16)}")
@@ -220,9 +229,11 @@ class Session:
         self.lost(call)
 
     def count_tokens(self, request: ModelRequest) -> int:
-        """Tokens of the prompt; nothing is recorded."""
-        forest = self._forest_of(request)
-        return num_prompt_tokens(forest.place(request), self._policy(request).chat_template, forest)
+        """Tokens of the prompt; nothing is recorded, so it may run in a thread."""
+        policy, forest = self._policy(request), self._forest_of(request)
+        node = forest.place(request)
+        rendered = render(node, policy.chat_template, forest, policy.max_total_tokens)
+        return len(rendered.tokens) + (node.parent.num_tokens if node.parent and rendered.text is None else 0)
 
     def close(self) -> None:
         """Refuse later requests and cancel the calls in progress; an answer that no client has yet counts as undelivered."""
@@ -231,6 +242,11 @@ class Session:
             task.cancel()
         for node in self.nodes:
             self._drop(node, "undelivered")
+
+    def reply(self, id: str) -> Reply | None:
+        """The reply that carries this id and that the client has."""
+        node = self.find(id)
+        return node.reply if node is not None and node.is_delivered else None
 
     def find(self, id: str) -> Node | None:
         """The call whose reply carries this id, or this token."""
@@ -315,39 +331,20 @@ class Session:
         policy, forest = self._policy(request), self._forest_of(request)
         sampling = self._sampling(request)  # may refuse it
         node = forest.add(request)
-        try:
-            prompt = render(node, policy.chat_template, forest)
-        except Exception:
-            node.state = "undelivered"
-            raise
-        self._count(node)
+        self.nodes.append(node)
+        self.counts["calls"] += 1
+        self.counts[node.kind] += 1
         node.info = {"without_effect": list(request.without_effect)} if request.without_effect else {}
-        token_request = TokenCompletionRequest(
-            model=policy.model,
-            prompt_token_ids=prompt.token_ids,
-            prompt_text=prompt.text,
-            sampling=sampling,
-            return_=self.inference.return_,
-            seed=self._seed(node, forest, request, prompt.token_ids),
-            extensions=self.inference.extensions,
-        )
-        head = self._head(request, node.token, len(prompt.token_ids))
-        call = Call(head, node, is_streamed=request.stream)
-        task = asyncio.create_task(self._sample(call, node, policy, token_request))
+        call = Call(self._head(request, node.token), node, is_streamed=request.stream)
+        task = asyncio.create_task(self._answered(call, node, policy, forest, sampling, request.seed))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         call.start(task)
         return call
 
-    def _count(self, node: Node) -> None:
-        self.nodes.append(node)
-        self.counts["calls"] += 1
-        self.counts[node.kind] += 1
-        self.counts["rerendered"] += node.is_rerendered
-
-    def _head(self, request: ModelRequest, token: str, num_prompt_tokens: int = 0) -> ReplyHead:
+    def _head(self, request: ModelRequest, token: str) -> ReplyHead:
         name = request.model or self.default or next(iter(self.policies))
-        return ReplyHead(token=token, model=name, created=int(time.time()), num_prompt_tokens=num_prompt_tokens)
+        return ReplyHead(token=token, model=name, created=int(time.time()))
 
     def _sampling(self, request: ModelRequest) -> SamplingParams:
         own = self.inference.sampling
@@ -364,11 +361,11 @@ class Session:
             stop=tuple(dict.fromkeys((*stops, *request.stop))) or None,
         )
 
-    def _seed(self, node: Node, forest: Forest, request: ModelRequest, prompt: TokenArray) -> int | None:
+    def _seed(self, node: Node, forest: Forest, asked: int | None, prompt: TokenArray) -> int | None:
         """The first chain of calls has the seeds of an agent of Ludic's; those of branches depend on their prompts, so that the
         order in which parallel requests arrive does not matter."""
         if self.sampling_seed is None:
-            return request.seed
+            return asked
         path = node.path()
         is_first_chain = path[0] is forest.roots[0] and all(b is a.children[0] for a, b in itertools.pairwise(path))
         if is_first_chain and forest is next(iter(self.forests.values())):
@@ -376,6 +373,29 @@ class Session:
         digest = int.from_bytes(hashlib.sha256(prompt.tobytes()).digest()[:6], "big")
         self._seen_prompts[digest] += 1
         return derive_seed(self.sampling_seed, _BRANCH_SEEDS, digest, self._seen_prompts[digest])
+
+    async def _answered(
+        self, call: Call, node: Node, policy: Policy, forest: Forest, sampling: SamplingParams, seed: int | None
+    ) -> Reply:
+        try:
+            # In a thread: a long text takes seconds, in which other sessions are answered.
+            rendered = await asyncio.to_thread(render, node, policy.chat_template, forest, policy.max_total_tokens)
+        except BaseException as error:
+            self._drop(node, "undelivered" if isinstance(error, asyncio.CancelledError) else "failed")
+            raise
+        prompt = take_prompt(node, rendered)
+        self.counts["rerendered"] += node.is_rerendered
+        call.head.num_prompt_tokens = len(prompt.token_ids)
+        request = TokenCompletionRequest(
+            model=policy.model,
+            prompt_token_ids=prompt.token_ids,
+            prompt_text=prompt.text,
+            sampling=sampling,
+            return_=self.inference.return_,
+            seed=self._seed(node, forest, seed, prompt.token_ids),
+            extensions=self.inference.extensions,
+        )
+        return await self._sample(call, node, policy, request)
 
     async def _sample(self, call: Call, node: Node, policy: Policy, request: TokenCompletionRequest) -> Reply:
         try:

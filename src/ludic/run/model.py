@@ -24,7 +24,7 @@ from ludic.models.head import plain_model
 from ludic.models.loading import LoadedModel, best_dtype, load_gguf_tokenizer, load_model, require_model
 from ludic.models.lora import adapted_layers, not_adaptable
 from ludic.models.memory.quantized import quantize_linears
-from ludic.models.tiny import character_tokenizer
+from ludic.models.tiny import TINY_LENGTH, character_tokenizer
 from ludic.models.vision.inputs import (
     Pictures,
     freeze_vision,
@@ -355,6 +355,28 @@ def local_engine(
         bitwise=bitwise,
         record_experts=record_experts,
     )
+
+
+_LONGEST_USUAL = 32_768
+_CONTEXTS = {TINY: TINY_LENGTH, SMOLLM2: 8192}
+
+
+def usual_length(settings: ModelSettings, given: LoadedModel | None = None) -> int:
+    """Tokens of a sample of an agent with its own prompts: all that the model takes, up to what training usually has memory for.
+    The engine takes no more than the model, should its description not be readable here."""
+    from transformers import AutoConfig
+
+    if given is None and settings.model in _CONTEXTS:
+        return _CONTEXTS[settings.model]
+    try:
+        config = (
+            given.model.config
+            if given
+            else AutoConfig.from_pretrained(settings.model, local_files_only=True, trust_remote_code=False)
+        )
+    except (OSError, ValueError):  # a GGUF file, or what loading the weights complains of
+        return _LONGEST_USUAL
+    return min(config.get_text_config().max_position_embeddings, _LONGEST_USUAL)
 
 
 _JUDGE_CONTEXT = 16_384

@@ -224,8 +224,11 @@ def config_of_entry(config: RunConfig, entry: EnvEntry) -> RunConfig:
 def _trainer_config(config: RunConfig, max_lag: int, max_steps: int) -> TrainerConfig:
     trainer, schedule = config.trainer, config.trainer.lr_schedule
     end = config.train.steps if schedule is None else max(config.train.steps, schedule.warmup_steps + 1)
+    budget = config.train.micro_token_budget or max(trainer.micro_token_budget, config.max_seq_len)
     return replace(
         trainer,
+        max_seq_len=config.max_seq_len,
+        micro_token_budget=budget,
         lr_schedule=None if schedule is None else replace(schedule, total_steps=end),
         # In a pipeline the source drops samples that are too old, by whole groups; the trainer would drop single ones.
         max_lag=None if config.is_pipeline else max_lag or None,

@@ -223,6 +223,8 @@ class TokenBudgetSpent(OutOfRoom):
 class PromptTooLong(OutOfRoom, ValueError):
     """A prompt does not fit the client's limit."""
 
+    RAISE = "Where the model's context is longer, raise max_seq_len (--max-seq-len) of a run, or --max-model-len of a server."
+
     def __init__(self, num_tokens: int, limit: int, advice: str = "") -> None:
         self.num_tokens = num_tokens
         self.limit = limit

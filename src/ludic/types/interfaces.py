@@ -58,6 +58,16 @@ class BatchingClient(ChatClient, Protocol):
 
 
 @runtime_checkable
+class LimitedClient(ChatClient, Protocol):
+    """A client that knows its context."""
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Tokens of one request at most, prompt and completion."""
+        ...
+
+
+@runtime_checkable
 class TeacherScorer(Protocol):
     """A model that gives log-probabilities of tokens that another model sampled."""
 

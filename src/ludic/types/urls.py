@@ -1,10 +1,11 @@
-"""URLs with logins (http://user:password@host): hiding them in messages, and reading them from the environment.
+"""Secrets of HTTP: URLs with logins (http://user:password@host), hidden in messages and read from the environment.
 
 Flags, settings, logs, error messages and metrics can be read by others, so they must not contain a login: `shown_url` for
-messages, `refuse_login` for settings, `login_of` for requests.
+messages, `refuse_login` for settings, `login_of` for requests. Servers compare what a client sent with `is_same_secret`.
 """
 
 import base64
+import hmac
 import os
 import re
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -81,6 +82,12 @@ def known_logins() -> dict[str, str]:
 def origin_of(url: str) -> str:
     """scheme://host:port, without the login."""
     return f"{urlsplit(url).scheme}://{_place(url)}"
+
+
+def is_same_secret(given: str | bytes, wanted: str | bytes) -> bool:
+    """Whether both are the same bytes, compared in constant time. A client may send any text: nothing raises."""
+    one, other = (each if isinstance(each, bytes) else each.encode(errors="surrogatepass") for each in (given, wanted))
+    return hmac.compare_digest(one, other)
 
 
 def _place(url: str) -> str:

@@ -5,7 +5,6 @@ of this server only, and `AppServer` keeps other web pages from reading runs thr
 """
 
 import asyncio
-import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from ludic.inference.serving.app import AppServer
 from ludic.inference.serving.limits import ServerLimits
 from ludic.inference.vllm.command import is_loopback
 from ludic.types import ConfigError
+from ludic.types.urls import is_same_secret
 from ludic.view import api
 from ludic.view.index import RunIndex, Runs
 
@@ -123,7 +123,7 @@ class _Server:
             return
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
         given = (bearer, request.cookies.get(_COOKIE, ""), request.query.get("token", ""))
-        if not any(hmac.compare_digest(each.encode(), self._token.encode()) for each in given if each):
+        if not any(is_same_secret(each, self._token) for each in given if each):
             raise web.HTTPUnauthorized(reason="Open the address with its ?token=, or send it as a bearer token")
 
     async def answer(self, request: web.Request) -> web.StreamResponse:

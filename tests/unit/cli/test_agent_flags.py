@@ -112,6 +112,11 @@ def test_an_agent_that_always_fails_stops_the_run_with_its_reason(ludic):
     assert ended.code == 2 and "no internet" in ended.err and "max_failed_share" in ended.err
 
 
+def test_a_prompt_that_is_too_long_names_the_flag(ludic):
+    ended = ludic("train", *RUN, "--agent", "my_agent.py:long", "--max-seq-len", "64")
+    assert ended.code == 2 and "limit is 64" in ended.err and "--max-seq-len" in ended.err
+
+
 def test_an_env_for_two_is_refused(ludic):
     ended = ludic("train", "tic_tac_toe_duel", *SMALL, "--agent", "my_agent.py:solve")
     assert ended.code == 2 and "plays envs with one agent" in ended.err

@@ -49,7 +49,10 @@ LEAVING_NAMES = ["..", "../x", "a/../../x", "a/..", ".", "./x"]
         (["tic_tac_toe", "--parser", "xmltag", "--dry-run"], "Did you mean 'xml_tag'"),
         (["tic_tac_toe", "--tools", "nope.py:x", "--dry-run"], "nope.py"),
         (["tic_tac_toe", "--context", "full"], "No context named 'full'"),
-        (["tic_tac_toe", "--max-seq-len", "9000"], "micro_token_budget=8192 must be at least max_seq_len=9000"),
+        (
+            ["tic_tac_toe", "--max-seq-len", "9000", "--micro-token-budget", "8192"],
+            "micro_token_budget=8192 must be at least max_seq_len=9000",
+        ),
         (["tic_tac_toe", "--max-tokens", "1024"], "Raise --max-seq-len or lower --max-tokens"),
         (["tic_tac_toe", "--temperature", "0"], "there is nothing to learn from"),
         (["tic_tac_toe", "--engine", "pipeline"], "needs a Redis that learner and actors share"),

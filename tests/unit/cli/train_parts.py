@@ -133,6 +133,14 @@ def takes_nothing():
     pass
 
 
+async def long(task, *, base_url, api_key, model):
+    body = {"model": model, "messages": [{"role": "user", "content": task * 100}]}
+    async with httpx.AsyncClient(trust_env=False) as client:
+        url, key = f"{base_url}/chat/completions", {"Authorization": f"Bearer {api_key}"}
+        answer = await client.post(url, json=body, headers=key, timeout=60)
+    raise RuntimeError(answer.text)
+
+
 async def fails(task):
     raise RuntimeError("no internet")
 

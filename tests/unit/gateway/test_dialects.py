@@ -1,6 +1,7 @@
 """What every dialect does alike: fields that it accepts and refuses by name, hostile bodies, and errors that its client raises."""
 
 import contextlib
+import copy
 import functools
 import importlib
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ludic.gateway.wire.canonical import Dialect
+from ludic.gateway.wire.canonical import Dialect, drop_constraints
 from ludic.gateway.wire.chat import Chat
 from ludic.gateway.wire.messages import Messages
 from ludic.gateway.wire.responses import Responses
@@ -117,8 +118,10 @@ RESPONSES_REFUSED = [
     ("top_logprobs", 3, "top_logprobs"),
     ("tool_choice", "required", "tool_choice"),
     ("tool_choice", {"type": "function", "name": "add"}, "tool_choice"),
-    ("tools", [{"type": "web_search"}], r"tools\[0\].type: Invalid enum value 'web_search'"),
-    ("tools", [{"type": "custom", "name": "patch"}], r"tools\[0\].type: Invalid enum value 'custom'"),
+    ("tools", [{"type": "custom", "name": "patch"}], r"tools\[0\].type: Invalid value 'custom'. Only functions"),
+    ("tools", [{"type": "namespace", "name": "", "tools": []}], r"tools\[0\].name"),
+    ("tools", [{"type": "namespace", "name": "a", "tools": [{"type": "namespace"}]}], r"tools\[0\].tools\[0\].type"),
+    ("tools", [{"type": "namespace", "name": "a", "tools": [FUNCTION] * (MAX_TOOLS + 1)}], "tools has 257 tools"),
     ("tools", [{"name": "add"}], r"tools\[0\].*type"),
     ("tools", [{**FUNCTION, "defer_loading": True}], "defer_loading"),
     ("max_tokens", 9, "Unknown field 'max_tokens'. Did you mean 'max_output_tokens'?"),
@@ -231,6 +234,39 @@ def test_accepted_fields_without_effect(case: Case, name: str, value: Any):
 def test_refused_fields_are_named(case: Case, name: str, value: Any, said: str):
     with pytest.raises(ConfigError, match=said):
         case.dialect.read({**case.body, name: value})
+
+
+CONSTRAINTS = {
+    "chat": {"response_format": {"type": "json_schema", "json_schema": {}}, "tool_choice": "required"},
+    "responses": {
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": {}}},
+        "tool_choice": {"type": "function"},
+    },
+    "messages": {"output_config": {"format": {"type": "json_schema", "schema": {}}}, "tool_choice": {"type": "any"}},
+}
+"""Formats of the answer and forced tools."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_constraints_are_taken_out_of_a_body(name: str):
+    case, given = CASES[name], CONSTRAINTS[name]
+    for field, value in given.items():
+        with pytest.raises(ConfigError, match=field):
+            case.dialect.read({**case.body, field: value})
+    body = {**case.body, **copy.deepcopy(given)}
+    dropped = drop_constraints(body)
+    assert [path.split(".")[0] for path in dropped] == [*given] and case.dialect.read(body)
+
+
+@pytest.mark.parametrize("choice", ["auto", "none", {"type": "auto"}, {"type": "none"}, None, 5, "always"])
+def test_nothing_else_is_taken_out(choice: Any):
+    body = {
+        "tool_choice": choice,
+        "response_format": {"type": "text"},
+        "text": {"verbosity": "low"},
+        "output_config": None,
+    }
+    assert drop_constraints(body) == () and body["tool_choice"] == choice
 
 
 @each_dialect

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,9 +15,12 @@ from ludic.gateway import session as session_module
 from ludic.gateway.server import Gateway
 from ludic.gateway.session import Policy
 from ludic.gateway.threads import session_rollouts
-from ludic.inference import ByteTemplate, HermesToolParser, ScriptedClient
-from ludic.types import ChatClient, Rollout, TokenChunk, TokenCompletionRequest
+from ludic.inference import ByteTemplate, ChatTemplate, HermesToolParser, HFChatTemplate, ScriptedClient
+from ludic.types import ChatClient, Message, Rollout, TokenArray, TokenChunk, TokenCompletionRequest
+from tests.chat_templates import make_tokenizer
+from tests.fakes import status_with_header
 from tests.unit.gateway.sessions import INFERENCE, TOOLS, called
+from tests.unit.gateway.test_dialects import CONSTRAINTS
 from tests.unit.gateway.test_session import SlowClient, StreamingClient
 
 PATHS = {
@@ -41,8 +45,8 @@ class Http:
 
 
 @asynccontextmanager
-async def served(client: ChatClient, **settings: Any) -> AsyncIterator[Http]:
-    template = ByteTemplate(tool_parser=HermesToolParser())
+async def served(client: ChatClient, template: ChatTemplate | None = None, **settings: Any) -> AsyncIterator[Http]:
+    template = template or ByteTemplate(tool_parser=HermesToolParser())
     policy = Policy(client=client, chat_template=template, model="policy")
     gateway = Gateway({"policy": policy}, default="policy", **settings)
     await gateway.start()
@@ -77,6 +81,19 @@ async def test_keys_of_sessions_are_checked(name: str):
         assert (await http.post(f"/s/{key}{path}", body, Authorization=""))[0] == 200
         http.gateway.close_session(http.session)
         assert (await http.post(path, body))[0] == 401
+
+
+async def test_keys_and_tokens_that_are_no_text_are_refused():
+    async with served(ScriptedClient([]), control_token="sécret") as http:
+        for name, status, path in (
+            ("Authorization", 401, "/v1/models"),
+            ("x-api-key", 401, "/v1/models"),
+            ("X-Ludic-Control-Token", 403, f"/sessions/{http.session.id}"),
+        ):
+            for value in (b"Bearer s\xe9cret", "sécret²".encode(), b"\xed\xa0\x80"):
+                assert await status_with_header(f"{http.gateway.url}{path}", name, value) == status
+        right = "sécret".encode()
+        assert await status_with_header(f"{http.gateway.url}{path}", name, right) == 200
 
 
 async def test_an_error_has_the_shape_of_the_dialect():
@@ -167,6 +184,126 @@ async def test_tool_calls_and_their_results_continue_the_tokens():
         status, answer = await http.post("/v1/chat/completions", body)
         assert status == 200 and answer["choices"][0]["message"]["content"] == "3"
         assert dict(http.session.counts) == {"calls": 2, "new": 1, "continued": 1, "rerendered": 0}
+
+
+async def test_a_reference_to_a_reply_continues_it_in_its_session_alone():
+    # As `ai` 7.0.173 with @ai-sdk/openai 4.0.118 sends it: replies by reference, calls and their results whole.
+    replies = iter(["One.", called({"a": 1}, prose="I add."), "3", "4"])
+    async with served(ScriptedClient(lambda request: next(replies))) as http:
+        items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Add."}]}]
+        functions = [{"type": "function", **TOOLS[0]["function"]}]
+        for _ in range(3):
+            status, answer = await http.post("/v1/responses", {"input": items, "tools": functions})
+            assert status == 200
+            for item in answer["output"]:
+                if item["type"] == "message":
+                    items.append({"type": "item_reference", "id": item["id"]})
+                else:
+                    items.append({name: item[name] for name in ("type", "call_id", "name", "arguments")})
+                    items.append({"type": "function_call_output", "call_id": item["call_id"], "output": "3"})
+            if items[-1]["type"] == "item_reference":
+                items.append({"role": "user", "content": "Go on."})
+        assert (
+            http.session.counts["calls"] == 3 and http.session.counts["forked"] == http.session.counts["foreign"] == 0
+        )
+        [rollout] = session_rollouts(http.session)
+        assert len(rollout.agent_steps) == 3
+        other = Http(http.gateway, http.http)
+        for client, id in ((other, items[1]["id"]), (http, f"msg_{'0' * 24}"), (http, "msg_²"), (http, None)):
+            body = {"input": [{"type": "item_reference", "id": id}, {"role": "user", "content": "And?"}]}
+            status, answer = await client.post("/v1/responses", body)
+            assert status == 404 and "this session has no item" in answer["error"]["message"]
+        assert (await http.post("/v1/responses", {"input": [items[0], items[1], {"role": "user", "content": "x"}]}))[
+            0
+        ] == 200
+        changed = [{"role": "user", "content": "Something else."}, items[1], {"role": "user", "content": "And?"}]
+        await http.post("/v1/responses", {"input": changed})
+        assert http.session.nodes[-1].messages[1].content == "One.", "a history that differs has the text, too"
+
+
+@pytest.mark.parametrize("name", PATHS)
+async def test_a_lenient_session_says_which_constraints_had_no_effect(name: str):
+    path, body = PATHS[name]
+    asked = {**body, **CONSTRAINTS[name]}
+    async with served(ScriptedClient(lambda request: "x")) as http:
+        status, answer = await http.post(path, asked)
+        assert status == 400 and "--lenient" in json.dumps(answer)
+    async with served(ScriptedClient(lambda request: "x"), lenient=True) as http:
+        assert (await http.post(path, asked))[0] == 200
+        [rollout] = session_rollouts(http.session)
+        assert {field.split(".")[0] for field in rollout.agent_steps[0].info["without_effect"]} == {*CONSTRAINTS[name]}
+
+
+# --- long requests ---
+
+
+class Gate(ByteTemplate):
+    """Tokenises long texts only when `go` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go, self.has_waited_in_vain = threading.Event(), threading.Event(), False
+
+    def encode_message(self, message: Message) -> TokenArray:
+        if len(message["content"]) > 10**6:
+            self.begun.set()
+            self.has_waited_in_vain = self.has_waited_in_vain or not self.go.wait(20)
+        return super().encode_message(message)
+
+
+@pytest.mark.parametrize("place", ["prompt", "delta", "count"])
+async def test_other_sessions_are_answered_while_a_long_text_is_tokenised(place: str):
+    template = Gate()
+    async with served(ScriptedClient(lambda request: "x"), template) as http:
+        other, messages = Http(http.gateway, http.http), [{"role": "user", "content": "Hello"}]
+        if place == "delta":
+            _, first = await http.post("/v1/chat/completions", {"messages": messages})
+            messages.append(first["choices"][0]["message"])
+        body = {"messages": [*messages, {"role": "user", "content": "x" * (2 << 20)}]}
+        path = "/v1/messages/count_tokens" if place == "count" else "/v1/chat/completions"
+        long = asyncio.create_task(http.post(path, body))
+        await asyncio.to_thread(template.begun.wait, 20)
+        assert (await other.post(*PATHS["chat"]))[0] == 200
+        assert not long.done()
+        template.go.set()
+        assert (await long)[0] == 200
+    assert not template.has_waited_in_vain
+
+
+class Counting(HFChatTemplate):
+    """Counts the characters that are tokenised."""
+
+    num_chars = 0
+
+    def _encode_uncached(self, text: str) -> TokenArray:
+        self.num_chars += len(text)
+        return super()._encode_uncached(text)
+
+
+class Limited(ScriptedClient):
+    max_total_tokens = 1000
+
+
+TOO_LONG: dict[str, Any] = {
+    "one message": {"messages": [{"role": "user", "content": "a b c " * 400_000}]},
+    "15 MB": {"messages": [{"role": "user", "content": "word " * 3_000_000}]},
+    "4000 messages": {"messages": [{"role": "user", "content": "a b c " * 100}] * 4000},
+    "200 tools": {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": [{"type": "function", "function": {"name": "f", "description": "d " * 5000}}] * 200,
+    },
+}
+
+
+@pytest.mark.parametrize("name", TOO_LONG)
+async def test_a_prompt_that_cannot_fit_is_refused_after_its_first_part(name: str):
+    template = Counting(make_tokenizer("qwen"), tool_parser=HermesToolParser())
+    async with served(Limited([]), template) as http:
+        status, answer = await http.post("/v1/chat/completions", TOO_LONG[name])
+        assert status == 400 and answer["error"]["code"] == "context_length_exceeded", answer
+        assert "limit is 1000" in answer["error"]["message"] and "only the first" in answer["error"]["message"]
+        assert http.session.counts["failed"] == 1 and http.session.error is None
+    assert template.num_chars < 100_000
 
 
 async def test_sessions_are_managed_with_the_control_token():

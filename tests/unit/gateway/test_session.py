@@ -332,6 +332,14 @@ async def test_counted_tokens_are_those_of_the_prompt_that_follows():
     assert counted == (await ask(session, *messages)).num_prompt_tokens
 
 
+@pytest.mark.parametrize("number", ["²", "1²", "٣", "9" * 5000, "-1", "00", ""])
+async def test_a_result_of_a_call_that_no_reply_has_is_context(number: str):
+    session = make_session([called({"a": 1}), "2"])
+    first = await ask(session, user("Add."), tools=TOOLS)
+    result = tool(f"call_{first.token}_{number}", "2")
+    assert (await ask(session, user("Add."), assistant(first), result, tools=TOOLS)).content == "2"
+
+
 class NoTools(ByteTemplate):
     """A template that does not write tools."""
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 
 from ludic.gateway.wire.canonical import ModelRequest
-from ludic.gateway.wire.responses import Responses
+from ludic.gateway.wire.responses import Responses, put_items
 from tests.unit.gateway.dialects import (
     FULL,
     REQUEST,
@@ -13,6 +13,7 @@ from tests.unit.gateway.dialects import (
     assert_same_message,
     cleaned,
     events_of,
+    make_call,
     make_reply,
     pieces_of,
     replies,
@@ -111,6 +112,36 @@ def test_tools_get_the_chat_format():
     assert read(tools=[FUNCTION]).tools == [TOOL]
     assert read(tools=[{**FUNCTION, "strict": True}]).without_effect == ("tools.strict",)
     assert read(tools=[FUNCTION], tool_choice="none").tools == []
+
+
+def test_hosted_tools_are_left_out_and_named():
+    hosted = [{"type": "web_search", "external_web_access": False}, {"type": "mcp", "server_label": "x"}]
+    request = read(tools=[hosted[0], FUNCTION, *hosted])
+    assert request.tools == [TOOL] and request.without_effect == ("tools.web_search", "tools.mcp")
+
+
+def test_tools_of_a_namespace_are_functions_and_calls_name_the_namespace():
+    space = {"type": "namespace", "name": "agents", "description": "Sub-agents.", "tools": [FUNCTION]}
+    request = read(tools=[FUNCTION, space, {**space, "name": "mcp__sums__"}])
+    names = [tool["function"]["name"] for tool in request.tools]
+    assert names == ["add", "agents__add", "mcp__sums__add"]
+    reply = make_reply(
+        tool_calls=[make_call(i, name, "{}") for i, name in enumerate(names)], finish_reason="tool_calls"
+    )
+    output = RESPONSES.whole(reply, request)["output"]
+    places = [("add", None), ("add", "agents"), ("add", "mcp__sums__")]
+    assert [(item["name"], item.get("namespace")) for item in output] == places
+    events = [data for _, data in events_of(streamed(RESPONSES, reply, [], request))]
+    assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == output
+    sent_back = read(input=[HI, *output]).messages[1]
+    assert [call["function"]["name"] for call in sent_back.tool_calls] == names
+
+
+def test_a_reference_is_replaced_by_the_item_that_it_names():
+    output = RESPONSES.whole(FULL, REQUEST)["output"]
+    body = {"input": [HI, *({"type": "item_reference", "id": item["id"]} for item in output)]}
+    put_items(body, {item["id"]: FULL for item in output}.get)
+    assert body["input"] == [HI, *output]
 
 
 # --- writing -----------------------------------------------------------------------------------------------------

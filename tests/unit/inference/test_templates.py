@@ -1,10 +1,13 @@
 import copy
+import threading
+import time
 
 import numpy as np
 import pytest
 
 from ludic.inference import ByteTemplate, HermesToolParser, HFChatTemplate
 from ludic.inference.templates.conversation import decode_reply, encode_text
+from ludic.inference.templates.hf import _RecentTexts
 from ludic.types import TemplateError
 from tests.chat_templates import NO_GENERATION_PROMPT, make_tokenizer, with_template
 
@@ -106,3 +109,37 @@ def test_a_tokenizer_class_with_its_own_decoding_keeps_it():
     loud = type("Loud", (type(tokenizer),), {"decode": lambda self, ids, **_: "LOUD"})
     tokenizer.__class__ = loud
     assert decode_reply(tokenizer, [1, 2]) == "LOUD"
+
+
+def test_recent_texts_are_bounded_by_their_characters(monkeypatch):
+    monkeypatch.setattr(_RecentTexts, "MAX_CHARS", 10)
+    encoded: list[str] = []
+    tokens_of = _RecentTexts(lambda text: encoded.append(text) or np.zeros(len(text)))
+    for text in ("aaaa", "bbbb", "aaaa", "cccc", "bbbb", "aaaa", "x" * 11, "x" * 11, "dddd", "dddd"):
+        assert len(tokens_of(text)) == len(text)
+    assert encoded == ["aaaa", "bbbb", "cccc", "aaaa", "x" * 11, "x" * 11, "dddd"]
+
+
+def test_long_texts_have_the_tokens_of_the_tokenizer():
+    tokenizer = make_tokenizer("qwen")
+    text = "What is é in 6 * 7?\n<|im_end|>  " * 1000
+    assert encode_text(tokenizer, text).tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_other_threads_run_while_a_long_text_is_tokenised():
+    tokenizer, order = make_tokenizer("qwen"), []
+    begun = threading.Event()
+
+    def encode() -> None:
+        begun.set()
+        encode_text(tokenizer, "word and " * 40_000)
+        order.append("long")
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    begun.wait()
+    for _ in range(10):
+        time.sleep(0.001)  # gives up Python's lock and wants it back
+    order.append("other")
+    thread.join()
+    assert order == ["other", "long"]

@@ -17,6 +17,7 @@ from ludic.run.model import load_policy, with_pinned_checkpoints
 from ludic.run.parts import loggers
 from ludic.run.parts.loggers import make_loggers
 from ludic.run.resolve import ResolvedRun, resolve
+from ludic.run.run import build
 from ludic.run.settings import to_toml, with_values
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
 from ludic.types import ConfigError
@@ -123,6 +124,34 @@ def test_math_can_be_trained_on_with_what_suits_it():
     found = env_factory("math")
     run = resolve(with_values(RunConfig(), {"id": "math", "set": dict(found.example)}), found)
     assert run.trainer.max_seq_len - run.sampling.max_tokens >= 256
+
+
+async def outside(task, *, base_url, api_key, model):
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("context", "given", "length", "budget"),
+    [
+        (2000, {}, 2000, 8192),
+        (20_000, {}, 20_000, 20_000),
+        (10**6, {}, 32_768, 32_768),
+        (20_000, {"max_seq_len": 1024}, 1024, 8192),
+        (20_000, {"max_seq_len": 9000, "micro_token_budget": 10_000}, 9000, 10_000),
+    ],
+)
+def test_an_outside_agent_may_fill_the_models_context(tmp_path, context, given, length, budget):
+    tokenizer = character_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    config = tiny_llama(len(tokenizer), width=16, layers=1, max_length=context).config
+    config.save_pretrained(tmp_path)
+    settings = {"env": "tic_tac_toe", "model": str(tmp_path / "config.json"), **given}
+    run = build(agent=outside, **settings).resolved
+    assert (run.trainer.max_seq_len, run.trainer.micro_token_budget) == (length, budget)
+    assert run.config.max_seq_len == length, "it is written to config.toml"
+    assert build(**settings).resolved.trainer.max_seq_len == given.get("max_seq_len", 1024)
+    bundled = {name: build(env="tic_tac_toe", agent=outside, model=name).resolved for name in ("tiny", "smollm2-135m")}
+    assert [run.trainer.max_seq_len for run in bundled.values()] == [4096, 8192]
 
 
 @pytest.mark.parametrize(("agent", "may"), [("agent", False), ("tool_agent", True), ("react", True)])

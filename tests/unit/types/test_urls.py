@@ -5,6 +5,8 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ludic.cli.eval.config import PolicySettings
 from ludic.inference.http import EndpointError
@@ -14,7 +16,7 @@ from ludic.run.config.pipeline import PipelineSettings
 from ludic.run.config.rollouts import RolloutSettings
 from ludic.run.config.training import AlgoSettings
 from ludic.types import ConfigError, shown_url
-from ludic.types.urls import LOGINS_VARIABLE, holds_login, login_of, without_login
+from ludic.types.urls import LOGINS_VARIABLE, holds_login, is_same_secret, login_of, without_login
 
 WITH_LOGINS = [
     "redis://hunter2@host:6379/0",
@@ -176,3 +178,18 @@ def test_error_for_a_variable_without_a_login_hides_the_url(monkeypatch):
     with pytest.raises(ConfigError, match="has no login") as refused:
         OpenAIChatClient("http://host:8000")
     assert "hunter2" not in str(refused.value)
+
+
+# --- secrets of servers ---
+
+ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=4)  # lone surrogates too: aiohttp makes them of bytes
+
+
+@given(ANY_TEXT, ANY_TEXT)
+def test_any_text_is_compared_with_a_secret_without_an_error(one, other):
+    assert is_same_secret(one, other) == (one == other)
+    assert is_same_secret(one, one)
+
+
+def test_bytes_of_a_header_are_compared_with_text():
+    assert is_same_secret("sécret".encode(), "sécret") and not is_same_secret(b"s\xe9cret", "sécret")

@@ -13,6 +13,7 @@ from ludic.types import ConfigError  # noqa: E402
 from ludic.types.files import LineWriter  # noqa: E402
 from ludic.view.index import Runs  # noqa: E402
 from ludic.view.server import check_access, make_app, serve  # noqa: E402
+from tests.fakes import status_with_header  # noqa: E402
 from tests.unit.view.test_index import empty_run, line_of  # noqa: E402
 
 
@@ -94,8 +95,11 @@ async def test_token_is_asked_for_and_kept_in_a_cookie(recorded, tmp_path):
             ({}, "/api/runs"),
             ({"Authorization": "Bearer wrong"}, "/api/runs"),
             ({}, "/?token=no"),
+            ({}, "/?token=%C2%B2"),
         ):
             assert (await made.get(path, headers=headers)).status == 401
+        for name, value in (("Authorization", b"Bearer s3cr\xe9t"), ("Cookie", b"ludic_view=s3cr\xe9t")):
+            assert await status_with_header(str(made.make_url("/api/runs")), name, value) == 401
         assert (await made.get("/api/runs", headers={"Authorization": "Bearer s3cret"})).status == 200
         first = await made.get("/?token=s3cret")
         cookie = first.cookies["ludic_view"]

@@ -55,6 +55,8 @@ class GatewayArgs:
     """Of sampling, whatever an agent asks for: what is recorded can be trained on."""
     max_tokens: int = 1024
     """Tokens of one reply at most."""
+    lenient: bool = False
+    """Accept formats of the answer and forced tools without effect: rollouts say so, and the model may answer otherwise."""
     train: bool = False
     """Train the model on closed sessions that were rewarded, while it serves. Not with --server."""
     algo: str = "reinforce_pp"
@@ -69,8 +71,8 @@ class GatewayArgs:
     """Learning rate."""
     lora_rank: int = 0
     """Rank of a LoRA adapter; 0 trains all weights."""
-    max_seq_len: int = 4096
-    """Tokens of a sample; longer ones are dropped."""
+    max_seq_len: int | None = None
+    """Tokens of a sample; longer ones are dropped. Default: what the engine takes, 32,768 at most."""
     max_lag: int = 8
     """Versions that a sample's oldest token may be behind; older samples are dropped."""
     out: Path = Path("runs/gateway_train")
@@ -191,6 +193,7 @@ async def _serve_until_stopped(
         inference=given.inference,
         on_closed=closed,
         max_idle_s=given.max_idle_s,
+        lenient=given.lenient,
     )
 
     async def serve() -> None:
@@ -235,6 +238,7 @@ def _trainer(
 
     assert loaded is not None and isinstance(policy.client, LocalEngine), "--train refuses --server"
     algo = with_episode_credit(registry.algorithms.make(given.algo, **given.algo_set))
+    longest = given.max_seq_len or min(policy.client.max_total_tokens, 32_768)
     source = SessionBatchSource(algorithm=algo, sessions_per_batch=given.sessions_per_update)
     metrics = files.enter_context(contextlib.closing(JSONLLogger(given.out / METRICS)))
     trainer = Trainer(
@@ -243,8 +247,8 @@ def _trainer(
         batch_source=source,
         cfg=TrainerConfig(
             lr=given.lr,
-            max_seq_len=given.max_seq_len,
-            micro_token_budget=max(8192, given.max_seq_len),
+            max_seq_len=longest,
+            micro_token_budget=max(8192, longest),
             max_lag=given.max_lag,
             too_long="drop",
         ),

@@ -24,6 +24,7 @@ from ludic.envs.threads import time_limit
 from ludic.envs.workers.supervisor import Supervisor, WorkerSetup
 from ludic.envs.workers.wire import PROTOCOL, BadFrame, receive_frame, send_frame
 from ludic.types import ConfigError, LudicError, UnknownName
+from ludic.types.urls import is_same_secret
 
 TOKEN_VARIABLE = "LUDIC_ENV_TOKEN"
 _NAME = "ludic env-server"
@@ -245,9 +246,7 @@ class EnvServer:
         if not isinstance(asked, dict) or asked.get("protocol") != PROTOCOL:
             return f"it speaks protocol {PROTOCOL}. Install the same version of Ludic on both machines."
         proof = asked.get("proof")
-        if self._token and not (
-            isinstance(proof, bytes) and hmac.compare_digest(proof, _proof(self._token, challenge))
-        ):
+        if self._token and not (isinstance(proof, bytes) and is_same_secret(proof, _proof(self._token, challenge))):
             return f"the token is wrong. Set ${TOKEN_VARIABLE} to the one that the server was started with."
         worker = asked.get("worker")
         if worker is not None and not (isinstance(worker, int) and 0 <= worker < self.info.num_workers):

@@ -6,7 +6,7 @@ of its replies an assistant message is, however the client spells the text.
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
@@ -68,6 +68,8 @@ class ModelRequest:
     """The id of the reply that `messages` follow (`previous_response_id` of the Responses API)."""
     without_effect: tuple[str, ...] = ()
     """Names of accepted fields that change nothing here."""
+    namespaces: Mapping[str, JSONObject] = field(default_factory=dict)
+    """Of tools that came in a namespace: the name in `tools` -> {"namespace": …, "name": the one in it}."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -91,7 +93,7 @@ class Reply:
     num_completion_tokens: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class ReplyHead:
     """What is known of a reply before its first token."""
 
@@ -99,6 +101,7 @@ class ReplyHead:
     model: str
     created: int
     num_prompt_tokens: int = 0
+    """0 until the prompt is rendered."""
 
 
 class EventStream(Protocol):
@@ -180,6 +183,23 @@ Count = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
 )  # fmt: skip
+
+
+_CONSTRAINTS = ("response_format", "text.format", "output_config.format", "output_format", "tool_choice")
+
+
+def drop_constraints(body: JSONObject) -> tuple[str, ...]:
+    """Take the fields out of a body that a grammar would enforce, a format of the answer or a forced tool; returns their names."""
+    dropped = []
+    for path in _CONSTRAINTS:
+        outer, _, name = path.rpartition(".")
+        place = body.get(outer) if outer else body
+        value = place.get(name) if isinstance(place, dict) else None
+        is_constraint = isinstance(value, dict) and value.get("type") not in ("text", "auto", "none")
+        if isinstance(place, dict) and (is_constraint or value == "required"):
+            del place[name]
+            dropped.append(path)
+    return tuple(dropped)
 
 
 class Fields(Struct, kw_only=True):

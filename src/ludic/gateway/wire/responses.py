@@ -3,10 +3,10 @@
 Reasoning is an item whose summary is the whole text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from ludic.gateway.wire.canonical import (
     ACCEPTED,
@@ -30,12 +30,21 @@ from ludic.gateway.wire.canonical import (
     token_in,
     tool_call,
 )
-from ludic.inference.serving.request import ErrorFacts, NonEmpty, check_count, read_fields, unsupported
+from ludic.inference.serving.request import (
+    ErrorFacts,
+    NonEmpty,
+    RequestRefused,
+    check_count,
+    read_fields,
+    unsupported,
+)
 
 _TAKES = TAKES | {
     "role": "It is system, developer, user or assistant.",
-    "type": "It is message, reasoning, function_call or function_call_output; this server reads only text.",
+    "type": "It is message, reasoning, function_call, function_call_output or item_reference; this server reads only text.",
 }
+_HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp")
+"""Tools that OpenAI's servers run; of some there are versions, such as web_search_2025_08_26."""
 _TEXT = {"format": {"type": "text"}}
 
 
@@ -70,6 +79,7 @@ class _Call(Struct, tag="function_call"):
     name: str
     arguments: str = ""
     id: str | None = None
+    namespace: str | None = None
 
 
 class _Output(Struct, tag="function_call_output"):
@@ -81,13 +91,18 @@ _OfModel = _Message | _Reasoning | _Call
 _Item = _OfModel | _Output
 
 
-class _Tool(Function, kw_only=True):
-    type: Literal["function"]
+class _Tool(Function, kw_only=True, tag="function"):
+    pass
+
+
+class _Namespace(Struct, tag="namespace"):
+    name: NonEmpty
+    tools: tuple[_Tool, ...] = ()
 
 
 class _Fields(Fields):
     input: str | tuple[_Item, ...] = ()
-    tools: tuple[_Tool, ...] = ()
+    tools: tuple[_Tool | _Namespace, ...] = ()
     instructions: str | None = None
     max_output_tokens: Count | None = None
     previous_response_id: NonEmpty | None = None
@@ -126,6 +141,46 @@ def _with_type(item: Any) -> Any:
     return {**item, "type": "message"} if has_none else item
 
 
+def put_items(body: JSONObject, find: Callable[[str], Reply | None]) -> None:
+    """Replace the references in a body by the items that they name; `find` gives the reply that carries an id."""
+    items = body.get("input")
+    items = items if isinstance(items, list) else []
+    for index, item in enumerate(items):
+        if isinstance(item, dict) and item.get("type") == "item_reference":
+            id = str(item.get("id"))
+            reply = find(id)
+            of_reply = {} if reply is None else {one["id"]: one for one in _output(reply, {})}
+            if id not in of_reply:
+                raise RequestRefused(404, "item_not_found", f"input[{index}]: this session has no item {id!r:.80}.")
+            items[index] = of_reply[id]
+
+
+# --- tools ---
+
+
+def _flat_name(namespace: str | None, name: str) -> str:
+    """A template knows functions only, so those of a namespace have its name in theirs."""
+    return name if namespace is None else f"{namespace.removesuffix('__')}__{name}"
+
+
+def _flat_tools(tools: Sequence[_Tool | _Namespace]) -> tuple[list[_Tool], dict[str, JSONObject]]:
+    """The functions, and the place of those that are in a namespace by their flat names."""
+    functions: list[_Tool] = []
+    places: dict[str, JSONObject] = {}
+    for tool in tools:
+        if isinstance(tool, _Tool):
+            functions.append(tool)
+            continue
+        for inner in tool.tools:
+            places[flat := _flat_name(tool.name, inner.name)] = {"namespace": tool.name, "name": inner.name}
+            functions.append(structs.replace(inner, name=flat))
+    return functions, places
+
+
+def _is_hosted(tool: Any) -> bool:
+    return isinstance(tool, dict) and str(tool.get("type")).startswith(_HOSTED)
+
+
 def _ids(item: _OfModel) -> list[str]:
     if isinstance(item, _Call):
         return [item.id, item.call_id] if item.id else [item.call_id]
@@ -139,7 +194,9 @@ def _read_turn(items: Sequence[_OfModel]) -> ClientMessage:
         role="assistant",
         content="".join([flat(item.content) for item in items if isinstance(item, _Message)]),
         reasoning="".join([flat(item.content or item.summary) for item in items if isinstance(item, _Reasoning)]),
-        tool_calls=[tool_call(call.call_id, call.name, call.arguments, "input") for call in calls],
+        tool_calls=[
+            tool_call(call.call_id, _flat_name(call.namespace, call.name), call.arguments, "input") for call in calls
+        ],
         ids=tuple([id for item in items for id in _ids(item)]),
     )
 
@@ -153,9 +210,11 @@ class Responses:
     name: ClassVar[str] = "responses"
 
     def read(self, body: JSONObject) -> ModelRequest:
-        items = body.get("input")
+        items, tools = body.get("input"), body.get("tools")
         if isinstance(items, list):  # the type of a message may be missing
             body = {**body, "input": [_with_type(item) for item in items]}
+        if isinstance(tools, list):
+            body = {**body, "tools": [tool for tool in tools if not _is_hosted(tool)]}
         fields, without_effect = read_fields(body, _Fields, ACCEPTED, UNSUPPORTED, _TAKES)
         if fields.text is not None:
             if fields.text.get("format") not in (None, _TEXT["format"]):
@@ -172,10 +231,12 @@ class Responses:
             messages = _read_items(fields.input)
         if fields.instructions is not None:
             messages.insert(0, ClientMessage(role="system", content=flat(fields.instructions)))
+        without_effect += dict.fromkeys(f"tools.{tool['type']}" for tool in tools or () if _is_hosted(tool))
+        functions, namespaces = _flat_tools(fields.tools)
         request = ModelRequest(
             messages=messages,
             model=fields.model,
-            tools=read_tools(fields.tools, fields.tool_choice, without_effect),
+            tools=read_tools(functions, fields.tool_choice, without_effect),
             max_tokens=fields.max_output_tokens,
             stop=(fields.stop,) if isinstance(fields.stop, str) else fields.stop,
             sampling=fields.sampling(),
@@ -183,17 +244,11 @@ class Responses:
             stream=fields.stream,
             previous_id=fields.previous_response_id,
             without_effect=tuple(without_effect),
+            namespaces=namespaces,
         )
         return checked(request, "input")
 
     def whole(self, reply: Reply, request: ModelRequest) -> JSONObject:
-        output = []
-        if reply.reasoning:
-            output.append(_reasoning(reply.token, reply.reasoning))
-        if reply.content or not reply.tool_calls:
-            output.append(_message(reply.token, reply.content, "incomplete" if is_cut(reply) else "completed"))
-        for index, call in enumerate(reply.tool_calls):
-            output.append(_call(reply.token, index, call["function"]["name"], call["function"]["arguments"]))
         status = "incomplete" if reply.finish_reason == "length" else "completed"
         usage = {
             "input_tokens": reply.num_prompt_tokens,
@@ -202,7 +257,7 @@ class Responses:
             "output_tokens_details": {"reasoning_tokens": 0},  # not counted apart
             "total_tokens": reply.num_prompt_tokens + reply.num_completion_tokens,
         }
-        return _response(reply, request, status, output, usage)
+        return _response(reply, request, status, _output(reply, request.namespaces), usage)
 
     def stream(self, head: ReplyHead, request: ModelRequest) -> "ResponsesStream":
         return ResponsesStream(head, request)
@@ -253,11 +308,11 @@ class ResponsesStream(EventWriter):
         )
 
     def _call(self, index: int, name: str, arguments: str) -> bytes:
-        item = _call(self.head.token, index, name, arguments)
+        item = _call(self.head.token, index, name, arguments, self.request.namespaces)
         at = {"item_id": item["id"], "output_index": self.num_parts}
         events = self._item("added", item | {"arguments": "", "status": "in_progress"})
         events += self._event("response.function_call_arguments.delta", **at, delta=arguments)
-        events += self._event("response.function_call_arguments.done", **at, name=name, arguments=arguments)
+        events += self._event("response.function_call_arguments.done", **at, name=item["name"], arguments=arguments)
         return events + self._item("done", item)
 
     def _finish(self, reply: Reply) -> bytes:
@@ -278,6 +333,19 @@ class ResponsesStream(EventWriter):
         return sse({"type": event, "sequence_number": self._num_events - 1, **fields}, event)
 
 
+def _output(reply: Reply, namespaces: Mapping[str, JSONObject]) -> list[JSONObject]:
+    """The items of a reply."""
+    output = []
+    if reply.reasoning:
+        output.append(_reasoning(reply.token, reply.reasoning))
+    if reply.content or not reply.tool_calls:
+        output.append(_message(reply.token, reply.content, "incomplete" if is_cut(reply) else "completed"))
+    for index, call in enumerate(reply.tool_calls):
+        function = call["function"]
+        output.append(_call(reply.token, index, function["name"], function["arguments"], namespaces))
+    return output
+
+
 def _reasoning(token: str, text: str, status: str = "completed") -> JSONObject:
     # Clients that keep nothing on the server leave ids out, but send the encrypted content back.
     item = {"id": f"rs_{token}", "type": "reasoning", "summary": [_summary(text)], "status": status}
@@ -288,9 +356,9 @@ def _message(token: str, text: str, status: str) -> JSONObject:
     return {"id": f"msg_{token}", "type": "message", "role": "assistant", "status": status, "content": [_text(text)]}
 
 
-def _call(token: str, index: int, name: str, arguments: str) -> JSONObject:
+def _call(token: str, index: int, name: str, arguments: str, namespaces: Mapping[str, JSONObject]) -> JSONObject:
     ids = {"id": f"fc_{token}_{index}", "type": "function_call", "call_id": f"call_{token}_{index}"}
-    return ids | {"name": name, "arguments": arguments, "status": "completed"}
+    return ids | namespaces.get(name, {"name": name}) | {"arguments": arguments, "status": "completed"}
 
 
 def _summary(text: str) -> JSONObject:

@@ -64,9 +64,8 @@ class RequestLimits:
         self._check_stops(params)
         wanted = len(ids) + params.max_tokens
         if wanted > self.max_model_len:
-            raise PromptTooLong(
-                wanted, self.max_model_len, f"That is {len(ids)} of the prompt and max_tokens={params.max_tokens}."
-            )
+            parts = f"That is {len(ids)} of the prompt and max_tokens={params.max_tokens}."
+            raise PromptTooLong(wanted, self.max_model_len, f"{parts} {PromptTooLong.RAISE}")
         if wanted > self.max_total_tokens:
             how = "The KV cache holds no more; raise kv_tokens or kv_memory_fraction."
             raise PromptTooLong(wanted, self.max_total_tokens, how)

@@ -6,7 +6,6 @@ engine's. A field that would change the answer but is not supported is refused b
 
 import asyncio
 import contextlib
-import hmac
 import json
 import logging
 import time
@@ -23,7 +22,9 @@ from ludic.inference.serving.request import (
     JSONObject,
     RequestBody,
     RequestRefused,
+    check_length,
     check_num_logprobs,
+    check_prompt,
     read_body,
     read_messages,
     read_prompts,
@@ -48,6 +49,7 @@ from ludic.types import (
     token_array,
 )
 from ludic.types.sampling import MAX_COUNT
+from ludic.types.urls import is_same_secret
 
 try:
     from aiohttp import web
@@ -154,8 +156,6 @@ class _Server:
                 self._template = HFChatTemplate(engine.tokenizer, tool_parser=tool_parser_for(engine.tokenizer))
             except TemplateError as error:  # a base model; /v1/completions still works
                 self._no_chat = str(error)
-        vocabulary = {} if engine.tokenizer is None else engine.tokenizer.get_vocab()
-        self._max_chars_per_token = max(map(len, vocabulary), default=1)
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -183,8 +183,7 @@ class _Server:
         if not self._api_key or request.path == "/health":
             return
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        given, wanted = key.strip().encode(errors="surrogateescape"), self._api_key.encode(errors="surrogateescape")
-        if not (hmac.compare_digest(given, wanted) and scheme.lower() == "bearer"):
+        if not (is_same_secret(key.strip(), self._api_key) and scheme.lower() == "bearer"):
             raise RequestRefused(
                 401, "invalid_api_key", "This server needs its API key as 'Authorization: Bearer <key>'."
             )
@@ -258,9 +257,7 @@ class _Server:
             sampling = body.sampling()
             max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
             SamplingParams(**sampling, max_tokens=max_tokens or MAX_COUNT)  # before anything is rendered
-            messages = read_messages(body.messages)
-            tools = await asyncio.to_thread(read_tools, body.tools, body.tool_choice, template)  # which renders them
-            prompt = await asyncio.to_thread(self._render, template, messages, tools)
+            prompt, tools = await asyncio.to_thread(self._render, template, read_messages(body.messages), body)
             room = self._engine.max_total_tokens
             if max_tokens is None and len(prompt) >= room:
                 raise PromptTooLong(len(prompt), room, "There is no room for a reply; shorten the conversation.")
@@ -292,19 +289,25 @@ class _Server:
             return token_array(prompt)
         if self._engine.tokenizer is None:
             raise ConfigError("This server has no tokenizer; send the prompt as token ids.")
-        self._check_length(len(prompt))
-        text = prompt.encode("utf-8", "replace").decode("utf-8")  # tokenizers reject lone surrogates
-        return token_array(self._engine.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+        text, tokenizer = (
+            prompt.encode("utf-8", "replace").decode("utf-8"),
+            self._engine.tokenizer,
+        )  # no lone surrogates
 
-    def _render(self, template: ChatTemplate, messages: list[Message], tools: list[JSONObject]) -> TokenArray:
-        self._check_length(sum(len(str(message["content"])) for message in messages))
-        return template.apply(messages, tools=tools or None).prompt_token_ids
+        def ids_of(text: str) -> list[int]:
+            ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+            return ids
 
-    def _check_length(self, num_chars: int) -> None:
-        """Refuse a text that cannot fit however it is tokenised: a tokenizer takes seconds for megabytes."""
-        least, room = -(-num_chars // self._max_chars_per_token), self._engine.max_total_tokens
-        if least > room:
-            raise PromptTooLong(least, room, f"That is the minimum for its {num_chars} characters.")
+        check_length(lambda piece: len(ids_of(piece)), text, self._engine.max_total_tokens)
+        return token_array(ids_of(text))
+
+    def _render(
+        self, template: ChatTemplate, messages: list[Message], body: ChatBody
+    ) -> tuple[TokenArray, list[JSONObject]]:
+        """The prompt, and the tools in it."""
+        check_prompt(template, messages, body.tools, self._engine.max_total_tokens)
+        tools = read_tools(body.tools, body.tool_choice, template)
+        return template.apply(messages, tools=tools or None).prompt_token_ids, tools
 
     def _requests(
         self, prompts: Sequence[TokenArray], sampling: SamplingParams, body: Body, *, logprobs: bool

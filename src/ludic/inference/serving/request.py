@@ -7,7 +7,7 @@ by `SamplingParams`, for every engine.
 import difflib
 import re
 import reprlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -272,6 +272,33 @@ def check_tools(tools: Sequence[Any], choice: Any) -> None:
 def check_num_logprobs(name: str, value: int | None) -> None:
     if value not in (None, 0, 1):
         raise ConfigError(f"{name}={value}; this server gives the log-probability of the chosen token only: 0 or 1.")
+
+
+# --- lengths ---
+
+_SURE = 16
+"""Characters: a text of fewer for each token of the limit is tokenised as a whole. Few texts have more than 5."""
+_PIECE = 1 << 15
+
+
+def check_length(num_tokens: Callable[[str], int], text: str, room: int) -> None:
+    """Raise PromptTooLong for a text that cannot fit, without tokenising all of it: for 15 MB that takes minutes and gigabytes."""
+    num_found = 0
+    for start in range(0, len(text) if len(text) > _SURE * room else 0, _PIECE):
+        num_found += num_tokens(text[start : start + _PIECE])
+        if num_found > 2 * room:  # tokens do not end where pieces do
+            raise PromptTooLong(
+                num_found, room, f"These are only the first of its {len(text)} characters. {PromptTooLong.RAISE}"
+            )
+
+
+def check_prompt(template: ChatTemplate, messages: Sequence[Message], tools: Sequence[JSONObject], room: int) -> None:
+    """`check_length` of what a prompt is made of."""
+
+    def num_tokens(piece: str) -> int:
+        return len(template.apply([{"role": "user", "content": piece}]).prompt_token_ids)
+
+    check_length(num_tokens, json.dumps([*messages, *tools], ensure_ascii=False), room)
 
 
 # --- JSON ---

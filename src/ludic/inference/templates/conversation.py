@@ -213,13 +213,18 @@ def _is_rust(kind: Any) -> bool:
     )
 
 
+_LONG_TEXT = 1 << 14
+
+
 def encode_text(tokenizer: Any, text: str) -> TokenArray:
     """`tokenizer(text, add_special_tokens=False)["input_ids"]` as an array."""
     rust = tokenizer.backend_tokenizer if _is_rust(tokenizer.__class__) else None
     # An earlier call may have left its settings in the Rust tokenizer.
     if rust is None or rust.truncation or rust.padding or rust.encode_special_tokens or tokenizer.split_special_tokens:
         return token_array(tokenizer(text, add_special_tokens=False)["input_ids"])
-    # Not `encode_batch`, which gives up Python's lock: a busy engine thread takes it for milliseconds at every prompt.
+    if len(text) > _LONG_TEXT:  # seconds, in which other threads run: a batch gives up Python's lock
+        return token_array(rust.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+    # Not a batch for short texts: a busy engine thread takes the lock for milliseconds at every prompt.
     return token_array(rust.encode(text, add_special_tokens=False).ids)
 
 

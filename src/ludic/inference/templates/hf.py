@@ -2,11 +2,12 @@
 
 import json
 import re
+import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -73,7 +74,7 @@ class HFChatTemplate(ChatTemplate):
         self.tokenizer = tokenizer
         self.tool_parser = tool_parser
         # The members of a group begin with the same prompt, and tokenising it is the most expensive part of a call.
-        self._encode = lru_cache(maxsize=512)(self._encode_uncached)
+        self._encode = _RecentTexts(self._encode_uncached)
         added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.content}
         self._texts: dict[int, str] = {i: token.content for i, token in added.items()}
         self._special_ids = {i for i, token in added.items() if token.special}
@@ -450,6 +451,29 @@ def tool_parser_for(tokenizer: Any) -> ToolParser | None:
     Training, evaluation and serving all choose their parser here.
     """
     return HFChatTemplate(tokenizer).find_tool_parser()
+
+
+class _RecentTexts:
+    """Keeps the tokens of the texts that came last, up to a number of characters in all."""
+
+    MAX_CHARS: ClassVar[int] = 1 << 24
+
+    def __init__(self, encode: Callable[[str], TokenArray]) -> None:
+        self._encode, self._lock = encode, threading.Lock()
+        self._ids: dict[str, TokenArray] = {}
+        self._num_chars = 0
+
+    def __call__(self, text: str) -> TokenArray:
+        if (known := self._ids.get(text)) is not None:
+            return known
+        ids = self._encode(text)
+        with self._lock:
+            self._num_chars += 0 if text in self._ids else len(text)
+            self._ids[text] = ids
+            while self._num_chars > self.MAX_CHARS:
+                self._num_chars -= len(oldest := next(iter(self._ids)))
+                del self._ids[oldest]
+        return ids
 
 
 # --- forms of messages with tool calls, for different templates ---

@@ -16,6 +16,7 @@ from typing import Any
 
 from ludic.types import ConfigError
 from ludic.types.die_with_parent import watch_parent
+from ludic.types.urls import is_same_secret
 
 CONTROL_HEADER = "X-Ludic-Control-Token"
 """The request header that carries the token."""
@@ -115,7 +116,7 @@ class ControlGuard:
         if scope["type"] == "http" and (scope["method"], path) in OPEN:
             return True
         name = CONTROL_HEADER.lower().encode()
-        return any(secrets.compare_digest(value, self._token) for key, value in scope["headers"] if key == name)
+        return any(is_same_secret(value, self._token) for key, value in scope["headers"] if key == name)
 
 
 async def _refuse(scope: Scope, send: Send) -> None:

@@ -303,9 +303,8 @@ def check_not_cut(response: ChatResponse, max_tokens: int) -> None:
 
 
 def too_long(num_prompt: int, max_tokens: int, limit: int) -> PromptTooLong:
-    return PromptTooLong(
-        num_prompt + max_tokens, limit, f"That is {num_prompt} of the prompt and max_tokens={max_tokens}."
-    )
+    parts = f"That is {num_prompt} of the prompt and max_tokens={max_tokens}."
+    return PromptTooLong(num_prompt + max_tokens, limit, f"{parts} {PromptTooLong.RAISE}")
 
 
 def version_of(label: str) -> int:

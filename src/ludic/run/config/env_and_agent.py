@@ -77,6 +77,9 @@ class AgentSettings:
     """Model calls of one episode of an agent that is a function or a command. Default: no limit."""
     agent_max_tokens: int | None = None
     """Tokens that such an agent may sample in one episode. Default: no limit."""
+    lenient: bool = False
+    """Accept what such an agent asks for beyond this server, formats of the answer and forced tools, without effect
+    (docs/gateway.md)."""
     tools: tuple[str, ...] = ()
     """Tools of the agent (`ludic parts tool`), or file.py:function."""
     agent_set: Arguments = field(default_factory=dict)

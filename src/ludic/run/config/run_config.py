@@ -81,7 +81,7 @@ class RunConfig:
             **{
                 name: f"trainer.{name}"
                 for name in (
-                    "critic_lr", "optimizer", "weight_decay", "max_grad_norm", "max_seq_len", "too_long", "micro_token_budget",
+                    "critic_lr", "optimizer", "weight_decay", "max_grad_norm", "too_long",
                     "share_prefixes", "gradient_checkpointing", "offload_activations", "context_parallel", "compile", "bitwise",
                     "seed", "balance_experts", "replay_experts", "updates_per_batch", "mini_batches",
                 )
@@ -136,6 +136,11 @@ class RunConfig:
         """The file of texts that the run learns from instead of playing: of --preferences, or with sft of --data."""
         answers = self.env.data if self.algo.algo == "sft" and not self.rollouts.rollouts else None
         return self.rollouts.preferences or answers
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens of a sample, and of all that the sampler is asked for."""
+        return self.train.max_seq_len or self.trainer.max_seq_len
 
     @property
     def env_ids(self) -> tuple[str, ...]:

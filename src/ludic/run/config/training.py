@@ -74,9 +74,14 @@ class TrainSettings:
 
     steps: int = 30
     """Updates: optimizer steps."""
+    max_seq_len: int | None = None
+    """Tokens of a sample, prompt and replies; a run ends an episode that gets longer. Default: 1024; for an agent that is a
+    function or a command, the model's context, of which 32,768 at most."""
+    micro_token_budget: int | None = None
+    """Tokens in one forward pass; the gradient does not depend on it. Default: 8192, or max_seq_len where that is more."""
 
     def __post_init__(self) -> None:
-        at_least(1, steps=self.steps)
+        at_least(1, steps=self.steps, max_seq_len=self.max_seq_len, micro_token_budget=self.micro_token_budget)
 
 
 @dataclass(frozen=True, kw_only=True)

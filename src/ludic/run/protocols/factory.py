@@ -134,6 +134,7 @@ def _gateway_protocol(
         limits=SessionLimits(max_calls=agent.agent_max_calls, max_tokens=agent.agent_max_tokens),
         system_prompt=agent.system_prompt,
         parser=parser,
+        lenient=agent.lenient,
     )
 
 

@@ -7,7 +7,6 @@ network or behind a tunnel.
 
 import asyncio
 import contextlib
-import hmac
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator
@@ -23,6 +22,7 @@ from ludic.sandbox.interface import MB, SandboxError
 from ludic.sandbox.pool import BaseSandboxPool
 from ludic.sandbox.remote.wire import PROTOCOL, TOKEN_HEADER, Message, Result, ServerInfo, decode_message, encode
 from ludic.types import ConfigError
+from ludic.types.urls import is_same_secret
 
 _LONGEST_WAIT_S = 600.0
 
@@ -139,7 +139,7 @@ class SandboxServer:
             raise ConfigError("A sandbox server needs a token: it runs programs for every client that can reach it.")
         self.url = ""
         self._pool = pool
-        self._token = token.encode()
+        self._token = token
         self._limits = limits or RunLimits()
         self._http = ServerLimits(
             max_body_bytes=self._limits.max_body_mb * MB, max_body_bytes_in_all=8 * self._limits.max_body_mb * MB
@@ -187,8 +187,7 @@ class SandboxServer:
         return web.json_response(facts.openai_body(), status=facts.status)
 
     def _check_token(self, request: web.Request) -> None:
-        given = request.headers.get(TOKEN_HEADER, "").encode(errors="surrogateescape")
-        if not hmac.compare_digest(given, self._token):
+        if not is_same_secret(request.headers.get(TOKEN_HEADER, ""), self._token):
             raise RequestRefused(401, "token", f"The header {TOKEN_HEADER} must hold the token of this sandbox server.")
 
     async def _health(self, request: web.Request) -> web.Response:

@@ -3,7 +3,6 @@
 The service makes these records and asks the store to keep them; the store gives them back after a restart.
 """
 
-import hmac
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ import msgspec
 from ludic.models.adapters import AdapterSpec
 from ludic.tinker.server.futures import Result
 from ludic.types import ConfigError, LudicError
+from ludic.types.urls import is_same_secret
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -150,12 +150,8 @@ class Keys:
         """Whose key this is."""
         if not self._tenant_of:
             return LOCAL_TENANT
-        given = (key or "").encode(errors="surrogateescape")
-        found = [  # every key is compared, so that the time says nothing about them
-            tenant
-            for known, tenant in self._tenant_of.items()
-            if hmac.compare_digest(given, known.encode(errors="surrogateescape"))
-        ]
+        # Every key is compared, so that the time says nothing about them.
+        found = [tenant for known, tenant in self._tenant_of.items() if is_same_secret(key or "", known)]
         if not found:
             raise Refused(401, "This server does not know the API key. The SDK takes it from $TINKER_API_KEY.")
         return found[0]

@@ -22,6 +22,7 @@ from msgspec import Struct
 from ludic.tinker.server.records import Checkpoint, CheckpointPath, Refused, Run
 from ludic.tinker.server.storage.store import DiskStore
 from ludic.tinker.server.wire.bodies import Lifetime
+from ludic.types.urls import is_same_secret
 
 DOWNLOAD = "/api/v1/download"
 """The one address that needs a signature instead of a key."""
@@ -187,7 +188,7 @@ class _Rest:
 
     async def download(self, request: web.Request) -> web.StreamResponse:
         query = {name: request.query.get(name, "") for name in ("path", "file", "expires")}
-        if not hmac.compare_digest(self._signature(query), request.query.get("signature", "")):
+        if not is_same_secret(request.query.get("signature", ""), self._signature(query)):
             raise Refused(403, "The address of this download is not signed by this server.")
         if int(query["expires"]) < time.time():
             raise Refused(403, "The address of this download has expired; ask for a new one.")

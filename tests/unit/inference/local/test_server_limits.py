@@ -139,7 +139,7 @@ AT_THE_LIMIT: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("completions", {"metadata": nested(31)}, {"metadata": nested(900)}, "more than 32 levels"),
     ("chat/completions", {"messages": [message()] * 200}, {"messages": [message()] * 4097}, "may have 4096"),
     ("chat/completions", {"tools": [TOOL] * 4}, {"tools": [TOOL] * 257}, "may have 256"),
-    ("chat/completions", {}, {"messages": [message("x" * 10**6)]}, "the minimum for its 1000000 characters"),
+    ("chat/completions", {}, {"messages": [message("x" * 10**6)]}, "only the first of its 10000"),
 ]  # fmt: skip
 
 

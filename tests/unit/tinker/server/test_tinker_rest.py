@@ -173,6 +173,7 @@ def test_a_download_needs_the_signature(rest: tinker.RestClient, run: tinker.Tra
         {"expires": str(int(query["expires"]) + 1)},
         {"path": f"tinker://{run.model_id}/weights/one"},
         {"signature": ""},
+        {"signature": "²"},
     ):
         wrong = f"{url.partition('?')[0]}?{urllib.parse.urlencode({**query, **change})}"
         with pytest.raises(urllib.error.HTTPError) as refused:

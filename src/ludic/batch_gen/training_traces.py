@@ -6,7 +6,6 @@ the turns in a line of the file (as in OpenEnv's Harbor export), or is passed.
 """
 
 import gzip
-import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 
 from ludic.batch_gen.external_rollouts import ExternalCall, rollout_of_calls
 from ludic.types import ConfigError, Rollout, TokenTrace
+from ludic.types.parsing import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -57,13 +57,13 @@ def read_training_traces(path: str | Path, *, rewards: Iterable[float] | None = 
 
 def _documents(path: Path) -> Iterator[tuple[str, Any]]:
     """Every document of a file and its place, read as a stream if there is one per line."""
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             where = f"Line {number} of {path}"
             try:
-                document = json.loads(line)
+                document = parse_json(line)
             except ValueError as error:
                 if number > 1:
                     raise ConfigError(f"{where} is not JSON: {error}") from error
@@ -71,9 +71,9 @@ def _documents(path: Path) -> Iterator[tuple[str, Any]]:
             yield where, document
 
 
-def _whole(path: Path, text: str) -> Any:
+def _whole(path: Path, text: bytes) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
         raise ConfigError(f"{path} holds neither one JSON document nor one per line: {error}") from error
 

@@ -4,10 +4,14 @@ A subcommand is a function from its arguments to an exit code, imported when it 
 nothing beside the standard library.
 """
 
+import atexit
 import difflib
 import importlib
 import importlib.util
+import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -86,7 +90,42 @@ def _print_text(text: str, _: list[str]) -> int:
 
 
 def main() -> None:
-    """Run a subcommand; print a user's mistake as one line on stderr."""
+    """Run a subcommand and end the process, whatever threads an env or a tool has left."""
+    code: object = 1
+    try:
+        _run()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code
+        raise
+    finally:
+        ending = threading.Event()
+        threading._register_atexit(ending.set)  # type: ignore[attr-defined] - as concurrent.futures does: before threads are joined
+        threading.Thread(target=_end_despite_threads, args=(ending, code), daemon=True).start()
+
+
+def _end_despite_threads(ending: threading.Event, code: object) -> None:
+    """Python waits at its end for every thread that is no daemon, for ever if need be."""
+    ending.wait()
+    time.sleep(_THREADS_S)
+    main_thread = threading.main_thread()
+    left = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main_thread]
+    if left:
+        print(
+            f"ludic: {', '.join(left):.200}: still running, and left behind; an env or a tool began it.",
+            file=sys.stderr,
+        )
+        sys.stderr.flush()
+        atexit._run_exitfuncs()  # what Python would do behind the threads: end processes, remove folders
+        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+
+_THREADS_S = 5.0
+"""Time for threads to end."""
+
+
+def _run() -> None:
+    """Print a user's mistake as one line on stderr."""
     try:
         command = find_command(sys.argv[1:])
         code = command(sys.argv[2:])

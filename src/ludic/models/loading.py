@@ -79,9 +79,13 @@ def load_model(
             shapes = _shapes_of(config, _stored_sizes(folder, gguf)) if is_here else {}
             settings |= {"config": config, "output_loading_info": True}
             model, report = auto_class(config).from_pretrained(folder, trust_remote_code=False, **settings)
-            for name, weight in model.named_parameters() if gguf is not None else ():  # transformers takes what the file has
+            for name, weight in (
+                model.named_parameters() if gguf is not None else ()
+            ):  # transformers takes what the file has
                 if weight.shape != shapes[name]:
-                    raise ValueError(f"{name} is {tuple(weight.shape)}, but {tuple(shapes[name])} in a model of its config.")
+                    raise ValueError(
+                        f"{name} is {tuple(weight.shape)}, but {tuple(shapes[name])} in a model of its config."
+                    )
     except (ConfigError, ImportError):
         raise
     except Exception as error:  # a stranger's file can break the readers in any way

@@ -4,11 +4,11 @@ A dataset is written `hub:NAME:SPLIT` or `hub:NAME:CONFIG:SPLIT`, such as hub:op
 folder that `datasets` can read.
 """
 
-import json
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from ludic.types import ConfigError, MissingExtra
+from ludic.types.parsing import parse_json
 
 Sample: TypeAlias = dict[str, Any]
 HUB = "hub:"
@@ -52,7 +52,7 @@ def read_lines(path: Path, flag: str = "--data") -> list[tuple[int, str]]:
 
 def read_sample(line: str, number: int, path: Path) -> Sample:
     try:
-        sample = json.loads(line)
+        sample = parse_json(line)
     except ValueError as error:
         raise ConfigError(f"Line {number} of {path} is not JSON: {error}.") from error
     if not isinstance(sample, dict):
@@ -66,7 +66,7 @@ def _from_json_list(path: Path, flag: str) -> list[Sample] | None:
     if not text.lstrip().startswith("["):
         return None
     try:
-        rows = json.loads(text)
+        rows = parse_json(text)
     except ValueError as error:
         raise ConfigError(f"{flag} {path} is not JSON: {error}.") from error
     if not rows or not all(isinstance(row, dict) for row in rows):
@@ -80,12 +80,37 @@ def _from_parquet(path: Path, flag: str) -> list[Sample]:
     except ImportError as error:
         raise MissingExtra("datasets", f"{flag} {path}") from error
     try:
-        rows: list[Sample] = parquet.read_table(path).to_pylist()
+        rows = _rows_of(parquet.ParquetFile(path), f"{flag} {path}")
     except (OSError, ArrowException) as error:
         raise ConfigError(f"Cannot read {flag} {path}: {str(error).splitlines()[0]}") from error
     if not rows:
         raise ConfigError(f"{flag} {path} is empty.")
     return rows
+
+
+_MAX_VALUES, _MAX_BYTES = 2**26, 2**31
+"""Of a Parquet file once it is decoded. A small file may repeat one value as often as it says."""
+
+
+def _rows_of(file: Any, shown: str) -> list[Sample]:
+    """The footer bounds the values, and how many rows may be decoded at a time; the bytes are counted as they come."""
+    groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+    num_bytes, num_values = 0, sum(column.num_values for column in columns)
+    largest = max((column.total_uncompressed_size for column in columns), default=0)
+    rows: list[Sample] = []
+    if num_values <= _MAX_VALUES and largest <= _MAX_BYTES:
+        for batch in file.iter_batches(batch_size=min(max(_MAX_BYTES // 8 // max(largest, 1), 1), 1024)):
+            num_bytes += batch.nbytes
+            if num_bytes > _MAX_BYTES:
+                break
+            rows += batch.to_pylist()
+        else:
+            return rows
+    raise ConfigError(
+        f"{shown} holds {num_values:,} values, and more than a set of tasks may: {_MAX_VALUES:,} values and "
+        f"{_MAX_BYTES >> 30} GiB. Write a part of it into another file."
+    )
 
 
 def _from_hub(place: str, flag: str) -> list[Sample]:

@@ -223,7 +223,9 @@ class Connection:
             return await self.close_env(call.env)
         if call.op == "make":
             if not _is_make(call.value):
-                raise EnvContractError(f"make takes a name, arguments and whether hints are wanted, not {call.value!r:.80}.")
+                raise EnvContractError(
+                    f"make takes a name, arguments and whether hints are wanted, not {call.value!r:.80}."
+                )
             name, kwargs, with_hints = call.value
             if held is not None or (held := self.envs.get(call.env)) is None:
                 known = ", ".join(self._worker.factories)

@@ -238,8 +238,8 @@ CUT = "\ud800"
 class ControlTokens:
     """Keeps the texts of messages and tools from becoming control tokens, which only a template may write.
 
-    A control token is an added token that the tokenizer calls special, or one of `more`. Where a text holds one, `guarded` puts a cut
-    behind its first character, which templates print as they find it; `encode` encodes the pieces between the cuts one by one.
+    A control token is an added token that the tokenizer calls special, or one of `more`. Where a text holds one, `guarded` puts a
+    cut behind its first character, which templates print as they find it; `encode` encodes the pieces between the cuts one by one.
     """
 
     def __init__(self, tokenizer: Any, more: Collection[str] = ()) -> None:

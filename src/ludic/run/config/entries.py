@@ -30,8 +30,8 @@ def check_name(name: str | None, pattern: str = r"[\w.+-]+") -> None:
     parts = (name or "").split("/")
     if name is not None and (not re.fullmatch(pattern, name) or {".", ".."} & set(parts) or max(map(len, parts)) > 200):
         raise ConfigError(
-            f"name = {name!r:.200}; a folder is named with at most 200 letters, digits and . _ + -, and cannot be . or .. (--runs or "
-            "--out chooses where it is)."
+            f"name = {name!r:.200}; a folder is named with at most 200 letters, digits and . _ + -, and cannot be . or .. (--runs "
+            "or --out chooses where it is)."
         )
 
 

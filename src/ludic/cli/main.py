@@ -90,38 +90,31 @@ def _print_text(text: str, _: list[str]) -> int:
 
 
 def main() -> None:
-    """Run a subcommand and end the process, whatever threads an env or a tool has left."""
-    code: object = 1
+    """Run a subcommand. Python waits at its end for every thread that is no daemon; this process does so for a few seconds."""
+    ending, code = threading.Event(), 1
     try:
         _run()
         code = 0
     except SystemExit as ended:
-        code = ended.code
+        code = ended.code if isinstance(ended.code, int) else 1
         raise
     finally:
-        ending = threading.Event()
-        threading._register_atexit(ending.set)  # type: ignore[attr-defined] - as concurrent.futures does: before threads are joined
-        threading.Thread(target=_end_despite_threads, args=(ending, code), daemon=True).start()
+        threading._register_atexit(ending.set)  # type: ignore[attr-defined]
+        threading.Thread(target=_leave_threads, args=(ending, code), daemon=True).start()
 
 
-def _end_despite_threads(ending: threading.Event, code: object) -> None:
-    """Python waits at its end for every thread that is no daemon, for ever if need be."""
+def _leave_threads(ending: threading.Event, code: int) -> None:
     ending.wait()
     time.sleep(_THREADS_S)
     main_thread = threading.main_thread()
     left = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main_thread]
     if left:
-        print(
-            f"ludic: {', '.join(left):.200}: still running, and left behind; an env or a tool began it.",
-            file=sys.stderr,
-        )
-        sys.stderr.flush()
-        atexit._run_exitfuncs()  # what Python would do behind the threads: end processes, remove folders
-        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+        print(f"ludic: ended without {', '.join(left):.200}: threads that an env or a tool left running.", file=sys.stderr)
+        atexit._run_exitfuncs()  # as Python would, behind the threads: end processes, remove folders
+        os._exit(code)
 
 
 _THREADS_S = 5.0
-"""Time for threads to end."""
 
 
 def _run() -> None:

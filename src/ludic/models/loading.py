@@ -88,7 +88,7 @@ def load_model(
                     )
     except (ConfigError, ImportError):
         raise
-    except Exception as error:  # a stranger's file can break the readers in any way
+    except Exception as error:  # noqa: BLE001 - a stranger's file can break the readers in any way
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"Cannot load the model {str(source)!r}: {first} Give a folder with config.json and "
@@ -107,6 +107,8 @@ def _stored_sizes(folder: str, gguf: str | None) -> list[int]:
     """Number of elements of each stored tensor; empty if there are none."""
     if gguf is not None:
         reader = importlib.import_module("gguf").GGUFReader(os.path.join(folder, gguf))  # transformers' name of it
+        if any(tensor.data_offset < reader.data_offset for tensor in reader.tensors):
+            raise ValueError("the GGUF file puts a tensor in front of its data.")
         return [math.prod(tensor.shape.tolist()) for tensor in reader.tensors]
     sizes = []
     for file in sorted(Path(folder).glob("*.safetensors")):

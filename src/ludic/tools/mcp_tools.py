@@ -121,7 +121,7 @@ def _why_failed(
         error = error.exceptions[0]
     what = f"it did not answer within {start_timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
     failed = "has failed" if has_started else "could not be started"
-    return f"The MCP server {' '.join(command)!r} {failed}: {what}.{_last_line(said)}"
+    return f"The MCP server {' '.join(command)!r:.200} {failed}: {what}.{_last_line(said)}"
 
 
 def _last_line(said: IO[str]) -> str:

@@ -121,11 +121,10 @@ local function read_entry(id, fields)
   return tonumber(n), v
 end
 
-local function why_unreadable(id, fields)
-  local is_known = redis.pcall('HGET', PUSHED, id) == fields[2]
-  if not is_known or #fields ~= 6 or fields[1] ~= 'n' or fields[3] ~= 'v' then return 'the entry was not written by push' end
+local function why_unreadable(fields)
+  if #fields ~= 6 or fields[1] ~= 'n' or fields[3] ~= 'v' then return 'the entry was not written by push' end
   return 'the entry was not written by push: it says ' .. fields[2]:sub(1, 20) .. ' items of version ' .. fields[4]:sub(1, 20)
-    .. ', but there are 1 to 999999 items, of a version that is a whole number from 0 on'
+    .. ', but there are 1 to 999999 items, of a version that is a whole number from 0 on, and push has noted their number'
 end
 
 -- A count that another program has overwritten restarts here; the balance then shows the missing items.
@@ -259,7 +258,7 @@ local function look_at(id, fields)
   end
   local n, v = read_entry(id, fields)
   if not n then
-    return set_aside(id, fields, why_unreadable(id, fields))
+    return set_aside(id, fields, why_unreadable(fields))
   end
   local size = payload_size(id)
   if size == 0 then

@@ -88,29 +88,28 @@ def _from_parquet(path: Path, flag: str) -> list[Sample]:
     return rows
 
 
-_MAX_VALUES, _MAX_BYTES = 2**26, 2**31
-"""Of a Parquet file once it is decoded. A small file may repeat one value as often as it says."""
+_MAX_VALUES, _MAX_CHARS = 2**26, 2**31
+"""Of a Parquet file once it is decoded: a small file may repeat one value as often as it says."""
 
 
 def _rows_of(file: Any, shown: str) -> list[Sample]:
-    """The footer bounds the values, and how many rows may be decoded at a time; the bytes are counted as they come."""
+    """The footer bounds the values, and the rows decoded at a time; the characters are counted as they come."""
     groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
     columns = [group.column(number) for group in groups for number in range(group.num_columns)]
-    num_bytes, num_values = 0, sum(column.num_values for column in columns)
     largest = max((column.total_uncompressed_size for column in columns), default=0)
     rows: list[Sample] = []
-    if num_values <= _MAX_VALUES and largest <= _MAX_BYTES:
-        for batch in file.iter_batches(batch_size=min(max(_MAX_BYTES // 8 // max(largest, 1), 1), 1024)):
-            num_bytes += batch.nbytes
-            if num_bytes > _MAX_BYTES:
-                break
-            rows += batch.to_pylist()
-        else:
-            return rows
-    raise ConfigError(
-        f"{shown} holds {num_values:,} values, and more than a set of tasks may: {_MAX_VALUES:,} values and "
-        f"{_MAX_BYTES >> 30} GiB. Write a part of it into another file."
-    )
+    room = _MAX_CHARS if sum(column.num_values for column in columns) <= _MAX_VALUES and largest <= _MAX_CHARS else -1
+    for batch in file.iter_batches(batch_size=min(_MAX_CHARS // (8 * largest + 1) + 1, 1024)) if room > 0 else ():
+        rows += batch.to_pylist()
+        room -= sum(len(str(row)) for row in rows[-batch.num_rows :])
+        if room < 0:
+            break
+    if room < 0:
+        raise ConfigError(
+            f"{shown} has more than {_MAX_VALUES:,} values or {_MAX_CHARS:,} characters once it is decoded. Write a part of it "
+            "into another file."
+        )
+    return rows
 
 
 def _from_hub(place: str, flag: str) -> list[Sample]:

@@ -109,7 +109,9 @@ def _leave_threads(ending: threading.Event, code: int) -> None:
     main_thread = threading.main_thread()
     left = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main_thread]
     if left:
-        print(f"ludic: ended without {', '.join(left):.200}: threads that an env or a tool left running.", file=sys.stderr)
+        print(
+            f"ludic: ended without {', '.join(left):.200}: threads that an env or a tool left running.", file=sys.stderr
+        )
         atexit._run_exitfuncs()  # as Python would, behind the threads: end processes, remove folders
         os._exit(code)
 

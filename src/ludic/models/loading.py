@@ -79,13 +79,12 @@ def load_model(
             shapes = _shapes_of(config, _stored_sizes(folder, gguf)) if is_here else {}
             settings |= {"config": config, "output_loading_info": True}
             model, report = auto_class(config).from_pretrained(folder, trust_remote_code=False, **settings)
-            for name, weight in (
-                model.named_parameters() if gguf is not None else ()
-            ):  # transformers takes what the file has
-                if weight.shape != shapes[name]:
-                    raise ValueError(
-                        f"{name} is {tuple(weight.shape)}, but {tuple(shapes[name])} in a model of its config."
-                    )
+            # Of a GGUF file transformers takes every shape.
+            wrong = (
+                [n for n, w in model.named_parameters() if w.shape != shapes[n]] if gguf is not None and shapes else ()
+            )
+            if wrong:
+                raise ValueError(f"{wrong[0]} is not {tuple(shapes[wrong[0]])}, as in a model of its config.")
     except (ConfigError, ImportError):
         raise
     except Exception as error:  # noqa: BLE001 - a stranger's file can break the readers in any way

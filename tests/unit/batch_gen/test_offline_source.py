@@ -136,7 +136,7 @@ async def test_a_line_that_is_not_utf8_is_named(tmp_path, files):
     broken.write_bytes(first + b'\n{"id": "\xff"}\n')
     with pytest.raises(ConfigError, match="Line 2 of .*broken.jsonl is not a stored rollout"):
         OfflineBatchSource(broken, credit_assigner=Ones())
-    broken.write_bytes(first + b"\n" + rest.replace(b'"agent_steps"', b'"\xff"', 1))
+    broken.write_bytes(first + b"\n" + rest.replace(b'"content":"', b'"content":"\xff', 1))
     source = OfflineBatchSource(broken, credit_assigner=Ones())
     with pytest.raises(ConfigError, match="Line 2 of .*broken.jsonl is not a stored rollout: 'utf-8'"):
         await source.next_batch()

@@ -241,5 +241,5 @@ def test_a_gguf_file_whose_tensor_has_another_shape_is_refused(gguf_bytes, tmp_p
     file.write_bytes(gguf_bytes)
     assert load_model(file, device="cpu").model.config.num_hidden_layers == 2
     file.write_bytes(gguf_bytes[:at] + struct.pack("<Q", 16) + gguf_bytes[at + 8 :])
-    with pytest.raises(ConfigError, match=r"embed_tokens.weight is \(258, 16\), but \(258, 32\)"):
+    with pytest.raises(ConfigError, match=r"embed_tokens.weight is not \(258, 32\)"):
         load_model(file, device="cpu")

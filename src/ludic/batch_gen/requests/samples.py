@@ -94,22 +94,21 @@ _MAX_VALUES, _MAX_CHARS = 2**26, 2**31
 
 def _rows_of(file: Any, shown: str) -> list[Sample]:
     """The footer bounds the values, and the rows decoded at a time; the characters are counted as they come."""
-    groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
-    columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+    meta, room, rows = file.metadata, _MAX_CHARS, list[Sample]()
+    columns = [meta.row_group(g).column(c) for g in range(meta.num_row_groups) for c in range(meta.num_columns)]
     largest = max((column.total_uncompressed_size for column in columns), default=0)
-    rows: list[Sample] = []
-    room = _MAX_CHARS if sum(column.num_values for column in columns) <= _MAX_VALUES and largest <= _MAX_CHARS else -1
-    for batch in file.iter_batches(batch_size=min(_MAX_CHARS // (8 * largest + 1) + 1, 1024)) if room > 0 else ():
-        rows += batch.to_pylist()
-        room -= sum(len(str(row)) for row in rows[-batch.num_rows :])
-        if room < 0:
-            break
-    if room < 0:
-        raise ConfigError(
-            f"{shown} has more than {_MAX_VALUES:,} values or {_MAX_CHARS:,} characters once it is decoded. Write a part of it "
-            "into another file."
-        )
-    return rows
+    if largest <= _MAX_CHARS and sum(column.num_values for column in columns) <= _MAX_VALUES:
+        for batch in file.iter_batches(batch_size=min(_MAX_CHARS // (8 * largest + 1) + 1, 1024)):
+            rows += batch.to_pylist()
+            room -= sum(len(str(row)) for row in rows[-batch.num_rows :])
+            if room < 0:
+                break
+        else:
+            return rows
+    raise ConfigError(
+        f"{shown} has more than {_MAX_VALUES:,} values or {_MAX_CHARS:,} characters once it is decoded. Write a part of it into "
+        "another file."
+    )
 
 
 def _from_hub(place: str, flag: str) -> list[Sample]:

@@ -245,14 +245,10 @@ class ControlTokens:
     def __init__(self, tokenizer: Any, more: Collection[str] = ()) -> None:
         self._tokenizer = tokenizer
         added = [token for token in tokenizer.added_tokens_decoder.values() if token.special or token.content in more]
-        # White space, or one character, is no control token, although some tokenizers add them.
-        rests: dict[
-            str, list[str]
-        ] = {}  # by first character: one alternative per token would be slow for text full of "<"
-        for token in added:
-            if len(token.content.strip()) > 1:  # some tokenizers add white space, or single characters
-                rests.setdefault(token.content[0], []).append(re.escape(token.content[1:]))
-        starts = [f"{re.escape(first)}(?={'|'.join(behind)})" for first, behind in rests.items()]
+        texts = [token.content for token in added if len(token.content.strip()) > 1]  # white space is no control token
+        # By first character: one alternative per token would be slow for a text full of "<".
+        rests = {first: [re.escape(text[1:]) for text in texts if text[0] == first] for first in {t[0] for t in texts}}
+        starts = (f"{re.escape(first)}(?={'|'.join(behind)})" for first, behind in rests.items())
         self._first = re.compile("|".join(starts) or "(?!)")
         # A token that strips adjacent white space would change what follows.
         plain = (t.content for t in added if t.special and not (t.lstrip or t.rstrip or t.single_word))
@@ -286,11 +282,8 @@ class ControlTokens:
     def encode(self, text: str) -> TokenArray:
         """The tokens of a rendered text."""
         first, *rest = text.split(CUT)
-        ids = encode_text(self._tokenizer, encodable(first))
-        for piece in rest:
-            behind = encode_text(self._tokenizer, encodable(self.anchor + piece))[self.num_anchor :]
-            ids = np.concatenate([ids, behind])
-        return ids
+        behind = [encode_text(self._tokenizer, encodable(self.anchor + piece))[self.num_anchor :] for piece in rest]
+        return np.concatenate([encode_text(self._tokenizer, encodable(first)), *behind])
 
     def starts(self, text: str) -> npt.NDArray[np.int64]:
         """The character of a rendered text, cuts counted, at which each of its tokens starts."""

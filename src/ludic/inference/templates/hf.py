@@ -101,9 +101,8 @@ class HFChatTemplate(ChatTemplate):
     ) -> TemplateResult:
         text = self._text(messages, tools, add_generation_prompt)
         ids = self._encode(text)
-        return TemplateResult(
-            prompt_token_ids=ids, prompt_text=text.replace(CUT, ""), images=self.place_images(messages, ids)
-        )
+        text = text.replace(CUT, "")
+        return TemplateResult(prompt_token_ids=ids, prompt_text=text, images=self.place_images(messages, ids))
 
     def _text(self, messages: Sequence[Message], tools: ToolSchemas | None, add_generation_prompt: bool) -> str:
         try:
@@ -380,13 +379,10 @@ class HFChatTemplate(ChatTemplate):
         self, messages: Sequence[Message], tools: ToolSchemas | None, add_generation_prompt: bool
     ) -> str:
         kwargs: dict[str, Any] = {"tools": self._control.guarded(list(tools))} if tools else self._no_tools
-        messages = self._shaped(messages)
+        messages = self._control.guarded(list(self._shaped(messages)))
         try:
             text: str = self.tokenizer.apply_chat_template(
-                self._control.guarded(list(messages)),
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **kwargs,
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
             )
         except Exception as error:  # a template is a program and can raise anything
             roles = [message.get("role") for message in messages]

@@ -142,8 +142,11 @@ def load_gguf_tokenizer(source: str) -> Any:
     folder, gguf = _locate(source)
     from transformers import AutoTokenizer
 
-    with _cached_gguf():
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
+    try:
+        with _cached_gguf():
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
+    except Exception as error:  # noqa: BLE001 - a stranger's file can break the reader in any way
+        raise ConfigError(f"Cannot read the tokenizer of {source}: {type(error).__name__}: {error}") from error
 
 
 def _from_config(path: Path, tokenizer: Any, dtype: torch.dtype, device: torch.device, seed: int) -> LoadedModel:
@@ -152,7 +155,7 @@ def _from_config(path: Path, tokenizer: Any, dtype: torch.dtype, device: torch.d
     try:
         config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(path.parent, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"Cannot make a model from {path}: {str(error).strip().splitlines()[0]} Its folder needs a config.json and a tokenizer."
         ) from error

@@ -19,6 +19,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
+from ludic.types.parsing import parse_json
+
 logger = logging.getLogger(__name__)
 
 UNFINISHED = ".unfinished-"
@@ -319,7 +321,7 @@ def _start_of_last_line(file: IO[bytes], end: int) -> int:
 
 def _is_json(text: bytes) -> bool:
     try:
-        json.loads(text)
+        parse_json(text)
     except ValueError:
         return False
     return True

@@ -18,6 +18,7 @@ from ludic.types.errors import ConfigError, EnvContractError, Failure, LudicErro
 from ludic.types.files import Line, LineWriter, read_lines
 from ludic.types.messages import Message, MessageView, Pictures, images_in, name_pictures, restore_pictures
 from ludic.types.metrics import added
+from ludic.types.parsing import parse_json
 from ludic.types.steps import (
     AgentStep,
     EnvironmentStep,
@@ -294,7 +295,7 @@ class Rollout:
 
     @classmethod
     def from_json(cls, line: str | bytes) -> "Rollout":
-        return cls.from_dict(json.loads(line))
+        return cls.from_dict(parse_json(line))
 
 
 def by_session(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:

@@ -145,7 +145,7 @@ def load_gguf_tokenizer(source: str) -> Any:
     try:
         with _cached_gguf():
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
-    except Exception as error:  # noqa: BLE001 - a stranger's file can break the reader in any way
+    except Exception as error:
         raise ConfigError(f"Cannot read the tokenizer of {source}: {type(error).__name__}: {error}") from error
 
 

@@ -18,6 +18,7 @@ from ludic.interaction import score_or_record
 from ludic.rewards import Rewards, remove_scores
 from ludic.types import ConfigError, Rollout
 from ludic.types.files import Line, LineWriter, replacing
+from ludic.types.rollout import stored_rollout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +93,7 @@ async def rescore(
         unfinished.unlink(missing_ok=True)
         writer = LineWriter(unfinished)
         for chunk in _chunks(units, chunk_rollouts):
-            groups = [[Rollout.from_json(line.read()) for line in lines] for lines in chunk]
+            groups = [[stored_rollout(line) for line in lines] for lines in chunk]
             await asyncio.gather(*(_rescore_group(group, rewards, found) for group in groups))
             lines = [rollout.to_json() for group in groups for rollout in group]
             await asyncio.to_thread(writer.append, "".join(f"{line}\n" for line in lines).encode())

@@ -125,7 +125,7 @@ def index_lines(path: Path) -> Iterator[tuple[Line, LineHead]]:
             continue
         try:
             head = decode(text)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(
                 f"Line {number} of {path} is not a stored rollout: {error} Write the file with save_rollouts or a "
                 "RolloutEngine(jsonl_path=…), or remove the line."

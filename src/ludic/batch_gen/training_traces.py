@@ -57,7 +57,7 @@ def read_training_traces(path: str | Path, *, rewards: Iterable[float] | None = 
 
 def _documents(path: Path) -> Iterator[tuple[str, Any]]:
     """Every document of a file and its place, read as a stream if there is one per line."""
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -71,7 +71,7 @@ def _documents(path: Path) -> Iterator[tuple[str, Any]]:
             yield where, document
 
 
-def _whole(path: Path, text: str) -> Any:
+def _whole(path: Path, text: bytes) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:

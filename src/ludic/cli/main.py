@@ -4,10 +4,14 @@ A subcommand is a function from its arguments to an exit code, imported when it 
 nothing beside the standard library.
 """
 
+import atexit
 import difflib
 import importlib
 import importlib.util
+import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -83,7 +87,37 @@ def _print_text(text: str, _: list[str]) -> int:
 
 
 def main() -> None:
-    """Run a subcommand; print a user's mistake as one line on stderr."""
+    """Run a subcommand. Python waits at its end for every thread that is no daemon; this process does so for a few seconds."""
+    ending, code = threading.Event(), 1
+    try:
+        _run()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+        raise
+    finally:
+        threading._register_atexit(ending.set)  # type: ignore[attr-defined]
+        threading.Thread(target=_leave_threads, args=(ending, code), daemon=True).start()
+
+
+def _leave_threads(ending: threading.Event, code: int) -> None:
+    ending.wait()
+    time.sleep(_THREADS_S)
+    main_thread = threading.main_thread()
+    left = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main_thread]
+    if left:
+        print(
+            f"ludic: ended without {', '.join(left):.200}: threads that an env or a tool left running.", file=sys.stderr
+        )
+        atexit._run_exitfuncs()  # as Python would, behind the threads: end processes, remove folders
+        os._exit(code)
+
+
+_THREADS_S = 5.0
+
+
+def _run() -> None:
+    """Print a user's mistake as one line on stderr."""
     try:
         make_log_harmless()
         command = find_command(sys.argv[1:])

@@ -7,11 +7,11 @@ are read here, exactly and without any dependency; everything that takes algebra
     18.0 = 36/2 = $18     decimals, fractions, mixed numbers, 1,000, 1.8e1 and 18 million are exact fractions
     18 apples = 18        a unit may be missing on one side, but two different units never match
     50% = 0.5, 50% = 50   a percent sign may be missing too, where the bare number cannot be a share (above 1)
-    0.333 ≠ 1/3           an approximation is not the number
+    0.333 ≠ 1/3           an approximation is not the number; 3.14159265358979 ≠ \pi, but \pi = 3.14159265358979 as a reference
     on ≠ no, BAC ≠ ABC    letters without an operator or a digit are a word, and never a product
     C, B ≠ B, C           a list of words has an order; one of numbers has none: 2, 1 = 1, 2
 
-Known errors. Wrong answers that pass: 10:30 for 1:3, 52 for 52_8, decimals that agree to ten places with a surd. Right answers that
+Known errors. Wrong answers that pass: 10:30 for 1:3, 52 for 52_8. Right answers that
 fail: yx for xy, \angle CBA for \angle ABC, \sin 30^\circ, i^2 for -1, 1 000, \emptyset for "no solution", 18 quarters, five for 5.
 """
 
@@ -77,7 +77,9 @@ def _verdict_without_algebra(answer: str, gold: str, timeout_s: float) -> bool |
         return _same_words(a, g)  # never as algebra: there, east and seat are the same product
     if not (_is_readable(a.body) and _is_readable(g.body)) or _factors_in_order(a.body) != _factors_in_order(g.body):
         return False
-    pair = _same_kind_of_list(a.latex, g.latex)
+    # A decimal is that number exactly, and never \pi to so many places; a reference with decimals is an approximation itself.
+    latex = a.latex if _WITH_POINT.search(g.body) else _WITH_POINT.sub(_as_fraction, a.latex)
+    pair = _same_kind_of_list(latex, g.latex)
     return pair is not None and _keep_meaning(*pair)
 
 
@@ -311,6 +313,14 @@ _NUMBER = re.compile(
       | (?P<upper>{_DECIMAL})(?:\s*/\s*(?P<lower>{_DECIMAL}))? )""",
     re.VERBOSE | re.ASCII,
 )
+
+
+_WITH_POINT = re.compile(rf"(?:{_INTEGER})?\.\d+(?![\deE]|\s*\\(?:overline|bar|%))", re.ASCII)
+
+
+def _as_fraction(decimal: re.Match[str]) -> str:
+    value = Fraction(decimal[0].replace(",", ""))
+    return rf"{{\frac{{{value.numerator}}}{{{value.denominator}}}}}"
 
 
 _REPEATING = re.compile(r"(?P<sign>-?)(?P<fixed>\d+\.\d*)\\(?:overline|bar)\{(?P<cycle>\d+)\}", re.ASCII)

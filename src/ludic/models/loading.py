@@ -5,8 +5,11 @@ the weights can be trained. A `config.json` alone gives random weights; `tiny` i
 """
 
 import contextlib
+import copy
 import functools
 import importlib.util
+import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 
 from ludic.models import SMOLLM2, TINY
 from ludic.models.vision.inputs import auto_class, load_image_processor
@@ -71,17 +75,66 @@ def load_model(
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=False, **tokenizer_settings
             )
-            config = None if gguf is not None else AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            model: Any = auto_class(config).from_pretrained(folder, trust_remote_code=False, **settings)
-    except ConfigError:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **tokenizer_settings)
+            shapes = _shapes_of(config, _stored_sizes(folder, gguf)) if is_here else {}
+            settings |= {"config": config, "output_loading_info": True}
+            model, report = auto_class(config).from_pretrained(folder, trust_remote_code=False, **settings)
+            # Of a GGUF file transformers takes every shape.
+            wrong = (
+                [n for n, w in model.named_parameters() if w.shape != shapes[n]] if gguf is not None and shapes else ()
+            )
+            if wrong:
+                raise ValueError(f"{wrong[0]} is not {tuple(shapes[wrong[0]])}, as in a model of its config.")
+    except (ConfigError, ImportError):
         raise
-    except (OSError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 - a stranger's file can break the readers in any way
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"Cannot load the model {str(source)!r}: {str(error).strip().splitlines()[0]} Give a folder with config.json and "
+            f"Cannot load the model {str(source)!r}: {first} Give a folder with config.json and "
             f"weights, a .gguf file, a hub id that this machine can reach, {SMOLLM2!r} or {TINY!r}."
         ) from (error if is_here else None)  # that there is nothing of this name needs no page of tracebacks
+    if missing := sorted(report["missing_keys"]):
+        raise ConfigError(
+            f"{source} lacks {len(missing)} weights of a {type(model).__name__}, which would be random: {', '.join(missing[:5])}"
+            f"{', …' if len(missing) > 5 else ''}. Its config and its weights do not belong together; export the model again."
+        )
     model = without_dropout(model.to(device)).eval()
     return LoadedModel(model, load_image_processor(tokenizer, folder, config), str(source))
+
+
+def _stored_sizes(folder: str, gguf: str | None) -> list[int]:
+    """Number of elements of each stored tensor; empty if there are none."""
+    if gguf is not None:
+        reader = importlib.import_module("gguf").GGUFReader(os.path.join(folder, gguf))  # transformers' name of it
+        if any(tensor.data_offset < reader.data_offset for tensor in reader.tensors):
+            raise ValueError("the GGUF file puts a tensor in front of its data.")
+        return [math.prod(tensor.shape.tolist()) for tensor in reader.tensors]
+    sizes = []
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt") as opened:
+                sizes += [math.prod(opened.get_slice(name).get_shape()) for name in opened.keys()]  # noqa: SIM118 - no mapping
+        except SafetensorError as error:
+            raise ConfigError(f"Cannot read {file}: {error}.") from error
+    return sizes
+
+
+def _shapes_of(config: Any, stored: list[int]) -> dict[str, torch.Size]:
+    """The shapes of the model's weights. A config may promise anything: it is compared with the tensors before memory is taken."""
+    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+    layers = max(getattr(part, name, 0) or 0 for part in parts for name in ("num_hidden_layers", "depth"))
+    if stored and layers > len(stored):
+        raise ValueError(f"its config has {layers} layers, but its files hold {len(stored)} tensors.")
+    with torch.device("meta"):
+        weights = dict(auto_class(config).from_config(copy.deepcopy(config)).named_parameters())
+    num_weights = sum(weight.numel() for weight in weights.values())
+    if stored and num_weights > _PACKED * sum(stored) + _FEW:
+        raise ValueError(f"its config makes {num_weights:,} weights, but its files hold {sum(stored):,}.")
+    return {name: weight.shape for name, weight in weights.items()}
+
+
+_PACKED, _FEW = 16, 2**24
+"""Most weights that a quantised file packs into one element; what no machine is short of."""
 
 
 def load_gguf_tokenizer(source: str) -> Any:
@@ -89,8 +142,11 @@ def load_gguf_tokenizer(source: str) -> Any:
     folder, gguf = _locate(source)
     from transformers import AutoTokenizer
 
-    with _cached_gguf():
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
+    try:
+        with _cached_gguf():
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
+    except Exception as error:
+        raise ConfigError(f"Cannot read the tokenizer of {source}: {type(error).__name__}: {error}") from error
 
 
 def _from_config(path: Path, tokenizer: Any, dtype: torch.dtype, device: torch.device, seed: int) -> LoadedModel:
@@ -99,7 +155,7 @@ def _from_config(path: Path, tokenizer: Any, dtype: torch.dtype, device: torch.d
     try:
         config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(path.parent, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"Cannot make a model from {path}: {str(error).strip().splitlines()[0]} Its folder needs a config.json and a tokenizer."
         ) from error
@@ -149,6 +205,13 @@ def _cached_gguf() -> Iterator[None]:
 
     class PlainReader(gguf.GGUFReader):
         """Takes its 250,000 slices from a plain array: those of a memory map take three times as long."""
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *rest: Any, **settings: Any) -> Any:
+            """Past the file's end the package reads nothing, as often as a stranger's count says."""
+            found = super()._get(offset, dtype, count, *rest, **settings)
+            if len(found) != int(count):
+                raise ValueError(f"the GGUF file ends within what it promises at byte {offset}.")
+            return found
 
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)

@@ -15,6 +15,7 @@ import numpy as np
 
 from ludic.inference.templates.attribution import text_spans, token_spans, token_starts
 from ludic.inference.templates.chat import ChatTemplate, TemplateResult, ToolSchemas
+from ludic.inference.templates.conversation import ControlTokens
 from ludic.inference.templates.hf import END_OF_TURN, HFChatTemplate, tool_parser_for
 from ludic.inference.templates.tool_calls import ToolParseResult, make_tool_call
 from ludic.types import ConfigError, Message, MessageSpan, SamplingParams, TokenArray, TokenIds, token_array
@@ -61,6 +62,7 @@ class CookbookTemplate(ChatTemplate):
 
     def __init__(self, renderer: Any, tokenizer: Any) -> None:
         self.renderer, self.tokenizer = renderer, tokenizer
+        self._control = ControlTokens(tokenizer, END_OF_TURN)
         stops = renderer.get_stop_sequences()
         self._stop_ids = tuple(stop for stop in stops if isinstance(stop, int))
         self._stop_texts = tuple(stop for stop in stops if isinstance(stop, str))
@@ -131,6 +133,7 @@ class CookbookTemplate(ChatTemplate):
         return 0
 
     def _rendered(self, messages: Sequence[Message], tools: ToolSchemas | None) -> TokenArray:
+        self._control.refuse(messages, tools)
         own = [self._own(message) for message in messages]
         if tools:
             has_system = bool(own) and own[0]["role"] == "system"

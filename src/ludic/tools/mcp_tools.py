@@ -43,19 +43,23 @@ async def mcp_tools(
             f"The command of an MCP server is a list of words, such as ['python', 's.py'], not {command!r}."
         )
     failure: Exception | None = None
+    has_started = False
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
-        async with AsyncExitStack() as stack:
-            client = _client(command, env, cwd, said)
-            try:
-                async with asyncio.timeout(start_timeout_s):
-                    await stack.enter_async_context(client)
-                    listed = await _all_tools(client)
-            except Exception as error:  # of the package, its server or the system: nothing can be called
-                raise ConfigError(_why_not_started(command, error, said, start_timeout_s)) from error
-            try:
-                yield [_tool(client, tool, prefix, said, timeout_s) for tool in listed]
-            except Exception as error:  # noqa: BLE001 - raised here, the package would wrap it in exception groups
-                failure = error
+        try:
+            async with AsyncExitStack() as stack:
+                client = _client(command, env, cwd, said)
+                try:
+                    async with asyncio.timeout(start_timeout_s):
+                        await stack.enter_async_context(client)
+                        tools = [_tool(client, one, prefix, said, timeout_s) for one in await _all_tools(client)]
+                    has_started = True
+                    yield tools
+                except Exception as error:  # noqa: BLE001 - raised here, the package would wrap it in exception groups
+                    failure = error
+        except ExceptionGroup as error:  # of the package, when the connection ends otherwise than agreed
+            failure = failure or error
+        if failure is not None and (not has_started or isinstance(failure, ExceptionGroup)):
+            raise ConfigError(_why_failed(command, failure, said, start_timeout_s, has_started)) from failure
     if failure is not None:
         raise failure
 
@@ -110,11 +114,14 @@ def _text(result: Any) -> str:
     return "\n".join(pieces)
 
 
-def _why_not_started(command: Sequence[str], error: BaseException, said: IO[str], start_timeout_s: float) -> str:
+def _why_failed(
+    command: Sequence[str], error: BaseException, said: IO[str], start_timeout_s: float, has_started: bool
+) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     what = f"it did not answer within {start_timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
-    return f"The MCP server {' '.join(command)!r} could not be started: {what}.{_last_line(said)}"
+    failed = "has failed" if has_started else "could not be started"
+    return f"The MCP server {' '.join(command)!r:.200} {failed}: {what}.{_last_line(said)}"
 
 
 def _last_line(said: IO[str]) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ludic.types.errors import EnvContractError, Failure, LudicError
+from ludic.types.errors import ConfigError, EnvContractError, Failure, LudicError
 from ludic.types.files import Line, LineWriter, read_lines
 from ludic.types.messages import Message, MessageView, Pictures, images_in, name_pictures, restore_pictures
 from ludic.types.metrics import added
@@ -334,7 +334,7 @@ def stored_rollouts(path: str | Path) -> Iterator[tuple[Line, Rollout]]:
             continue
         try:
             rollout = Rollout.from_json(text)
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError, LudicError) as error:
+        except _DAMAGE as error:
             damaged.append((number, error))
             continue
         num_read += 1
@@ -345,6 +345,18 @@ def stored_rollouts(path: str | Path) -> Iterator[tuple[Line, Rollout]]:
     if not num_read:
         raise ValueError(f"No line of {path} is a stored rollout. Line {number}: {reason}") from reason
     logger.warning("%s: %d damaged lines are left out. Line %d: %s", path, len(damaged), number, reason)
+
+
+_DAMAGE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, LudicError)
+
+
+def stored_rollout(line: Line) -> Rollout:
+    """The rollout of a line that an index has found."""
+    try:
+        return Rollout.from_json(line.read())
+    except _DAMAGE as error:
+        number = next((n for n, (one, _) in enumerate(read_lines(line.path), start=1) if one == line), "?")
+        raise ConfigError(f"Line {number} of {line.path} is not a stored rollout: {error}") from error
 
 
 # --- JSON -----------------------------------------------------------------------------------------------------

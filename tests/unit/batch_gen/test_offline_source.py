@@ -129,6 +129,19 @@ def test_files_without_usable_rollouts_raise_an_error_with_their_names(tmp_path)
             OfflineBatchSource(path, credit_assigner=Ones())
 
 
+async def test_a_line_that_is_not_utf8_is_named(tmp_path, files):
+    """Where the index meets it, in an id, and where the rollout is read."""
+    first, _, rest = files[0].read_bytes().partition(b"\n")
+    broken = tmp_path / "broken.jsonl"
+    broken.write_bytes(first + b'\n{"id": "\xff"}\n')
+    with pytest.raises(ConfigError, match="Line 2 of .*broken.jsonl is not a stored rollout"):
+        OfflineBatchSource(broken, credit_assigner=Ones())
+    broken.write_bytes(first + b"\n" + rest.replace(b'"content":"', b'"content":"\xff', 1))
+    source = OfflineBatchSource(broken, credit_assigner=Ones())
+    with pytest.raises(ConfigError, match="Line 2 of .*broken.jsonl is not a stored rollout: 'utf-8'"):
+        await source.next_batch()
+
+
 async def test_a_position_in_other_files_is_refused(files):
     state = OfflineBatchSource(files, credit_assigner=Ones()).state_dict()
     with pytest.raises(ConfigError, match="30 rollouts"):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from ludic.batch_gen.requests import samples
 from ludic.batch_gen.requests.samples import read_samples
 from ludic.types import ConfigError
 
@@ -73,6 +74,17 @@ def test_a_json_list_and_a_parquet_file_are_read_too(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
     assert read_samples(tmp_path / "a.parquet") == ROWS
+
+
+@pytest.mark.parametrize(("value", "limit"), [("x" * 1000, "_MAX_CHARS"), ([0] * 100, "_MAX_VALUES")])
+def test_a_small_parquet_file_that_says_one_value_very_often_is_refused(tmp_path, monkeypatch, value, limit):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"a": [value] * 20_000}), path)
+    assert path.stat().st_size < 2**15 and len(read_samples(path)) == 20_000
+    monkeypatch.setattr(samples, limit, 2**20)
+    with pytest.raises(ConfigError, match="a.parquet has more than .* once it is decoded"):
+        read_samples(path)
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,9 @@ def test_file_and_rewards_that_do_not_fit_are_named(tmp_path):
     path.write_text(json.dumps(TWO_TURNS) + "\nnonsense\n")
     with pytest.raises(ConfigError, match="Line 2 of .* is not JSON"):
         list(read_training_traces(path))
+    path.write_bytes(json.dumps(TWO_TURNS).encode() + b'\n"\xff"\n')
+    with pytest.raises(ConfigError, match="Line 2 of .* is not JSON: 'utf-8'"):
+        list(read_training_traces(path))
     path.write_text(json.dumps(TWO_TURNS) + "\n" + json.dumps(TWO_TURNS))
     with pytest.raises(ConfigError, match="one per trace"):
         list(read_training_traces(path, rewards=[1.0]))

@@ -246,3 +246,20 @@ def test_the_modules_that_a_command_checks_are_those_of_its_extra():
     for extra, modules in MODULES_OF.items():
         required = {re.split(r"[\[<>=]", one)[0] for one in project["optional-dependencies"][extra]}
         assert set(modules) <= required
+
+
+@pytest.mark.parametrize(("command", "code"), [("--version", 0), ("trian", 2)])
+def test_a_thread_that_something_left_does_not_keep_a_command_from_ending(command, code):
+    """It ends with its own code, and what is to be done at the end is done."""
+    program = f"""
+import atexit, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from ludic.cli import main
+atexit.register(print, "cleaned up")
+threading.Thread(target=threading.Event().wait, name="left").start()
+ThreadPoolExecutor().submit(threading.Event().wait)
+main._THREADS_S, sys.argv = 0.1, ["ludic", {command!r}]
+main.main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and "cleaned up" in done.stdout and "left" in done.stderr

@@ -103,9 +103,15 @@ def test_the_tokens_are_those_of_one_rendering_with_repeated_placeholders():
     assert [(span.image, span.start, span.length) for span in rendered.images] == [(small, 3, 4), (large, 10, 9)]
 
 
-def test_the_placeholder_in_a_text_is_refused():
-    with pytest.raises(TemplateError, match="1 placeholders .* for 0 pictures"):
-        template().apply([{"role": "user", "content": "<|image_pad|>"}])
+def test_a_placeholder_in_a_text_stands_for_no_picture():
+    """Neither in one part of a message nor across two, which the template writes one behind the other."""
+    picture, vision = draw_grid(2, 8, 1), template()
+    joined = [{"type": "text", "text": "<|image"}, {"type": "text", "text": "_pad|>"}]
+    for texts in (content_of("<|image_pad|>"), joined):
+        rendered = vision.apply([{"role": "user", "content": [*content_of("A", picture), *texts]}])
+        assert rendered.prompt_text.count("<|image_pad|>") == 4 + 1
+        assert [(span.image, span.length) for span in rendered.images] == [(picture, 4)]
+        assert TOKENIZER.decode(rendered.prompt_token_ids.tolist()) == rendered.prompt_text
 
 
 def test_a_model_of_text_says_that_it_takes_no_pictures():

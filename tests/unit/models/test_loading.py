@@ -1,7 +1,11 @@
 """Loading models by path and name, and the tiny random models."""
 
+import json
+import struct
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -98,3 +102,144 @@ def test_a_loaded_model_computes_the_same_in_training_mode(make, tmp_path):
     for source in (tmp_path, tmp_path / "config.json"):
         loaded = load_model(source, device="cpu", dtype=torch.float32).model
         assert torch.equal(loaded.train()(ids).logits, loaded.eval()(ids).logits)
+
+
+# --- files that lie ---
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    tiny_llama(64).save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def copied(saved, tmp_path) -> Path:
+    for file in saved.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def with_header(folder: Path, change: Callable[[dict], object]) -> None:
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    size = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + size])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+
+
+def test_weights_that_a_file_lacks_are_named_and_never_random(copied):
+    with_header(copied, lambda header: header.update({"x.weight": header.pop("model.norm.weight")}))
+    with pytest.raises(ConfigError, match=rf"{copied} lacks 1 weights of a LlamaForCausalLM.*: model.norm.weight"):
+        load_model(copied, device="cpu")
+
+
+EMBEDDING = "model.embed_tokens.weight"
+LIES = {
+    "cut off": lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100),
+    "a header of 2^60 bytes": lambda folder: (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2**60) * 9),
+    "a shape of 2^60": lambda folder: with_header(folder, lambda h: h[EMBEDDING].update(shape=[2**40, 2**20])),
+    "an offset": lambda folder: with_header(folder, lambda h: h[EMBEDDING].update(data_offsets=[0, 2**60])),
+    "other names": lambda folder: with_header(folder, lambda h: h.update({f"x.{k}": h.pop(k) for k in list(h)})),
+    **{
+        f"{name} = {value}": lambda folder, name=name, value=value: (folder / "config.json").write_text(
+            json.dumps({**json.loads((folder / "config.json").read_text()), name: value})
+        )
+        for name in ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")
+        for value in (10**9, "many")
+    },
+    "a deep config": lambda folder: (folder / "config.json").write_text("[" * 100_000),
+    "a config that is no text": lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_a_model_folder_that_lies_is_refused_by_name(copied, lie):
+    lie(copied)
+    with pytest.raises(ConfigError, match=str(copied)):
+        load_model(copied, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def gguf_bytes(tmp_path_factory) -> bytes:
+    """A llama of two layers with random weights."""
+    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    tokens, rng, writer = (
+        [*sorted(ByteLevel.alphabet()), "ab", "<|im_end|>"],
+        np.random.default_rng(0),
+        gguf.GGUFWriter(file, "llama"),
+    )
+    writer.add_block_count(2)
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(tokens))
+    writer.add_name("tiny")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * (len(tokens) - 1) + [3])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(len(tokens) - 1)
+    shapes = {"token_embd": (len(tokens), 32), "output_norm": (32,)}
+    for layer in range(2):
+        own = {"attn_norm": (32,), "ffn_norm": (32,), "ffn_gate": (64, 32), "ffn_up": (64, 32), "ffn_down": (32, 64)}
+        own |= dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), (32, 32))
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in own.items()}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", rng.standard_normal(shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file.read_bytes()
+
+
+FIRST_TENSOR, TOKENS = b"token_embd.weight", b"tokenizer.ggml.tokens"
+PLACES = {
+    "number of tensors": (b"GGUF", 4, "<Q"),
+    "number of keys": (b"GGUF", 12, "<Q"),
+    "length of a key": (b"GGUF", 20, "<Q"),
+    "length of a name": (FIRST_TENSOR, -25, "<Q"),
+    "dimensions": (FIRST_TENSOR, 0, "<I"),
+    "a dimension": (FIRST_TENSOR, 4, "<Q"),
+    "type": (FIRST_TENSOR, 20, "<I"),
+    "offset": (FIRST_TENSOR, 24, "<Q"),
+    "number of texts": (TOKENS, 8, "<Q"),
+    "length of a text": (TOKENS, 16, "<Q"),
+    "layers": (b"llama.block_count", 4, "<I"),
+    "width": (b"llama.embedding_length", 4, "<I"),
+    "heads": (b"llama.attention.head_count", 4, "<I"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_a_gguf_file_that_lies_is_refused_by_name(gguf_bytes, place, tmp_path):
+    """In counts, lengths, shapes and offsets: large ones take no memory, and small ones make no other model."""
+    name, distance, form = place
+    at = gguf_bytes.index(name) + len(name) + distance
+    for value in (2**31, 2**62, 2**64 - 2) if form == "<Q" else (2**31, 2**32 - 1):
+        lie = struct.pack(form, value)
+        file = tmp_path / "tiny.gguf"
+        file.write_bytes(gguf_bytes[:at] + lie + gguf_bytes[at + len(lie) :])
+        with pytest.raises(ConfigError, match=str(file)):
+            load_model(file, device="cpu")
+
+
+def test_a_gguf_file_whose_tensor_has_another_shape_is_refused(gguf_bytes, tmp_path):
+    file, at = tmp_path / "tiny.gguf", gguf_bytes.index(FIRST_TENSOR) + len(FIRST_TENSOR) + 4
+    file.write_bytes(gguf_bytes)
+    assert load_model(file, device="cpu").model.config.num_hidden_layers == 2
+    file.write_bytes(gguf_bytes[:at] + struct.pack("<Q", 16) + gguf_bytes[at + 8 :])
+    with pytest.raises(ConfigError, match=r"embed_tokens.weight is not \(258, 32\)"):
+        load_model(file, device="cpu")

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from ludic.models.tiny import character_tokenizer, tiny_llama
+from ludic.run.config.entries import check_name
 from ludic.run.config.env_and_agent import AgentSettings, EnvSettings
 from ludic.run.config.model import ModelSettings
+from ludic.run.config.rollouts import RolloutSettings
 from ludic.run.config.run_config import RunConfig
 from ludic.run.dry_run import plan_lines
 from ludic.run.folder import ResumePoint, prepare_folder
@@ -184,3 +186,20 @@ def start_logging(runs: Path, start: ResumePoint) -> None:
     run = run_with(ModelSettings(model="tiny"), name="same", runs=runs, logger=("wandb",))
     prepare_folder(run, start)
     make_loggers(run).close()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ModelSettings(lora_dropout=5), "lora_dropout = 5; .* from 0 to below 1"),
+        (lambda: ModelSettings(lora_dropout=-0.1), "lora_dropout = -0.1"),
+        (lambda: ModelSettings(lora_dropout=float("nan")), "lora_dropout = nan"),
+        (lambda: RolloutSettings(server_memory=-1), "server_memory = -1; it is a share"),
+        (lambda: RolloutSettings(server_memory=1.5), "server_memory = 1.5"),
+        (lambda: check_name("n" * 10**6), "name = 'nnn"),
+    ],
+)
+def test_a_value_outside_its_range_is_refused_by_name(make, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        make()
+    assert len(str(caught.value)) < 500

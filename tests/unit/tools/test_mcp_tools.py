@@ -136,6 +136,28 @@ async def test_a_server_that_does_not_start_says_why(command, message):
             raise AssertionError("there is nothing to call")
 
 
+MISBEHAVING = """
+import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    result = {"protocolVersion": asked["params"].get("protocolVersion"), "capabilities": {"tools": {}}, "serverInfo": SERVER}
+    if asked["method"] == "tools/list":
+        DO
+    if "id" in asked:
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)
+""".replace("SERVER", '{"name": "x", "version": "1"}')
+
+
+@pytest.mark.parametrize(
+    "deed", ["sys.exit('no licence')", "result = {}", "result = {'tools': [{'name': 'f', 'inputSchema': [1]}]}"]
+)
+async def test_a_server_that_breaks_the_protocol_is_one_error_with_its_command(deed):
+    command = [sys.executable, "-c", MISBEHAVING.replace("DO", deed)]
+    with pytest.raises(ConfigError, match="The MCP server .* could not be started: "):
+        async with mcp_tools(command):
+            raise AssertionError("there is nothing to call")
+
+
 async def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(MissingExtra, match=r"ludic-rl\[mcp\]"):

@@ -20,7 +20,7 @@ MAX_DEAD_PAYLOAD = 65_536
 """A dead letter keeps a payload of at most this many bytes."""
 
 
-_HASHES = ("counts", "actors", "beats", "learner", "leases", "tries", "scorers")
+_HASHES = ("counts", "actors", "beats", "learner", "leases", "tries", "scorers", "pushed")
 
 
 class Keys:
@@ -37,8 +37,20 @@ class Keys:
         self.dead = f"{self.stream}:dead"
         """Stream of groups that cannot be trained on, with reasons."""
         hashes = [f"{self.stream}:{name}" for name in _HASHES]
-        counts, actors, beats, learner, leases, tries, scorers = hashes
-        self.all = [self.stream, self.payloads, counts, actors, beats, learner, leases, self.dead, tries, scorers]
+        counts, actors, beats, learner, leases, tries, scorers, pushed = hashes
+        self.all = [
+            self.stream,
+            self.payloads,
+            counts,
+            actors,
+            beats,
+            learner,
+            leases,
+            self.dead,
+            tries,
+            scorers,
+            pushed,
+        ]
         """In the order of the scripts' KEYS."""
         self.types = {self.stream: "stream", self.dead: "stream", **dict.fromkeys(hashes, "hash")}
         """Redis type of each key."""
@@ -57,8 +69,8 @@ _PRELUDE = f"""
 -- (actor -> time of its last heartbeat, and its items in progress), LEARNER (its state, for actors), LEASES (learner's name ->
 -- token of its holder, and time of the last heartbeat), TRIES (entry -> number of learner processes that started an update with it
 -- and did not end it, and the last of them), SCORERS (actor -> what its scorers report, such as a judge's cost; also of actors
--- that have ended).
-local STREAM, PAYLOADS, COUNTS, ACTORS, BEATS, LEARNER, LEASES, DEAD, TRIES, SCORERS = unpack(KEYS)
+-- that have ended), PUSHED (entry -> its items, as push counted them).
+local STREAM, PAYLOADS, COUNTS, ACTORS, BEATS, LEARNER, LEASES, DEAD, TRIES, SCORERS, PUSHED = unpack(KEYS)
 local GROUP = '{GROUP}'
 
 local function now_ms()
@@ -100,18 +112,19 @@ local function ensure_group() num_pending() end
 -- Groups that no learner has taken. Groups that only wait for a checkpoint must never block an actor.
 local function num_waiting() return math.max(0, redis.call('XLEN', STREAM) - num_pending()) end
 
--- An entry's number of items and oldest version ('' for none); nil if push did not write it.
-local function read_entry(fields)
+-- An entry's number of items and oldest version ('' for none); nil if push did not write it and count its items.
+local function read_entry(id, fields)
   if not fields or #fields ~= 6 or fields[1] ~= 'n' or fields[3] ~= 'v' or fields[5] ~= 'p' then return nil end
   local n, v = fields[2], fields[4]
   if fields[6] ~= '1' or #n > 6 or not n:match('^[1-9]%d*$') or #v > 15 or not v:match('^%d*$') then return nil end
+  if redis.pcall('HGET', PUSHED, id) ~= n then return nil end
   return tonumber(n), v
 end
 
 local function why_unreadable(fields)
   if #fields ~= 6 or fields[1] ~= 'n' or fields[3] ~= 'v' then return 'the entry was not written by push' end
   return 'the entry was not written by push: it says ' .. fields[2]:sub(1, 20) .. ' items of version ' .. fields[4]:sub(1, 20)
-    .. ', but there are 1 to 999999 items, of a version that is a whole number from 0 on'
+    .. ', but there are 1 to 999999 items, of a version that is a whole number from 0 on, and push has noted their number'
 end
 
 -- A count that another program has overwritten restarts here; the balance then shows the missing items.
@@ -127,6 +140,7 @@ local function remove(id)
   redis.call('XDEL', STREAM, id)
   redis.call('UNLINK', payload_of(id))
   redis.call('HDEL', TRIES, id)
+  redis.pcall('HDEL', PUSHED, id)
   return true
 end
 
@@ -141,8 +155,8 @@ local function dead_letter(id, fields, reason)
   local size = payload_size(id)
   local payload = ''
   if size > 0 and size <= {MAX_DEAD_PAYLOAD} then payload = redis.call('GET', payload_of(id)) end
+  local n = read_entry(id, fields)
   if not remove(id) then return 0 end
-  local n = read_entry(fields)
   if not n then
     n = 1
     count('produced', n)
@@ -205,6 +219,7 @@ for i = 3, #ARGV, 3 do
     if sequence > last then
       local id = redis.call('XADD', STREAM, '*', 'n', ARGV[i + 1], 'v', ARGV[i + 2], 'p', '1')
       redis.call('RENAME', arriving, payload_of(id))
+      redis.call('HSET', PUSHED, id, ARGV[i + 1])
       count('produced', tonumber(ARGV[i + 1]))
       redis.call('HSET', ACTORS, actor, ARGV[i])
       last, waiting = sequence, waiting + 1
@@ -241,7 +256,7 @@ local function look_at(id, fields)
     remove(id)
     return
   end
-  local n, v = read_entry(fields)
+  local n, v = read_entry(id, fields)
   if not n then
     return set_aside(id, fields, why_unreadable(fields))
   end
@@ -511,7 +526,7 @@ local function sum(from, to)
     local entries = redis.call('XRANGE', STREAM, from, to, 'COUNT', '500')
     if #entries == 0 then return groups, items, foreign, first end
     for _, entry in ipairs(entries) do
-      local n = read_entry(entry[2])
+      local n = read_entry(entry[1], entry[2])
       if first == '' then first = entry[1] end
       if n then groups, items = groups + 1, items + n else foreign = foreign + 1 end
     end

@@ -80,12 +80,35 @@ def _from_parquet(path: Path, flag: str) -> list[Sample]:
     except ImportError as error:
         raise MissingExtra("datasets", f"{flag} {path}") from error
     try:
-        rows: list[Sample] = parquet.read_table(path).to_pylist()
+        rows = _rows_of(parquet.ParquetFile(path), f"{flag} {path}")
     except (OSError, ArrowException) as error:
         raise ConfigError(f"Cannot read {flag} {path}: {str(error).splitlines()[0]}") from error
     if not rows:
         raise ConfigError(f"{flag} {path} is empty.")
     return rows
+
+
+_MAX_VALUES, _MAX_CHARS = 2**26, 2**31
+"""Of a Parquet file once it is decoded: a small file may repeat one value as often as it says."""
+
+
+def _rows_of(file: Any, shown: str) -> list[Sample]:
+    """The footer bounds the values, and the rows decoded at a time; the characters are counted as they come."""
+    meta, room, rows = file.metadata, _MAX_CHARS, list[Sample]()
+    columns = [meta.row_group(g).column(c) for g in range(meta.num_row_groups) for c in range(meta.num_columns)]
+    largest = max((column.total_uncompressed_size for column in columns), default=0)
+    if largest <= _MAX_CHARS and sum(column.num_values for column in columns) <= _MAX_VALUES:
+        for batch in file.iter_batches(batch_size=min(_MAX_CHARS // (8 * largest + 1) + 1, 1024)):
+            rows += batch.to_pylist()
+            room -= sum(len(str(row)) for row in rows[-batch.num_rows :])
+            if room < 0:
+                break
+        else:
+            return rows
+    raise ConfigError(
+        f"{shown} has more than {_MAX_VALUES:,} values or {_MAX_CHARS:,} characters once it is decoded. Write a part of it into "
+        "another file."
+    )
 
 
 def _from_hub(place: str, flag: str) -> list[Sample]:

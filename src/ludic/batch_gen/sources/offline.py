@@ -38,6 +38,7 @@ from ludic.types import (
     was_rejected_as_cut_off,
 )
 from ludic.types.files import Line
+from ludic.types.rollout import stored_rollout
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +179,7 @@ class OfflineBatchSource:
         while position < len(order) and len(lines) < self._chunk_rollouts:
             lines += self._groups[order[position]]
             position += 1
-        items = self._items([Rollout.from_json(line.read()) for line in lines])
+        items = self._items([stored_rollout(line) for line in lines])
         if self._shuffle:
             random.Random(derive_seed(self._seed, _WITHIN_CHUNK, epoch, start)).shuffle(items)
         return items, position

@@ -194,7 +194,7 @@ class Connection:
                     task.add_done_callback(held.running.discard)
 
     def _new_env(self, call: Call) -> HeldEnv | None:
-        factory = self._worker.factories.get(call.value[0])
+        factory = self._worker.factories.get(call.value[0]) if _is_make(call.value) else None
         if factory is None or call.env in self.envs:
             return None
         made = self.envs[call.env] = HeldEnv(factory, in_threads=self._worker.in_threads)
@@ -222,6 +222,10 @@ class Connection:
         if call.op == "close":
             return await self.close_env(call.env)
         if call.op == "make":
+            if not _is_make(call.value):
+                raise EnvContractError(
+                    f"make takes a name, arguments and whether hints are wanted, not {call.value!r:.80}."
+                )
             name, kwargs, with_hints = call.value
             if held is not None or (held := self.envs.get(call.env)) is None:
                 known = ", ".join(self._worker.factories)
@@ -266,6 +270,10 @@ class Connection:
         self._line.flush()
         self._line.close()
         await asyncio.gather(*map(self.close_env, list(self.envs)), return_exceptions=True)
+
+
+def _is_make(value: Any) -> bool:
+    return isinstance(value, list) and [*map(type, value)] == [str, dict, bool]
 
 
 class Worker:

@@ -5,6 +5,7 @@ by `SamplingParams`, for every engine.
 """
 
 import difflib
+import json
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence, Set

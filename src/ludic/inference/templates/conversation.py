@@ -5,11 +5,17 @@ the context shows a different history, a new segment starts with a full renderin
 """
 
 import importlib.util
-from collections.abc import Callable, Sequence
+import json
+import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from ludic.inference.templates.attribution import token_starts
 from ludic.inference.templates.chat import ChatTemplate, ToolSchemas, require_tools
 from ludic.types import (
     ChatClient,
@@ -19,6 +25,7 @@ from ludic.types import (
     MessageView,
     ReturnSpec,
     SamplingParams,
+    TemplateError,
     TokenArray,
     TokenCompletionRequest,
     TokenIds,
@@ -27,6 +34,7 @@ from ludic.types import (
     require_trainable_reply,
     token_array,
 )
+from ludic.types.errors import encodable
 from ludic.types.messages import joined_spans, spans_with_reply
 
 
@@ -226,6 +234,70 @@ def encode_text(tokenizer: Any, text: str) -> TokenArray:
         return token_array(rust.encode_batch_fast([text], add_special_tokens=False)[0].ids)
     # Not a batch for short texts: a busy engine thread takes the lock for milliseconds at every prompt.
     return token_array(rust.encode(text, add_special_tokens=False).ids)
+
+
+CUT = "\ud800"
+"""A lone surrogate: `ControlTokens.guarded` leaves none of the texts' own."""
+
+
+class ControlTokens:
+    """Keeps the texts of messages and tools from becoming control tokens, which only a template may write.
+
+    A control token is an added token that the tokenizer calls special, or one of `more`. Where a text holds one, `guarded` puts a
+    cut behind its first character, which templates print as they find it; `encode` encodes the pieces between the cuts one by one.
+    """
+
+    def __init__(self, tokenizer: Any, more: Collection[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        added = [token for token in tokenizer.added_tokens_decoder.values() if token.special or token.content in more]
+        texts = [token.content for token in added if len(token.content.strip()) > 1]  # white space is no control token
+        # By first character: one alternative per token would be slow for a text full of "<".
+        rests = {first: [re.escape(text[1:]) for text in texts if text[0] == first] for first in {t[0] for t in texts}}
+        starts = (f"{re.escape(first)}(?={'|'.join(behind)})" for first, behind in rests.items())
+        self._first = re.compile("|".join(starts) or "(?!)")
+        # A token that strips adjacent white space would change what follows.
+        plain = (t.content for t in added if t.special and not (t.lstrip or t.rstrip or t.single_word))
+        self.anchor = next(plain, "")
+        """A special token to put before a fragment, so that the tokenizer does not treat it as the start of a text."""
+        self.num_anchor = len(encode_text(tokenizer, self.anchor))
+
+    def guarded(self, value: Any) -> Any:
+        """The messages or tools with cuts in their texts; equal to `value` if they hold no control token."""
+        if isinstance(value, str):
+            return self._first.sub(rf"\g<0>{CUT}", encodable(value))
+        if isinstance(value, dict):
+            return {self.guarded(key): self.guarded(item) for key, item in value.items()}
+        if not isinstance(value, list | tuple):
+            return value
+        # A template may join the parts of a content, and one may begin a control token that the next one ends.
+        parts = [self.guarded(item) for item in value]
+        texts = [part["text"] for part in value if isinstance(part, dict) and "text" in part]
+        if len(texts) > 1 and self._first.search("".join(map(str, texts))):
+            parts = [{**part, "text": f"{part['text']}{CUT}"} if "text" in part else part for part in parts]
+        return parts
+
+    def refuse(self, messages: Sequence[Message], tools: ToolSchemas | None) -> None:
+        """For templates that encode contents themselves."""
+        if CUT in json.dumps(self.guarded([*messages, *(tools or ())]), ensure_ascii=False):
+            raise TemplateError(
+                "A message or a tool holds the text of a control token, and a renderer would write the token itself. Use the "
+                "tokenizer's own chat template, which keeps such texts apart (SECURITY.md)."
+            )
+
+    def encode(self, text: str) -> TokenArray:
+        """The tokens of a rendered text."""
+        first, *rest = text.split(CUT)
+        behind = [encode_text(self._tokenizer, encodable(self.anchor + piece))[self.num_anchor :] for piece in rest]
+        return np.concatenate([encode_text(self._tokenizer, encodable(first)), *behind])
+
+    def starts(self, text: str) -> npt.NDArray[np.int64]:
+        """The character of a rendered text, cuts counted, at which each of its tokens starts."""
+        found, start, anchor, num_anchor = [], 0, "", 0
+        for piece in text.split(CUT):
+            ids = encode_text(self._tokenizer, anchor + piece).tolist()
+            found.append(token_starts(self._tokenizer, anchor + piece, ids)[num_anchor:] - len(anchor) + start)
+            start, anchor, num_anchor = start + len(piece) + 1, self.anchor, self.num_anchor
+        return np.concatenate(found)
 
 
 def decode_reply(tokenizer: Any, ids: list[int]) -> str:

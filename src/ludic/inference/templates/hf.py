@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ludic.inference.templates.attribution import text_spans, token_spans, token_starts
+from ludic.inference.templates.attribution import text_spans, token_spans
 from ludic.inference.templates.chat import ChatTemplate, TemplateResult, ToolSchemas
-from ludic.inference.templates.conversation import encode_text
+from ludic.inference.templates.conversation import CUT, ControlTokens
 from ludic.inference.templates.tool_calls import (
     TOOL_PARSERS,
     ToolParser,
@@ -74,7 +74,8 @@ class HFChatTemplate(ChatTemplate):
         self.tokenizer = tokenizer
         self.tool_parser = tool_parser
         # The members of a group begin with the same prompt, and tokenising it is the most expensive part of a call.
-        self._encode = _RecentTexts(self._encode_uncached)
+        self._control = ControlTokens(tokenizer, (*END_OF_TURN, *end_of_turn))
+        self._encode = _RecentTexts(self._control.encode)
         added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.content}
         self._texts: dict[int, str] = {i: token.content for i, token in added.items()}
         self._special_ids = {i for i, token in added.items() if token.special}
@@ -101,6 +102,7 @@ class HFChatTemplate(ChatTemplate):
     ) -> TemplateResult:
         text = self._text(messages, tools, add_generation_prompt)
         ids = self._encode(text)
+        text = text.replace(CUT, "")
         return TemplateResult(prompt_token_ids=ids, prompt_text=text, images=self.place_images(messages, ids))
 
     def _text(self, messages: Sequence[Message], tools: ToolSchemas | None, add_generation_prompt: bool) -> str:
@@ -244,7 +246,7 @@ class HFChatTemplate(ChatTemplate):
             head = first.text_start - len(header)  # the template wrote something before the first message
             spans[:1] = [MessageSpan(-1, TEMPLATE, 0, head, 0, head), first._replace(start=head)]
         spans += self._opened(len(messages), text, opening)
-        return token_spans(spans, token_starts(self.tokenizer, text, self._encode(text).tolist()))
+        return token_spans(spans, self._control.starts(text))
 
     def delta_spans(
         self,
@@ -282,11 +284,9 @@ class HFChatTemplate(ChatTemplate):
         spans += self._opened(len(messages), text, opening)
         ids = self._encode_fragment(text)
         num_dropped = self._num_already_sampled(completion, ids, self._encode_fragment(closing))
-        anchor, num_anchor = self._anchor or ("", 0)
-        starts = token_starts(
-            self.tokenizer, anchor + text, [*self._encode(anchor), *ids.tolist()] if anchor else ids.tolist()
-        )
-        return token_spans(spans, starts[num_anchor:] - len(anchor), num_dropped)
+        anchor, num_anchor = self._control.anchor, self._control.num_anchor
+        starts = self._control.starts(anchor + text)[num_anchor:] - len(anchor)
+        return token_spans(spans, starts, num_dropped)
 
     def _opened(self, index: int, text: str, opening: str) -> list[MessageSpan]:
         """The span of the opening of a reply at the end of a text."""
@@ -353,15 +353,6 @@ class HFChatTemplate(ChatTemplate):
         late = self._try_render([_HELLO, _REPLIED, next_user, _REPLIED, next_user, _STAND_IN, next_user], None, True)
         return early is not None and late is not None and early.partition(_REPLY)[2] == late.partition(_REPLY)[2]
 
-    @cached_property
-    def _anchor(self) -> tuple[str, int] | None:
-        """A special token to prepend to a fragment, so that the tokenizer does not treat it as the start of a text."""
-        for token in self.tokenizer.added_tokens_decoder.values():
-            # A token that strips adjacent white space would change what follows.
-            if token.special and not (token.lstrip or token.rstrip or token.single_word):
-                return token.content, len(self._encode(token.content))
-        return None
-
     def _check_generation_prompt(self, prompt: str) -> None:
         """The prompt must end where a reply begins; otherwise the model would have to write the template's markup."""
         answered = self._render([_HELLO, _STAND_IN], None, False)
@@ -388,8 +379,8 @@ class HFChatTemplate(ChatTemplate):
     def _render_as_given(
         self, messages: Sequence[Message], tools: ToolSchemas | None, add_generation_prompt: bool
     ) -> str:
-        kwargs: dict[str, Any] = {"tools": list(tools)} if tools else self._no_tools
-        messages = self._shaped(messages)
+        kwargs: dict[str, Any] = {"tools": self._control.guarded(list(tools))} if tools else self._no_tools
+        messages = self._control.guarded(list(self._shaped(messages)))
         try:
             text: str = self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
@@ -433,16 +424,8 @@ class HFChatTemplate(ChatTemplate):
         except TemplateError:
             return None
 
-    def _encode_uncached(self, text: str) -> TokenArray:
-        if not text.isascii():
-            text = text.encode("utf-8", "replace").decode("utf-8")  # tokenizers reject lone surrogates
-        return encode_text(self.tokenizer, text)
-
     def _encode_fragment(self, text: str) -> TokenArray:
-        if self._anchor is None:
-            return self._encode(text)
-        anchor, length = self._anchor
-        return self._encode(anchor + text)[length:]
+        return self._encode(self._control.anchor + text)[self._control.num_anchor :]
 
 
 def tool_parser_for(tokenizer: Any) -> ToolParser | None:

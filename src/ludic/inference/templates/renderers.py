@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from ludic.inference.templates.chat import ChatTemplate, TemplateResult, ToolSchemas
-from ludic.inference.templates.hf import HFChatTemplate, tool_parser_for
+from ludic.inference.templates.conversation import ControlTokens
+from ludic.inference.templates.hf import END_OF_TURN, HFChatTemplate, tool_parser_for
 from ludic.inference.templates.tool_calls import ToolParseResult, make_tool_call, with_argument_objects
 from ludic.types import (
     ConfigError,
@@ -75,6 +76,7 @@ class RenderersTemplate(ChatTemplate):
 
     def __init__(self, renderer: Any, tokenizer: Any) -> None:
         self.renderer, self.tokenizer = renderer, tokenizer
+        self._control = ControlTokens(tokenizer, END_OF_TURN)
         self._stop_ids = tuple(renderer.get_stop_token_ids())
         opened = re.search(r"<think>\s*\Z", self.apply([_HELLO]).prompt_text)
         self.reply_prefix = opened.group(0) if opened else ""
@@ -109,6 +111,7 @@ class RenderersTemplate(ChatTemplate):
         """A rendering that ends with what follows the reply, and where that begins; None if the renderer has none."""
         prompt = self._rendered(messages[:num_sent], tools, True).token_ids
         new = [with_argument_objects(message) for message in messages[num_sent + 1 :]]
+        self._control.refuse(new, tools)
         stand_ins = [self.tokenizer.encode(text, add_special_tokens=False) for text in _STAND_INS]
         for sampled in (completion.tolist(), *stand_ins):
             try:
@@ -130,6 +133,7 @@ class RenderersTemplate(ChatTemplate):
 
     def _rendered(self, messages: Sequence[Message], tools: ToolSchemas | None, opened: bool) -> Any:
         own = [with_argument_objects(message) for message in messages]
+        self._control.refuse(own, tools)
         try:
             return self.renderer.render(own, tools=list(tools) if tools else None, add_generation_prompt=opened)
         except Exception as error:  # a renderer is a program and can raise anything

@@ -27,10 +27,11 @@ def above_0(where: str, **values: float) -> None:
 
 def check_name(name: str | None, pattern: str = r"[\w.+-]+") -> None:
     """The name of a folder, which stays inside the folder that it is created in."""
-    if name is not None and (not re.fullmatch(pattern, name) or {".", ".."} & set(name.split("/"))):
+    parts = (name or "").split("/")
+    if name is not None and (not re.fullmatch(pattern, name) or {".", ".."} & set(parts) or max(map(len, parts)) > 200):
         raise ConfigError(
-            f"name = {name!r}; a folder is named with letters, digits and . _ + -, and cannot be . or .. (--runs or --out "
-            "chooses where it is)."
+            f"name = {name!r:.200}; a folder is named with at most 200 letters, digits and . _ + -, and cannot be . or .. (--runs "
+            "or --out chooses where it is)."
         )
 
 

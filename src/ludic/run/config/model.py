@@ -45,7 +45,9 @@ class ModelSettings:
     """CPU threads of PyTorch. Default: 1 for the tiny model, else PyTorch's own choice."""
 
     def __post_init__(self) -> None:
-        at_least(0, lora_rank=self.lora_rank, lora_dropout=self.lora_dropout)
+        at_least(0, lora_rank=self.lora_rank)
+        if not 0 <= self.lora_dropout < 1:
+            raise ConfigError(f"lora_dropout = {self.lora_dropout}; it is a share of the values, from 0 to below 1.")
         at_least(1, threads=self.threads)
         if self.lora_experts and (not self.lora_rank or self.lora_dropout):
             raise ConfigError(

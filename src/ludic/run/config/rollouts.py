@@ -85,6 +85,8 @@ class RolloutSettings:
             raise ConfigError("dynamic_sampling waits for whole rounds of episodes, so close_batch_at = 1 beside it.")
         if not 0 < self.server_hung_after < math.inf:
             raise ConfigError(f"server_hung_after = {self.server_hung_after}; give seconds, such as 60.")
+        if not 0 < self.server_memory <= 1:
+            raise ConfigError(f"server_memory = {self.server_memory}; it is a share of the GPU's memory, such as 0.4.")
         for url in self.server:
             refuse_login("server", url, PUT_LOGIN)
         self.tokens_every  # noqa: B018 - raises

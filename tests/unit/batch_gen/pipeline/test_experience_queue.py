@@ -329,6 +329,7 @@ HOSTILE = {
     "half an item": {"n": "0.5", "v": "0", "p": "1"},
     "not a version": {"n": "1", "v": "nan", "p": "1"},
     "one field more": {"n": "1", "v": "0", "p": "1", "q": "1"},
+    "what push would write": {"n": "999999", "v": "0", "p": "1"},
     "binary": {b"\xff\x00": b"\x00\xff"},
 }
 

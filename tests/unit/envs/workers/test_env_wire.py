@@ -4,10 +4,12 @@ import asyncio
 import random
 import socket
 import struct
+import types
 
 import msgspec
 import pytest
 
+from ludic.envs.workers.process import Connection
 from ludic.envs.workers.wire import (
     BadFrame,
     Call,
@@ -116,3 +118,19 @@ async def test_garbage_closes_the_line():
     await until(lambda: lost)
     assert "limit" in lost[0]
     there.close()
+
+
+@pytest.mark.parametrize("value", [None, [], "counter", ["counter", {}], ["counter", None, False], {"counter": 1}])
+async def test_a_make_that_names_no_env_is_answered_with_an_error(value):
+    here, there = socket.socketpair()
+    replies: list[Reply] = []
+    worker = types.SimpleNamespace(is_retiring=False, factories={}, tasks=set(), connections=set(), in_threads=False)
+    connection = Connection(there, worker)
+    line = Line(here, Reply, on_messages=replies.extend, on_lost=pytest.fail, on_unsendable=pytest.fail)
+    line.send(Call(1, 1, "make", value))
+    line.send(Call(2, 1, "reset", None))
+    await until(lambda: len(replies) == 2)
+    texts = {reply.id: str(error_from_wire(reply.error)) for reply in replies}
+    assert "make takes a name" in texts[1] and "has no env 1" in texts[2]
+    line.close()
+    await connection.close()

@@ -72,6 +72,9 @@ class AgentSettings:
     """Where --agent-command runs: in a sandbox without a network, or as a plain process with your rights."""
     agent_bind: tuple[Path, ...] = ()
     """Folder that a sandboxed command may read, beside the current one and this Python; may be repeated."""
+    agent_memory: int | None = None
+    """MB of memory of a sandboxed command and its children together. Default: 8192 where memory cgroups can be made (as root), else
+    64 GB of address space for each process."""
     agent_max_calls: int | None = None
     """Model calls of one episode of an agent that is a function or a command. Default: no limit."""
     agent_max_tokens: int | None = None
@@ -110,6 +113,7 @@ class AgentSettings:
     def __post_init__(self) -> None:
         at_least(1, max_tokens=self.max_tokens)
         at_least(1, agent_max_calls=self.agent_max_calls, agent_max_tokens=self.agent_max_tokens)
+        at_least(64, agent_memory=self.agent_memory)
         if self.agent_command is not None and (self.agent is not None or self.agent_set):
             raise ConfigError(
                 f"agent_command = {self.agent_command!r} is the whole agent; leave agent and agent_set out, or the command."

@@ -155,7 +155,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
      "gradient_checkpointing", "offload_activations", "context_parallel", "compile", "bitwise", "eval_every",
      "eval_at_start", "eval_in_background", "eval_episodes", "eval_pass_k", "eval_data", "eval_temperature",
      "eval_concurrency", "eval_timeout_s", "redis", "episode_timeout", "env_timeout", "env_workers", "env_memory_mb",
-     "env_server", "sandbox", "actors", "max_waiting", "acknowledge", "max_restarts", "server", "control_token",
+     "env_server", "sandbox", "agent_memory", "actors", "max_waiting", "acknowledge", "max_restarts", "server", "control_token",
      "server_memory", "server_sleep", "server_hung_after", "judge_key_env", "judge_concurrency", "judge_cache", "judge_device",
      "transport"}
 )  # fmt: skip

@@ -77,8 +77,8 @@ class TaskEnv(SingleAgentEnv):
 
 
 class GatewayProtocol(InteractionProtocol):
-    """Runs an outside agent. Its errors fail the episode; so does an agent that calls no model. With `failed_reward`, an error of
-    its own after a call that was answered is the end of the episode, with that reward.
+    """Runs an outside agent. Its errors fail the episode; so does an agent that calls no model. With `failed_reward`, the agent's
+    own error after an answered call ends its episode with that reward.
 
     `agent` is a function or an `OutsideAgent`; see agents.py. The parser reads the action from its answer; an answer that it cannot
     read is the action as it is. `reward` replaces the env's. `policies` are further models by the names that the agent uses; every

@@ -3,6 +3,8 @@
 import json
 import re
 import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -71,6 +73,21 @@ def test_loggers_of_a_file_hear_every_step_beside_others(tmp_path, monkeypatch, 
     assert (run.folder / "kept.txt").read_text() == "[0.5, 1, 2]"
     out = capsys.readouterr().out
     assert "bare 2" in out and "step 2" in out
+
+
+def test_the_logger_of_the_page_sends_every_step_to_mlflow(tmp_path, monkeypatch):
+    """Tried with mlflow 3.17, too; here its functions note what they are called with."""
+    calls = []
+    mlflow = ModuleType("mlflow")
+    mlflow.start_run = lambda run_id=None, *, run_name=None: calls.append(run_name)
+    mlflow.log_metrics = lambda metrics, step=None: calls.append((step, metrics["train/step"]))
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[3] / "docs" / "ludic-train.md").read_text()
+    (tmp_path / "tracking.py").write_text(page.split("# tracking.py\n")[1].split("```")[0])
+    with build(env=Letter, runs=tmp_path, name="mine", **SMALL | {"logger": "tracking.py:MLflow"}) as run:
+        run.train()
+    assert calls == ["mine", (1, 1.0)]
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,8 @@ class AgentSettings:
     agent_max_tokens: int | None = None
     """Tokens that such an agent may sample in one episode. Default: no limit."""
     failed_reward: float | None = None
-    """Reward of an episode in which such an agent raised an error of its own, or ended with another exit code than 0, after at least
-    one answered call. Default: the episode has failed and is lost."""
+    """Reward of an episode whose agent raised an error, or ended with another exit code than 0, after at least one answered call.
+    Default: the episode has failed and is lost (docs/gateway.md)."""
     tools: tuple[str, ...] = ()
     """Tools of the agent (`ludic parts tool`), or file.py:function."""
     agent_set: Arguments = field(default_factory=dict)

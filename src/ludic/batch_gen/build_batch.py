@@ -155,7 +155,7 @@ def _rates_by_domain(sessions: Sequence[Sequence[Rollout]]) -> dict[str, float]:
 
 
 def _call_rates(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Of gateway sessions: calls per session, the share of the calls of each kind, and of sessions whose agent raised. Empty without such sessions."""
+    """Of gateway sessions: calls per session, the share of the calls of each kind, and that of sessions whose agent raised."""
     sessions = [rollout.call_counts for rollout in rollouts if rollout.call_counts]
     totals = sum(map(Counter, sessions), Counter[str]())
     num_calls = totals.pop("calls", 0)

@@ -22,7 +22,9 @@ def num_objects() -> Counter[str]:
     """Living objects of Ludic's classes."""
     gc.collect()
     kinds = map(type, gc.get_objects())
-    return Counter(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds if str(kind.__module__).startswith("ludic"))
+    return Counter(
+        f"{kind.__module__}.{kind.__qualname__}" for kind in kinds if str(kind.__module__).startswith("ludic")
+    )
 
 
 async def play(http: httpx.AsyncClient, url: str, number: int) -> None:

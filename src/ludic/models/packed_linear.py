@@ -65,9 +65,7 @@ def keeps_rows(layout: Layout, num_in: int, num_out: int, dtype: torch.dtype, mi
 
 @cache
 @torch.inference_mode()
-def _keeps_rows(
-    layout: Layout, num_in: int, num_out: int, dtype: torch.dtype, min_rows: int, num_threads: int
-) -> bool:
+def _keeps_rows(layout: Layout, num_in: int, num_out: int, dtype: torch.dtype, min_rows: int, num_threads: int) -> bool:
     values = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(0)).to(dtype)
     x, weight = (
         values.repeat(-(-size * num_in // _PERIOD))[: size * num_in].view(size, num_in)

@@ -20,7 +20,7 @@ help:
 	@echo "make test-fast  the unit, contract and golden tests that are quick (a minute)"
 	@echo "make test-processors  the exactness tests as other x86_64 processors run them (under three minutes)"
 	@echo "make vllm       set up .venv-vllm, the environment of the vLLM server"
-	@echo "make system     install redis-server, bubblewrap, podman, cargo and chromium, where missing and you are root on Debian"
+	@echo "make system     install redis-server, bubblewrap, podman, cargo, chromium and node, where missing and you are root on Debian"
 	@echo "make lint       ruff and mypy"
 	@echo "make lock       write the hash-locked requirement files again (pip install uv); LOCKED=1 installs from them"
 	@echo "make bench      the orchestration benchmark"
@@ -98,7 +98,7 @@ try-vllm:
 # A real Redis server for the pipeline, sandboxes and containers for code, a compiler for Rustorio, a browser for the viewer's
 # page. Where they cannot be installed, the tests that need them are skipped and say so.
 system:
-	@sh scripts/install_system.sh redis-server=redis-server bwrap=bubblewrap podman=podman runc=runc cargo=cargo chromium=chromium
+	@sh scripts/install_system.sh redis-server=redis-server bwrap=bubblewrap podman=podman runc=runc cargo=cargo chromium=chromium node=nodejs
 
 train: $(VENV)/.ready
 	$(BIN)/python examples/tic_tac_toe/first_run.py

@@ -345,6 +345,13 @@ BUILTINS: Mapping[str, Mapping[str, Entry]] = {
         "prioritised": Entry("ludic.batch_gen.requests.curriculum:PrioritisedCurriculum"),
         "rising_difficulty": Entry("ludic.batch_gen.requests.streams:RisingDifficultyCurriculum"),
     },
+    "logger": {
+        "rich": Entry("ludic.training.loggers:RichLiveLogger"),
+        "print": Entry("ludic.training.loggers:PrintLogger"),
+        "tensorboard": Entry("ludic.training.loggers:TensorBoardLogger"),
+        "wandb": Entry("ludic.training.loggers:WandbLogger"),
+        "trackio": Entry("ludic.training.loggers:TrackioLogger"),
+    },
     "algorithm": {name: Entry(f"ludic.training.algorithms:make_{name}") for name in _ALGORITHMS}
     | {"spo": Entry("ludic.training.algorithms:spo_algorithm")},
 }

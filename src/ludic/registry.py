@@ -2,8 +2,8 @@
 
 One registry per kind of part. Built-in ids are `name` (long form `ludic/name`), all others `namespace/name`. An installed package
 adds its parts through entry points of the groups `ludic.envs`, `ludic.agents`, `ludic.contexts`, `ludic.protocols`,
-`ludic.parsers`, `ludic.tools`, `ludic.rewards`, `ludic.filters`, `ludic.curriculums` and `ludic.algorithms`; their ids are
-`<distribution>/<entry point name>`. Your own part needs no registration: every id may also be `path/to/file.py:name` or
+`ludic.parsers`, `ludic.tools`, `ludic.rewards`, `ludic.filters`, `ludic.curriculums`, `ludic.loggers` and `ludic.algorithms`; their
+ids are `<distribution>/<entry point name>`. Your own part needs no registration: every id may also be `path/to/file.py:name` or
 `module:name`.
 
     from ludic import registry
@@ -361,15 +361,17 @@ tools = Registry("tool")
 rewards = Registry("reward")
 filters = Registry("filter")
 curricula = Registry("curriculum")
+loggers = Registry("logger")
 algorithms = Registry("algorithm")
 
 _BY_KIND = {
-    r.kind: r for r in (envs, agents, contexts, protocols, parsers, tools, rewards, filters, curricula, algorithms)
+    r.kind: r
+    for r in (envs, agents, contexts, protocols, parsers, tools, rewards, filters, curricula, loggers, algorithms)
 }
 
 
 def of(kind: str) -> Registry:
-    """The registry of a kind: env, agent, context, protocol, parser, tool, reward, filter, curriculum or algorithm."""
+    """The registry of a kind: env, agent, context, protocol, parser, tool, reward, filter, curriculum, logger or algorithm."""
     if kind not in _BY_KIND:
         raise UnknownName.among("kind of part", kind, _BY_KIND)
     return _BY_KIND[kind]

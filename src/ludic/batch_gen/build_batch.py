@@ -157,11 +157,13 @@ def _rates_by_domain(sessions: Sequence[Sequence[Rollout]]) -> dict[str, float]:
 
 
 def _call_rates(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Of gateway sessions: calls per session, and the share of the calls of each kind. Empty without such sessions."""
+    """Of gateway sessions: calls per session, the share of the calls of each kind, and that of sessions whose agent raised."""
     sessions = [rollout.call_counts for rollout in rollouts if rollout.call_counts]
     totals = sum(map(Counter, sessions), Counter[str]())
     num_calls = totals.pop("calls", 0)
     rates = {f"gateway/{kind}_rate": totals[kind] / num_calls for kind in GATEWAY_KINDS if num_calls}
+    if totals["raised"]:
+        rates["gateway/raised_rate"] = totals["raised"] / len(sessions)
     return {"gateway/calls": num_calls / len(sessions), **rates} if sessions else {}
 
 

@@ -25,7 +25,7 @@ class PartsArgs:
     """List the registered parts of one kind, or the metrics."""
 
     kind: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="KIND")]
-    """env, agent, context, protocol, parser, tool, reward, filter, curriculum or algorithm; metric lists what runs log"""
+    """env, agent, context, protocol, parser, tool, reward, filter, curriculum, logger or algorithm; metric lists what runs log"""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import stat
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -194,6 +194,9 @@ AGENT_LIMITS = SandboxLimits(
     memory_mb=8192, max_processes=512, workspace_mb=1024, max_open_files=4096, max_output_bytes=_MAX_OUTPUT
 )
 """Of one sandboxed command, its children included."""
+_ADDRESS_SPACE_MB = 64 << 10
+"""Of each process where no cgroup limits memory: Node reserves 10 GB for one instance of WebAssembly, and uses a few MB of it."""
+_NO_LIMIT_MB = 1 << 27  # more than any process can address
 
 
 class AgentCommand(OutsideAgent):
@@ -210,11 +213,11 @@ class AgentCommand(OutsideAgent):
         *,
         sandbox: AgentSandbox = "bubblewrap",
         binds: Sequence[str | Path] = (),
-        limits: SandboxLimits = AGENT_LIMITS,
+        memory_mb: int | None = None,
     ) -> None:
+        """`memory_mb`: of the command and its children together. Default: that of AGENT_LIMITS."""
         self._argv = split_command(command)
         self.name = Path(self._argv[0]).name
-        self._limits = limits
         self._launcher: BubblewrapLauncher | None = None
         self._folder, self._path = Path.cwd(), _search_path()
         program = shutil.which(self._argv[0], path=self._path)
@@ -223,6 +226,10 @@ class AgentCommand(OutsideAgent):
         if sandbox == "none":
             if binds:
                 raise ConfigError("The agent command runs without a sandbox, so it sees every folder: leave binds out.")
+            if memory_mb is not None:
+                raise ConfigError(
+                    f"--agent-memory {memory_mb} limits the sandbox, but --agent-sandbox none has none. Leave one out."
+                )
             return
         self.needs_socket = True
         shown = [Path(folder).resolve() for folder in binds]
@@ -233,12 +240,22 @@ class AgentCommand(OutsideAgent):
         _check_readable([self._folder, *shown])
         self._path = ":".join(entry for entry in self._path.split(":") if _is_visible(Path(entry), self._binds))
         try:
-            self._launcher = BubblewrapLauncher(BubblewrapConfig(limits=limits, loopback=True))
+            self._launcher = BubblewrapLauncher(BubblewrapConfig(loopback=True))
         except SandboxError as error:
             raise ConfigError(
                 f"{error} Or run agent commands without a sandbox, with your files, your network and your rights: "
                 "--agent-sandbox none."
             ) from error
+        if memory_mb is not None and not self._launcher.has_groups:
+            raise ConfigError(
+                f"--agent-memory {memory_mb} needs a memory cgroup, which cannot be made here (it takes root). Leave it out: each "
+                f"process then has {_ADDRESS_SPACE_MB >> 10} GB of address space."
+            )
+        self._limits = replace(
+            AGENT_LIMITS,
+            memory_mb=memory_mb or AGENT_LIMITS.memory_mb,
+            address_space_mb=_NO_LIMIT_MB if self._launcher.has_groups else _ADDRESS_SPACE_MB,
+        )
         forwarder = (Path(__file__).parent / "forwarder.py").read_text()
         folder = self._folder if _is_visible(self._folder, self._binds) else Path("/tmp")
         python = find_interpreter().path
@@ -275,7 +292,10 @@ class AgentCommand(OutsideAgent):
         if done.run_status is RunStatus.SANDBOX_ERROR:
             raise SandboxError(f"The sandbox of the agent command failed: {done.detail}")
         if not done.succeeded:
-            raise RuntimeError(_failed(explain_failure(done, f"The agent command {self.name}"), done.stderr))
+            why = explain_failure(done, f"The agent command {self.name}")
+            if done.run_status is RunStatus.MEMORY_EXCEEDED:
+                why += f" It may use {self._limits.memory_mb} MB; raise --agent-memory."
+            raise RuntimeError(_failed(why, done.stderr))
         return done.stdout
 
     async def close(self) -> None:

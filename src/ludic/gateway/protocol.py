@@ -35,8 +35,10 @@ from ludic.types import (
     ChatClient,
     ConfigError,
     EnvContractError,
+    Failure,
     InferenceSpec,
     Info,
+    LudicError,
     Observation,
     PolicyGone,
     ResetNeeded,
@@ -75,7 +77,8 @@ class TaskEnv(SingleAgentEnv):
 
 
 class GatewayProtocol(InteractionProtocol):
-    """Runs an outside agent. Its errors fail the episode; so does an agent that calls no model.
+    """Runs an outside agent. Its errors fail the episode; so does an agent that calls no model. With `failed_reward`, the agent's
+    own error after an answered call ends its episode with that reward.
 
     `agent` is a function or an `OutsideAgent`; see agents.py. The parser reads the action from its answer; an answer that it cannot
     read is the action as it is. `reward` replaces the env's. `policies` are further models by the names that the agent uses; every
@@ -92,6 +95,7 @@ class GatewayProtocol(InteractionProtocol):
         reward: RewardFunction | None = None,
         policies: Mapping[str, Policy] | None = None,
         limits: SessionLimits | None = None,
+        failed_reward: float | None = None,
         system_prompt: str | None = None,
         parser: Parser | None = None,
         pin_sampling: bool = True,
@@ -107,6 +111,7 @@ class GatewayProtocol(InteractionProtocol):
             )
         self._reward = reward
         self._limits = limits
+        self._failed_reward = failed_reward
         self._system_prompt = system_prompt
         self._parser = parser
         self._pin_sampling, self._lenient = pin_sampling, lenient
@@ -164,7 +169,16 @@ class GatewayProtocol(InteractionProtocol):
         except Exception as error:
             if session.error is not None and not isinstance(error, ConfigError | PolicyGone):
                 raise session.error from error  # what the agent met as a status 500 ends the run, not the episode
-            raise
+            is_its_own = not isinstance(error, LudicError) and not session.model_failed
+            if self._failed_reward is None or not is_its_own or not self.unfinished:
+                raise
+            session.counts["raised"] += 1
+            return session_rollouts(
+                session,
+                reward=self._failed_reward if self._reward is not None else {"env": self._failed_reward},
+                meta=self._meta,
+                env_info={"agent_error": Failure.from_exception(error).summary},
+            )
         finally:
             call.close()  # a thread that goes on is refused at its next call
         if session.error is not None:

@@ -162,9 +162,11 @@ class Session:
     api_key: str = field(default_factory=lambda: f"sk-ludic-{secrets.token_hex(16)}")
     counts: Counter[str] = field(default_factory=Counter)
     """`calls`, each kind of call (`forest.Kind`), `rerendered`, and `joined` (retries that got the first request's answer),
-    `undelivered` (the client hung up), `failed`, `limited`."""
+    `undelivered` (the client hung up), `failed`, `limited`; and `raised`: the agent's own error got a reward."""
     error: Exception | None = None
     """Why no call can succeed any more: a wrong set-up, or the policy is gone. The episode must raise it."""
+    model_failed: bool = False
+    """The last call got no answer, by no fault of the agent."""
     is_closed: bool = False
     group: str | None = None
     """Sessions with the same one attempt the same task, and are compared."""
@@ -409,11 +411,14 @@ class Session:
                     node, request, response, policy.chat_template, model=call.head.model, num_calls=self._num_tool_calls
                 )
                 self.num_tokens += reply.num_completion_tokens
+                self.model_failed = False
         except TimeoutError as error:
+            self.model_failed = True
             self._drop(node, "failed")
             limit = "in time" if self.timeout_s is None else f"within timeout_s={self.timeout_s:g}"
             raise RequestRefused(504, "model_timeout", f"The model did not answer {limit}. {error}".strip()) from error
         except BaseException as error:
+            self.model_failed = not isinstance(error, asyncio.CancelledError | RequestRefused | PromptTooLong)
             self._drop(node, "undelivered" if isinstance(error, asyncio.CancelledError) else "failed")
             if isinstance(error, ConfigError | PolicyGone) and self.error is None:
                 self.error = error

@@ -120,6 +120,8 @@ def resolve(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> R
     if config.envs:
         return _resolve_several(config, parts)
     check_stored_kind(config, parts)
+    for name in {*config.run.logger} - {"none"}:
+        registry.loggers.spec(name).load()
     size, name, lag = _group_size(config.algo, parts), config.run.name or default_name(config), config.rollouts.max_lag
     max_lag = _usual_lag(config) if lag is None else lag
     queue_key = config.pipeline.queue_key or f"ludic:{name}"

@@ -171,6 +171,11 @@ class BubblewrapLauncher:
             await self._groups.remove_all()
 
     @property
+    def has_groups(self) -> bool:
+        """Whether memory is limited for all processes of a runner together."""
+        return self._groups is not None
+
+    @property
     def _uid(self) -> int | None:
         return self._config.uid if os.geteuid() == 0 else None
 

@@ -257,6 +257,8 @@ class SandboxLimits:
 
     memory_mb: int = 256
     """Of all processes together with a memory cgroup, else of each process."""
+    address_space_mb: int | None = None
+    """Of each process. Default: memory_mb; runtimes that reserve much more than they use, such as Node, need more."""
     max_processes: int = 32
     """Threads count too."""
     max_output_bytes: int = 8 * MB
@@ -269,7 +271,8 @@ class SandboxLimits:
 
     def __post_init__(self) -> None:
         for limit in fields(self):
-            if getattr(self, limit.name) < 1:
-                raise ConfigError(f"SandboxLimits.{limit.name}={getattr(self, limit.name)}, but it must be at least 1.")
+            value = getattr(self, limit.name)
+            if value is not None and value < 1:
+                raise ConfigError(f"SandboxLimits.{limit.name}={value}, but it must be at least 1.")
         if self.memory_mb < 16:
             raise ConfigError(f"SandboxLimits.memory_mb={self.memory_mb}, but Python itself needs about 16 MB.")

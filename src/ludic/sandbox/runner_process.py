@@ -88,7 +88,7 @@ class Job:
         """Length and content, as the supervisor reads them. The program starts in the workspace, which is also its HOME."""
         limits = self.limits
         rlimits = {
-            "RLIMIT_AS": (limits.memory_mb + _INTERPRETER_MB) * MB,
+            "RLIMIT_AS": ((limits.address_space_mb or limits.memory_mb) + _INTERPRETER_MB) * MB,
             "RLIMIT_CPU": math.ceil(self.timeout_s * (os.cpu_count() or 1)) + 1,
             "RLIMIT_FSIZE": limits.workspace_mb * MB,
             "RLIMIT_NOFILE": limits.max_open_files,

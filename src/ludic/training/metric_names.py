@@ -170,6 +170,7 @@ _GATEWAY = {
     "undelivered_rate": "share of calls whose reply did not arrive",
     "failed_rate": "share of calls that failed",
     "limited_rate": "share of calls that a limit cut or refused",
+    "raised_rate": "share of sessions whose agent raised an error and got --failed-reward",
 }
 _PERF = {
     "step_s": "seconds of the whole step",

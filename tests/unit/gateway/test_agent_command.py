@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -13,7 +14,8 @@ import pytest
 from aiohttp import web
 
 from ludic.gateway.agents import AgentCall, AgentCommand, split_command
-from ludic.sandbox import is_bubblewrap_available
+from ludic.sandbox import bubblewrap, is_bubblewrap_available
+from ludic.sandbox.cgroup import memory_groups
 from ludic.types import ConfigError
 
 SANDBOXES = [
@@ -30,6 +32,16 @@ request = urllib.request.Request(
     headers={"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
 )
 print(json.load(urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request))["text"], end="")
+"""
+
+# Node's fetch runs WebAssembly, which reserves 10 GB of address space.
+ASK_IN_NODE = """
+const answer = await fetch(process.env.OPENAI_BASE_URL + "/chat/completions", {
+  method: "POST",
+  headers: {"Content-Type": "application/json", Authorization: "Bearer " + process.env.OPENAI_API_KEY},
+  body: JSON.stringify({model: process.env.OPENAI_MODEL, messages: [{role: "user", content: process.argv[2]}]}),
+});
+process.stdout.write((await answer.json()).text);
 """
 
 
@@ -110,6 +122,38 @@ async def make():
 async def test_a_command_calls_the_model_and_answers_on_stdout(make, server, here, sandbox):
     agent = make("python ask.py {task}", sandbox=sandbox)
     assert await agent.answer(server.call()) == "Bearer key-1 small 2 + 2?"
+
+
+@pytest.mark.skipif(not is_bubblewrap_available(), reason="bubblewrap cannot be used here")
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node (make system)")
+@pytest.mark.parametrize("has_cgroup", [True, False])
+async def test_a_node_program_calls_the_model_with_fetch(make, server, here, monkeypatch, has_cgroup):
+    if not has_cgroup:
+        monkeypatch.setattr(bubblewrap, "memory_groups", lambda: None)
+    (here / "ask.mjs").write_text(ASK_IN_NODE)
+    assert await make("node ask.mjs {task}").answer(server.call()) == "Bearer key-1 small 2 + 2?"
+
+
+@pytest.mark.skipif(not is_bubblewrap_available(), reason="bubblewrap cannot be used here")
+@pytest.mark.skipif(memory_groups() is None, reason="no memory cgroup can be made here")
+async def test_a_command_and_its_children_share_the_memory_that_they_may_use(make, server, here):
+    (here / "two.py").write_text(
+        "import subprocess, sys\n"
+        "held = bytearray(120 << 20)\n"
+        "subprocess.run([sys.executable, '-c', 'bytearray(120 << 20)'], check=True)\n"
+    )
+    assert await make("python two.py", memory_mb=400).answer(server.call()) == ""
+    with pytest.raises(RuntimeError, match="ran out of memory. It may use 200 MB; raise --agent-memory"):
+        await make("python two.py", memory_mb=200).answer(server.call())
+
+
+@pytest.mark.skipif(not is_bubblewrap_available(), reason="bubblewrap cannot be used here")
+def test_a_memory_limit_that_cannot_be_kept_is_refused(here, monkeypatch):
+    with pytest.raises(ConfigError, match="--agent-memory 200 limits the sandbox, but --agent-sandbox none has none"):
+        AgentCommand("true", sandbox="none", memory_mb=200)
+    monkeypatch.setattr(bubblewrap, "memory_groups", lambda: None)
+    with pytest.raises(ConfigError, match="--agent-memory 200 needs a memory cgroup"):
+        AgentCommand("true", memory_mb=200)
 
 
 @pytest.mark.parametrize("sandbox", SANDBOXES)

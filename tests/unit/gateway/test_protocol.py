@@ -23,6 +23,7 @@ from ludic.types import (
     EnvSpec,
     InferenceSpec,
     PolicyGone,
+    PromptTooLong,
     ProtocolSpec,
     ReturnSpec,
     Rollout,
@@ -228,6 +229,52 @@ async def test_an_agent_that_raises_fails_its_episode_and_keeps_its_calls():
     (rollout,) = await record(protocol(agent))
     assert rollout.stop is StopReason.FAILED and rollout.failure.error == "KeyError"
     assert [step.action for step in rollout.steps] == ["4"]
+
+
+async def test_with_a_failed_reward_an_error_of_the_agent_ends_its_episode_with_that_reward():
+    async def agent(task, *, base_url, api_key, model):
+        await ask(task, base_url=base_url, api_key=api_key, model=model)
+        raise KeyError("tool")
+
+    (rollout,) = await record(protocol(agent, failed_reward=-1.0))
+    assert rollout.failure is None and rollout.stop is StopReason.TERMINATED
+    call, end = rollout.steps
+    assert call.action == "4" and end.reward_components == {"env": -1.0}
+    assert end.info["agent_error"] == "KeyError: 'tool'" and rollout.meta["gateway"]["raised"] == 1
+
+
+async def test_what_is_not_the_agents_own_error_gets_no_failed_reward():
+    async def without_a_call(task):
+        raise KeyError("tool")
+
+    def model_breaks(request):
+        if "again" in str(request.prompt_text):
+            raise OSError("The server is gone.")
+        return "4"
+
+    async def asks_again(task, *, base_url, api_key, model):
+        access = {"base_url": base_url, "api_key": api_key, "model": model}
+        await ask(task, **access)
+        await ask("again", **access)
+
+    for made in (protocol(without_a_call, failed_reward=0.0), protocol(asks_again, model_breaks, failed_reward=0.0)):
+        (rollout,) = await record(made)
+        assert rollout.stop is StopReason.FAILED and not rollout.total_reward
+
+
+async def test_an_agent_that_ran_out_of_context_gets_its_failed_reward():
+    def reply(request):
+        if "again" in str(request.prompt_text):
+            raise PromptTooLong(9, 8)
+        return "4"
+
+    async def agent(task, *, base_url, api_key, model):
+        access = {"base_url": base_url, "api_key": api_key, "model": model}
+        await ask(task, **access)
+        await ask("again", **access)
+
+    (rollout,) = await record(protocol(agent, reply, failed_reward=0.0))
+    assert rollout.failure is None and "agent_error" in rollout.steps[-1].info
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])

@@ -16,7 +16,6 @@ from ludic.run.dry_run import plan_lines
 from ludic.run.folder import ResumePoint, prepare_folder
 from ludic.run.given import env_factory
 from ludic.run.model import load_policy, with_pinned_checkpoints
-from ludic.run.parts import loggers
 from ludic.run.parts.loggers import make_loggers
 from ludic.run.resolve import ResolvedRun, resolve
 from ludic.run.run import build
@@ -166,15 +165,17 @@ class FakeWandb:
 
     ids: list[str]
 
-    def __init__(self, init: dict[str, str], **settings: object) -> None:
-        self.ids.append(init["id"])
+    def __init__(self, init_kwargs: dict[str, str]) -> None:
+        self.ids.append(init_kwargs["id"])
+
+    def log(self, step, stats): ...
 
     def close(self) -> None: ...
 
 
 def test_wandb_id_is_kept_on_resume_and_new_on_restart(tmp_path, monkeypatch):
     FakeWandb.ids = []
-    monkeypatch.setattr(loggers, "WandbLogger", FakeWandb)
+    monkeypatch.setattr("ludic.training.loggers.WandbLogger", FakeWandb)
     for start in (ResumePoint(), ResumePoint(first_step=2), ResumePoint(restarts=True)):
         start_logging(tmp_path / "here", start)
     start_logging(tmp_path / "there", ResumePoint())  # a run of the same name in another place

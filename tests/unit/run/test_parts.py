@@ -1,6 +1,7 @@
 """The parts of a run, made from its settings."""
 
 import gc
+from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -275,10 +276,16 @@ def test_no_episodes_at_a_time_are_refused(name):
 
 @pytest.fixture
 def nothing_exempt():
-    """tests/conftest.py exempts what it has imported."""
+    """tests/conftest.py exempts what it has imported, and sets its own pace."""
+    thresholds, was_on = gc.get_threshold(), gc.isenabled()
     gc.unfreeze()
+    gc.set_threshold(100, 5, 5)
+    gc.enable()
     yield
     gc.freeze()
+    gc.set_threshold(*thresholds)
+    if not was_on:
+        gc.disable()
 
 
 def test_existing_objects_are_exempt_from_garbage_collection_only_inside_the_block(nothing_exempt):
@@ -297,6 +304,23 @@ def test_objects_that_the_program_has_exempted_stay_so(nothing_exempt):
     with long_lived_objects_exempt():
         assert gc.get_freeze_count() > 1000
     assert gc.get_freeze_count() > 1000
+
+
+class Loop:
+    """Refers to itself, so that only the garbage collector frees it."""
+
+    def __init__(self):
+        self.itself = self
+
+
+def test_garbage_that_lived_for_a_while_is_freed_inside_the_block(nothing_exempt):
+    program = [[] for _ in range(400_000)]  # as many objects as torch and transformers have
+    with long_lived_objects_exempt():
+        living = deque(maxlen=4_000)
+        for _ in range(40_000):
+            living.append(Loop())
+        num_loops = sum(isinstance(each, Loop) for each in gc.get_objects())
+    assert len(program) == 400_000 and num_loops < 12_000
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused():

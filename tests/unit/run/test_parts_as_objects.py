@@ -1,7 +1,10 @@
 """Parts that a script hands to `build` as objects, and what a script's command line does with a run."""
 
 import json
+import re
 import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -15,7 +18,7 @@ from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import raw_parser
 from ludic.registry import name_of
 from ludic.run import build
-from ludic.types import ConfigError, Reducer, StepOutcome
+from ludic.types import ConfigError, LudicError, Reducer, StepOutcome
 from ludic.types.errors import RunComplete
 
 SMALL = {
@@ -38,6 +41,78 @@ class Letter(SingleAgentEnv):
 
 def metrics(run) -> dict:
     return json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+LOGGERS = """
+class Kept:
+    def __init__(self, folder, config):
+        self.path, self.kept = folder / "kept.txt", [config["lr"]]
+
+    def log(self, step, stats):
+        self.kept.append(step)
+
+    def close(self):
+        self.path.write_text(str(self.kept))
+
+
+class Bare:
+    def log(self, step, stats):
+        print("bare", step)
+
+
+class Mute: ...
+"""
+
+
+def test_loggers_of_a_file_hear_every_step_beside_others(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(LOGGERS)
+    names = ("mine.py:Kept", "print", "mine.py:Bare")
+    with build(env=Letter, runs=tmp_path, **SMALL | {"logger": names, "steps": 2, "lr": 0.5}) as run:
+        run.train()
+    assert (run.folder / "kept.txt").read_text() == "[0.5, 1, 2]"
+    out = capsys.readouterr().out
+    assert "bare 2" in out and "step 2" in out
+
+
+def test_the_logger_of_the_page_sends_every_step_to_mlflow(tmp_path, monkeypatch):
+    """Tried with mlflow 3.17, too; here its functions note what they are called with."""
+    calls = []
+    mlflow = ModuleType("mlflow")
+    mlflow.start_run = lambda run_id=None, *, run_name=None: calls.append(run_name)
+    mlflow.log_metrics = lambda metrics, step=None: calls.append((step, metrics["train/step"]))
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[3] / "docs" / "ludic-train.md").read_text()
+    (tmp_path / "tracking.py").write_text(page.split("# tracking.py\n")[1].split("```")[0])
+    with build(env=Letter, runs=tmp_path, name="mine", **SMALL | {"logger": "tracking.py:MLflow"}) as run:
+        run.train()
+    assert calls == ["mine", (1, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tensorbord", "No logger named 'tensorbord'. Did you mean 'tensorboard'?"),
+        ("mine.py:Kpet", "Did you mean 'Kept'?"),
+        ("other.py:Kept", "There is no file other.py"),
+    ],
+)
+def test_a_logger_that_is_not_there_is_named_before_anything_is_loaded(tmp_path, monkeypatch, name, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(LOGGERS)
+    with pytest.raises(LudicError, match=re.escape(message)):
+        build(env=Letter, runs=tmp_path, **SMALL | {"logger": name})
+
+
+def test_a_logger_without_log_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(LOGGERS)
+    with (
+        build(env=Letter, runs=tmp_path, **SMALL | {"logger": "mine.py:Mute"}) as run,
+        pytest.raises(ConfigError, match="makes a Mute without a method log"),
+    ):
+        run.train()
 
 
 def test_a_protocol_a_source_and_reducers_are_used(tmp_path):

@@ -22,6 +22,7 @@ from ludic.inference.vllm.control import (
 from ludic.run.config.entries import at_least
 from ludic.run.config.model import Dtype, ModelSettings
 from ludic.run.folder import CHECKPOINTS, METRICS
+from ludic.tasks import long_lived_objects_exempt
 from ludic.types import ConfigError, InferenceSpec, ReturnSpec, Rollout, SamplingParams
 from ludic.types.rollout import save_rollouts
 from ludic.types.urls import PUT_LOGIN, refuse_login
@@ -214,7 +215,7 @@ async def _serve_until_stopped(
             open_ = "1 session was" if num_open == 1 else f"{num_open} sessions were"
             print("Stopped." + (f" {open_} open; their rollouts are not saved." if num_open else ""))
 
-    with files:
+    with files, long_lived_objects_exempt():
         await serve_until_stopped(serve(), hears_signals=lambda: is_training)
 
 

@@ -17,6 +17,7 @@ from ludic.run.settings import docs_of
 PARTS = {
     "target": "env", "env": "env", "agent": "agent", "tools": "tool", "context": "context", "parser": "parser",
     "protocol": "protocol", "reward": "reward", "algo": "algorithm", "filter": "filter", "curriculum": "curriculum",
+    "logger": "logger",
 }  # fmt: skip
 """Name of a flag -> the kind of registered parts that it takes (`ludic parts KIND`)."""
 

@@ -23,6 +23,7 @@ from ludic.inference.local.scheduler import Scheduler
 from ludic.inference.local.sequence import Sampled, Sequence, StopRule
 from ludic.models.experts.adapters import MergedExperts, merge_experts
 from ludic.models.weights import FiniteCheck, WeightsWatch, not_finite, shared_view
+from ludic.tasks import exempt_from_collection
 from ludic.types import EngineClosed, NotFinite, QueueFull
 
 logger = logging.getLogger(__name__)
@@ -366,8 +367,7 @@ class Worker:
         runner = self.backend.runner(view, self._settings)
         if self._on_gpu:
             # A pass of the garbage collector over torch, transformers and a model stops this thread for 0.2 s. `close` undoes it.
-            gc.collect()
-            gc.freeze()
+            exempt_from_collection()
         return runner
 
 

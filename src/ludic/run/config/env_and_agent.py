@@ -73,6 +73,9 @@ class AgentSettings:
     """Where --agent-command runs: in a sandbox without a network, or as a plain process with your rights."""
     agent_bind: tuple[Path, ...] = ()
     """Folder that a sandboxed command may read, beside the current one and this Python; may be repeated."""
+    agent_memory: int | None = None
+    """MB of memory of a sandboxed command and its children together. Default: 8192 where memory cgroups can be made (as root), else
+    64 GB of address space for each process."""
     agent_max_calls: int | None = None
     """Model calls of one episode of an agent that is a function or a command. Default: no limit."""
     agent_max_tokens: int | None = None
@@ -80,6 +83,9 @@ class AgentSettings:
     lenient: bool = False
     """Accept what such an agent asks for beyond this server, formats of the answer and forced tools, without effect
     (docs/gateway.md)."""
+    failed_reward: float | None = None
+    """Reward of an episode whose agent raised an error, or ended with another exit code than 0, after at least one answered call.
+    Default: the episode has failed and is lost (docs/gateway.md)."""
     tools: tuple[str, ...] = ()
     """Tools of the agent (`ludic parts tool`), or file.py:function."""
     agent_set: Arguments = field(default_factory=dict)
@@ -114,6 +120,7 @@ class AgentSettings:
     def __post_init__(self) -> None:
         at_least(1, max_tokens=self.max_tokens)
         at_least(1, agent_max_calls=self.agent_max_calls, agent_max_tokens=self.agent_max_tokens)
+        at_least(64, agent_memory=self.agent_memory)
         if self.agent_command is not None and (self.agent is not None or self.agent_set):
             raise ConfigError(
                 f"agent_command = {self.agent_command!r} is the whole agent; leave agent and agent_set out, or the command."

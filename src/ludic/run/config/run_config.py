@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar
 
 from ludic.run.config.entries import EnvEntry, LeagueSettings, RecordedEntry, ReplaySettings, check_name
 from ludic.run.config.env_and_agent import AgentSettings, EnvSettings
@@ -23,7 +23,6 @@ FILE_SECTIONS = frozenset({"league", "replay"})
 """Sections whose settings are no flags, like lists of tables: a file has them."""
 _OPEN_END = 2**31
 """Last step of the schedule as written; `resolve` puts the run's last step there."""
-LoggerName: TypeAlias = Literal["rich", "print", "tensorboard", "wandb", "trackio", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +33,9 @@ class RunSettings:
     """Name of the run folder. Default: env, model and algorithm."""
     runs: Path = Path("runs")
     """Where run folders are."""
-    logger: tuple[LoggerName, ...] = ("rich",)
-    """What shows progress: rich, print, tensorboard, wandb, trackio, none; several are possible. metrics.jsonl is always
-    written."""
+    logger: tuple[str, ...] = ("rich",)
+    """What shows progress, one or several: rich, print, tensorboard, wandb, trackio, or file.py:Class, called with those of folder,
+    name and config that are its parameters (docs/ludic-train.md); or none. metrics.jsonl is always written."""
 
     def __post_init__(self) -> None:
         check_name(self.name, r"[\w.+-]+(/[\w.+-]+)*")
@@ -166,7 +165,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
      "gradient_checkpointing", "offload_activations", "context_parallel", "compile", "bitwise", "eval_every",
      "eval_at_start", "eval_in_background", "eval_episodes", "eval_pass_k", "eval_data", "eval_temperature",
      "eval_concurrency", "eval_timeout_s", "redis", "episode_timeout", "env_timeout", "env_workers", "env_memory_mb",
-     "env_server", "sandbox", "actors", "max_waiting", "acknowledge", "max_restarts", "server", "control_token",
+     "env_server", "sandbox", "agent_memory", "actors", "max_waiting", "acknowledge", "max_restarts", "server", "control_token",
      "server_memory", "server_sleep", "server_hung_after", "judge_key_env", "judge_concurrency", "judge_cache", "judge_device",
      "transport"}
 )  # fmt: skip

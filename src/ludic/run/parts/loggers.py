@@ -1,21 +1,15 @@
 """What a run logs to: metrics.jsonl, and the displays and services of the settings."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+from ludic import registry
 from ludic.run.folder import METRICS, wandb_id
 from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import values_of
-from ludic.training import (
-    JSONLLogger,
-    PrintLogger,
-    RichLiveLogger,
-    TeeLogger,
-    TensorBoardLogger,
-    TrackioLogger,
-    WandbLogger,
-)
-from ludic.types import TrainingLogger
+from ludic.training import JSONLLogger, TeeLogger
+from ludic.types import ConfigError, TrainingLogger
 
 SHOWN = (
     "avg_total_reward", "reward/*", "score/*", "!reward/env", "!reward/parser", "accuracy", "mean_reward", "*_rate", "avg_turns",
@@ -42,17 +36,25 @@ def make_loggers(run: ResolvedRun, status: Callable[[], str] | None = None) -> T
     """metrics.jsonl in any case, and what was asked for; consoles also show the line that `status` returns."""
     made: list[TrainingLogger] = [JSONLLogger(run.folder / METRICS), *run.parts.loggers]
     own = [f"{'!' * k.startswith('!')}{name}/*/{k.removeprefix('!')}" for name in run.trained_names for k in SHOWN]
-    keys = own or SHOWN
+    offered = {
+        "folder": run.folder,
+        "name": run.folder.name,
+        "config": _plain_values(run),
+        "keys": own or SHOWN,
+        "total_steps": run.steps,
+        "status": status,
+        "log_dir": run.folder / "events",
+        "dir": run.folder,
+    }
     for name in run.config.run.logger:
-        if name == "rich":
-            made.append(RichLiveLogger(keys=keys, total_steps=run.steps, status=status))
-        elif name == "print":
-            made.append(PrintLogger(keys=keys, status=status))
-        elif name == "tensorboard":
-            made.append(TensorBoardLogger(run.folder / "events"))
-        elif name == "wandb":
-            identity = {"id": wandb_id(run.folder), "resume": "allow"}
-            made.append(WandbLogger(identity, name=run.folder.name, config=values_of(run.config), dir=run.folder))
-        elif name == "trackio":
-            made.append(TrackioLogger(name=run.folder.name, config=_plain_values(run)))
+        if name == "none":
+            continue
+        takes = inspect.signature(registry.loggers.spec(name).load()).parameters
+        given = {key: value for key, value in offered.items() if key in takes}
+        if name == "wandb":
+            given["init_kwargs"] = {"id": wandb_id(run.folder), "resume": "allow"}
+        found = registry.loggers.make(name, **given)
+        if not callable(getattr(found, "log", None)):
+            raise ConfigError(f"logger = {name!r} makes a {type(found).__name__} without a method log(step, stats).")
+        made.append(found)
     return TeeLogger(*made)

@@ -42,7 +42,9 @@ def outside_agent(agent: AgentSettings, parts: Parts) -> OutsideAgent | None:
     if importlib.util.find_spec("aiohttp") is None:
         raise MissingExtra("serve", "An agent that is a function or a command")
     if agent.agent_command is not None:
-        return AgentCommand(agent.agent_command, sandbox=agent.agent_sandbox, binds=agent.agent_bind)
+        return AgentCommand(
+            agent.agent_command, sandbox=agent.agent_sandbox, binds=agent.agent_bind, memory_mb=agent.agent_memory
+        )
     return AgentFunction(named_agent(agent, parts), agent.agent_set)
 
 

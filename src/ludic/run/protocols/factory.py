@@ -132,6 +132,7 @@ def _gateway_protocol(
         reward=parts.reward,
         policies=parts.policies,
         limits=SessionLimits(max_calls=agent.agent_max_calls, max_tokens=agent.agent_max_tokens),
+        failed_reward=agent.failed_reward,
         system_prompt=agent.system_prompt,
         parser=parser,
         lenient=agent.lenient,

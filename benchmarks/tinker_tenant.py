@@ -17,9 +17,11 @@ from tinker import types
 
 def be_tenant(url: str, key: str, options: argparse.Namespace) -> None:
     """Read a number of steps per line of stdin; answer each with a line of JSON."""
-    training = tinker.ServiceClient(base_url=url, api_key=key).create_lora_training_client(
-        base_model=options.model, rank=options.lora_rank, seed=0, train_unembed=False
-    ).result()
+    training = (
+        tinker.ServiceClient(base_url=url, api_key=key)
+        .create_lora_training_client(base_model=options.model, rank=options.lora_rank, seed=0, train_unembed=False)
+        .result()
+    )
     rng = np.random.default_rng(os.getpid())
     print(json.dumps({"is_ready": True}), flush=True)
     for line in sys.stdin:

@@ -117,5 +117,7 @@ def test_every_extra_ends_at_the_torch_that_is_tested_and_the_pages_install_its_
         assert not requirement.specifier.contains(f"{major}.{minor + 1}.0"), requirement
     for page in (ROOT / "README.md", ROOT / "docs" / "install.md"):
         text = page.read_text()
-        cpu = re.search(rf"pip install torch=={major}\.{minor}\.\d+ --index-url https://download.pytorch.org/whl/cpu", text)
+        cpu = re.search(
+            rf"pip install torch=={major}\.{minor}\.\d+ --index-url https://download.pytorch.org/whl/cpu", text
+        )
         assert cpu and cpu.start() < text.index("ludic-rl[train] @ git+"), page

@@ -69,7 +69,9 @@ def test_training_lowers_the_loss_and_sampler_agrees_with_trainer(client):
 
     now = training.forward(data, "cross_entropy").result()
     assert now.metrics["loss:sum"] < losses[-1]
-    scored = training.save_weights_and_get_sampling_client().result().compute_logprobs(prompt(1, 2, 3, 4, 5, 6, 7)).result()
+    scored = (
+        training.save_weights_and_get_sampling_client().result().compute_logprobs(prompt(1, 2, 3, 4, 5, 6, 7)).result()
+    )
     assert scored[0] is None
     torch.testing.assert_close(
         torch.tensor(scored[1:]), now.loss_fn_outputs[0]["logprobs"].to_torch(), rtol=1e-5, atol=1e-5

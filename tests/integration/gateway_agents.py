@@ -3,6 +3,7 @@
 Every agent asks a model about the weather with two tools, until the model answers without calling one, and returns that answer.
 """
 
+import inspect
 import json
 import os
 from collections.abc import AsyncIterable, Awaitable, Callable
@@ -14,16 +15,21 @@ os.environ["LANGSMITH_TRACING"] = "false"
 
 import agents
 from anthropic import AsyncAnthropic
+from anthropic.types.beta import BetaUserMessageParam
 from langchain_anthropic import ChatAnthropic
 from langchain_openai import ChatOpenAI
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 from openai import AsyncOpenAI
 from pydantic_ai import Agent
+from pydantic_ai.models import anthropic as pydantic_anthropic
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
+
+# pydantic-ai was written for anthropic 1, whose type this was; now it is a union of types.
+pydantic_anthropic.BetaMessageParam = BetaUserMessageParam
 
 SYSTEM = "You know the weather."
 QUESTION = "Where is it warmer: Zürich or Rome?"
@@ -392,6 +398,9 @@ async def pydantic_ai_responses(ask: Ask) -> str:
 @agent
 async def pydantic_ai_anthropic(ask: Ask) -> str:
     async with ask.anthropic() as client:
+        create = client.beta.messages.create
+        known = inspect.signature(create).parameters  # anthropic 2 has fewer; those that are gone were not set
+        client.beta.messages.create = lambda **given: create(**{k: v for k, v in given.items() if k in known})
         return await pydantic_loop(ask, AnthropicModel(ask.model, provider=AnthropicProvider(anthropic_client=client)))
 
 

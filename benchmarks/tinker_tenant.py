@@ -17,8 +17,10 @@ from tinker import types
 
 def be_tenant(url: str, key: str, options: argparse.Namespace) -> None:
     """Read a number of steps per line of stdin; answer each with a line of JSON."""
-    training = tinker.ServiceClient(base_url=url, api_key=key).create_lora_training_client(
-        base_model=options.model, rank=options.lora_rank, seed=0, train_unembed=False
+    training = (
+        tinker.ServiceClient(base_url=url, api_key=key)
+        .create_lora_training_client(base_model=options.model, rank=options.lora_rank, seed=0, train_unembed=False)
+        .result()
     )
     rng = np.random.default_rng(os.getpid())
     print(json.dumps({"is_ready": True}), flush=True)
@@ -30,7 +32,7 @@ def be_tenant(url: str, key: str, options: argparse.Namespace) -> None:
 
 def tenant_step(training: Any, rng: np.random.Generator, options: argparse.Namespace) -> dict[str, float]:
     started = time.perf_counter()
-    sampling = training.save_weights_and_get_sampling_client()
+    sampling = training.save_weights_and_get_sampling_client().result()
     published = time.perf_counter()
     prompts = [
         types.ModelInput.from_ints(rng.integers(0, 256, options.prompt_tokens).tolist()) for _ in range(options.prompts)

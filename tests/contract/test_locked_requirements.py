@@ -104,3 +104,20 @@ def test_make_installs_from_the_locks_when_asked_and_ci_asks():
     assert "--require-hashes" in makefile and "$(HASHED) -r requirements/main.txt" in makefile
     assert "$(HASHED) -r requirements/vllm.txt" in makefile
     assert "--no-deps --no-build-isolation -e . $(ENVIRONMENTS)" in makefile
+
+
+def test_every_extra_ends_at_the_torch_that_is_tested_and_the_pages_install_its_cpu_build_first():
+    (tested,) = re.findall(r"^torch==(\d+)\.(\d+)\.\d+$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+    major, minor = map(int, tested)
+    extras = [Requirement(text) for texts in PROJECT["project"]["optional-dependencies"].values() for text in texts]
+    asked = [requirement for requirement in extras if requirement.name == "torch"]
+    assert asked
+    for requirement in asked:
+        assert requirement.specifier.contains(f"{major}.{minor}.9"), requirement
+        assert not requirement.specifier.contains(f"{major}.{minor + 1}.0"), requirement
+    for page in (ROOT / "README.md", ROOT / "docs" / "install.md"):
+        text = page.read_text()
+        cpu = re.search(
+            rf"pip install torch=={major}\.{minor}\.\d+ --index-url https://download.pytorch.org/whl/cpu", text
+        )
+        assert cpu and cpu.start() < text.index("ludic-rl[train] @ git+"), page

@@ -28,7 +28,7 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
-# The last pydantic-ai that takes openai 2 was written for anthropic 1, whose type this was; now it is a union of types.
+# pydantic-ai was written for anthropic 1, whose type this was; now it is a union of types.
 pydantic_anthropic.BetaMessageParam = BetaUserMessageParam
 
 SYSTEM = "You know the weather."

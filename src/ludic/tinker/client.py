@@ -167,7 +167,7 @@ class TinkerChatClient:
         max_context = context_length(service, config)
         with tinker_errors(f"sample from {model_path or config.base_model}", config):
             base_model = config.base_model if model_path is None else None
-            sampler = service.create_sampling_client(model_path=model_path, base_model=base_model)
+            sampler = service.create_sampling_client(model_path=model_path, base_model=base_model).result()
         return cls(sampler, tokenizer or sampler.get_tokenizer(), max_context=max_context, service=service)
 
     # --- completions ---

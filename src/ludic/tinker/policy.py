@@ -64,7 +64,7 @@ class TinkerPolicy:
                 train_mlp=config.train_mlp,
                 train_attn=config.train_attn,
                 train_unembed=config.train_unembed,
-            )
+            ).result()
             self.tokenizer = tokenizer if tokenizer is not None else self._run.get_tokenizer()
         self.client = TinkerChatClient(self._new_sampler(), self.tokenizer, version=0, max_context=max_context)
 
@@ -96,7 +96,7 @@ class TinkerPolicy:
 
     def _new_sampler(self) -> Any:
         with tinker_errors("serve the newest weights"):
-            return self._run.save_weights_and_get_sampling_client()
+            return self._run.save_weights_and_get_sampling_client().result()
 
     def save_state(self, name: str) -> str:
         """Save weights and optimizer at the service; returns their tinker:// path. The same name replaces."""
@@ -107,7 +107,7 @@ class TinkerPolicy:
     def load_state(self, path: str) -> None:
         """Continue from a saved state in a new training run; `publish` before sampling."""
         with tinker_errors(f"load {path}", self.config):
-            self._run = self._service.create_training_client_from_state_with_optimizer(path)
+            self._run = self._service.create_training_client_from_state_with_optimizer(path).result()
 
     def save_for_sampling(self, name: str) -> str:
         """Save weights alone, for `TinkerChatClient.connect(model_path=…)`."""

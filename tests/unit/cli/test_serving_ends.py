@@ -64,7 +64,7 @@ def from_gateway(server: Server) -> None:
 
 
 def from_tinker(server: Server) -> None:
-    session = server.ask("/api/v1/create_session", {"tags": [], "sdk_version": "0.36.0"})["session_id"]
+    session = server.ask("/api/v1/create_session", {"tags": [], "sdk_version": "0.38.0"})["session_id"]
     sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
     sampler = server.ask("/api/v1/create_sampling_session", sampler)["sampling_session_id"]
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}

@@ -40,7 +40,7 @@ POLL_S = 30.0
 """How long a client that asks for a result is kept waiting; the SDK gives up after 45 s."""
 SWEEP_S = 15.0
 OLDEST_SDK = (0, 22)
-"""The first version whose training data is protobuf. Tested: 0.22.7, 0.24.1, 0.27.2, 0.30.4, 0.33.1, 0.35.0 and 0.36.0."""
+"""The first version whose training data is protobuf. Tested: 0.22.7, 0.24.1, 0.27.2, 0.30.4, 0.33.1, 0.35.0, 0.36.0 and 0.38.0."""
 _API = "/api/v1"
 _OPEN = {f"{_API}/healthz", rest.DOWNLOAD}
 """Endpoints that need no key."""

@@ -49,12 +49,14 @@ def service(server: RunningServer) -> Iterator[tinker.ServiceClient]:
 @pytest.fixture(scope="module")
 def run(service: tinker.ServiceClient) -> tinker.TrainingClient:
     """A run with one step, a state and sampler weights."""
-    training = service.create_lora_training_client(base_model=NAME, rank=4, seed=1, user_metadata={"name": "first"})
+    training = service.create_lora_training_client(
+        base_model=NAME, rank=4, seed=1, user_metadata={"name": "first"}
+    ).result()
     training.forward_backward([datum(weights=1.0)], "cross_entropy")
     training.optim_step(types.AdamParams(learning_rate=0.01)).result()
     training.save_state("one", user_metadata={"k": "v"}).result()
     training.save_weights_for_sampler("final").result()
-    training.save_weights_and_get_sampling_client()
+    training.save_weights_and_get_sampling_client().result()
     return training
 
 

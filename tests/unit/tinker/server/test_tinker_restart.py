@@ -109,7 +109,7 @@ class Loop:
     """Steps of supervised training; `disturb` is called between the calls of the SDK with the name of the place."""
 
     def __init__(self, client: tinker.ServiceClient, disturb: Callable[[str], None] = lambda place: None) -> None:
-        self.training = client.create_lora_training_client(base_model=NAME, rank=4, seed=7)
+        self.training = client.create_lora_training_client(base_model=NAME, rank=4, seed=7).result()
         disturb("created")
         self.losses = []
         for step in range(STEPS):
@@ -182,12 +182,12 @@ def test_samplers_survive_and_lost_samples_are_drawn_again(
     server: Server, client: tinker.ServiceClient, undisturbed: Loop
 ):
     """Of a training run directly, of named weights, and of the base model."""
-    unnamed = undisturbed.training.save_weights_and_get_sampling_client()
+    unnamed = undisturbed.training.save_weights_and_get_sampling_client().result()
     path = undisturbed.training.save_weights_for_sampler("named").result().path
     samplers = [
         unnamed,
-        client.create_sampling_client(model_path=path),
-        client.create_sampling_client(base_model=NAME),
+        client.create_sampling_client(model_path=path).result(),
+        client.create_sampling_client(base_model=NAME).result(),
     ]
 
     def sample() -> list[Any]:

@@ -35,7 +35,7 @@ def client(server: RunningServer) -> Iterator[tinker.ServiceClient]:
 @pytest.fixture(scope="module")
 def trained(client: tinker.ServiceClient) -> tinker.TrainingClient:
     """A run whose adapter is no longer zero; tests do not change it."""
-    training = client.create_lora_training_client(NAME, rank=4, seed=3)
+    training = client.create_lora_training_client(NAME, rank=4, seed=3).result()
     training.forward_backward([datum(weights=1.0)], "cross_entropy")
     training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
     return training
@@ -43,7 +43,7 @@ def trained(client: tinker.ServiceClient) -> tinker.TrainingClient:
 
 @pytest.fixture(scope="module")
 def sampler(trained: tinker.TrainingClient) -> tinker.SamplingClient:
-    return trained.save_weights_and_get_sampling_client()
+    return trained.save_weights_and_get_sampling_client().result()
 
 
 def logps_of(training: tinker.TrainingClient, *data: types.Datum) -> list[torch.Tensor]:
@@ -55,7 +55,7 @@ def logps_of(training: tinker.TrainingClient, *data: types.Datum) -> list[torch.
 
 
 def test_training_lowers_the_loss_and_sampler_agrees_with_trainer(client):
-    training = client.create_lora_training_client(NAME, rank=4, seed=1)
+    training = client.create_lora_training_client(NAME, rank=4, seed=1).result()
     data = [datum(weights=1.0), datum(start=9, length=4, weights=1.0)]
     losses = []
     for _ in range(4):
@@ -69,7 +69,9 @@ def test_training_lowers_the_loss_and_sampler_agrees_with_trainer(client):
 
     now = training.forward(data, "cross_entropy").result()
     assert now.metrics["loss:sum"] < losses[-1]
-    scored = training.save_weights_and_get_sampling_client().compute_logprobs(prompt(1, 2, 3, 4, 5, 6, 7)).result()
+    scored = (
+        training.save_weights_and_get_sampling_client().result().compute_logprobs(prompt(1, 2, 3, 4, 5, 6, 7)).result()
+    )
     assert scored[0] is None
     torch.testing.assert_close(
         torch.tensor(scored[1:]), now.loss_fn_outputs[0]["logprobs"].to_torch(), rtol=1e-5, atol=1e-5
@@ -101,7 +103,7 @@ def test_losses_are_those_of_their_formulas(trained, loss, config):
 
 
 def test_forward_backward_custom_has_the_gradient_of_its_loss(client):
-    plain, custom = (client.create_lora_training_client(NAME, rank=4, seed=2) for _ in range(2))
+    plain, custom = (client.create_lora_training_client(NAME, rank=4, seed=2).result() for _ in range(2))
     data = [datum(weights=2.0), datum(start=20, length=3, weights=2.0)]
 
     def doubled(data: Any, logprobs: Any) -> Any:
@@ -138,7 +140,7 @@ def test_large_request_arrives_in_parts_and_is_one_gradient(server):
     """The SDK sends the parts at once, the first one last; here each has two rows."""
     data = [datum(start=n, length=2 + n % 3, weights=1.0) for n in range(1, 8)]
     with server.client(fwdbwd_max_chunk_len=2) as parts, server.client() as whole:
-        runs = [made.create_lora_training_client(NAME, rank=4, seed=5) for made in (parts, whole)]
+        runs = [made.create_lora_training_client(NAME, rank=4, seed=5).result() for made in (parts, whole)]
         losses = [run.forward_backward(data, "cross_entropy").result() for run in runs]
         assert losses[0].metrics["loss:sum"] == pytest.approx(losses[1].metrics["loss:sum"], rel=1e-5)
         norms = [run.optim_step(types.AdamParams()).result().metrics["unclipped_grad_l2:mean"] for run in runs]
@@ -177,7 +179,7 @@ def test_a_client_that_sends_telemetry_trains_as_others_do(monkeypatch):
 
     monkeypatch.setattr(app._Server, "telemetry", watched)
     with RunningServer() as own, own.client() as sending:
-        training = sending.create_lora_training_client(NAME, rank=4, seed=1)
+        training = sending.create_lora_training_client(NAME, rank=4, seed=1).result()
         training.forward_backward([datum(weights=1.0)], "cross_entropy").result()
         training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
         assert all(bool(logps.isfinite().all()) for logps in logps_of(training, datum(weights=1.0)))
@@ -186,7 +188,7 @@ def test_a_client_that_sends_telemetry_trains_as_others_do(monkeypatch):
 
 def test_unknown_base_model_is_refused_by_name(client):
     with pytest.raises(tinker.BadRequestError, match="This server has tiny"):
-        client.create_lora_training_client("Qwen/Qwen3-8B")
+        client.create_lora_training_client("Qwen/Qwen3-8B").result()
 
 
 def test_info_names_model_and_rank(client, trained):
@@ -278,8 +280,8 @@ def test_too_long_prompt_is_refused(sampler):
 
 
 def test_base_model_is_sampled_without_an_adapter(client, sampler):
-    base = client.create_sampling_client(base_model=NAME)
-    new = client.create_lora_training_client(NAME, rank=2).save_weights_and_get_sampling_client()
+    base = client.create_sampling_client(base_model=NAME).result()
+    new = client.create_lora_training_client(NAME, rank=2).result().save_weights_and_get_sampling_client().result()
     scored = [own.compute_logprobs(prompt(1, 2, 3, 4)).result()[1:] for own in (base, new, sampler)]
     assert scored[0] == pytest.approx(scored[1], abs=1e-6), "a new adapter changes nothing"
     assert max(abs(a - b) for a, b in zip(scored[0], scored[2], strict=True)) > 1e-2
@@ -288,10 +290,10 @@ def test_base_model_is_sampled_without_an_adapter(client, sampler):
 
 def test_poller_of_a_sampling_session_delivers_every_result(server, client):
     settings = types.SamplingParams(max_tokens=2, temperature=0.0)
-    alone = client.create_sampling_client(base_model=NAME)
+    alone = client.create_sampling_client(base_model=NAME).result()
     expected = [alone.sample(prompt(1, n), 1, settings).result().sequences[0].tokens for n in range(1, 13)]
     with server.client(sample_use_retrieve_futures=True) as made:
-        base = made.create_sampling_client(base_model=NAME)
+        base = made.create_sampling_client(base_model=NAME).result()
         answers = [base.sample(prompt(1, n), 1, settings) for n in range(1, 13)]
         assert [answer.result().sequences[0].tokens for answer in answers] == expected
         assert len({tuple(tokens) for tokens in expected}) > 1, "or a result of another request would not be noticed"
@@ -350,18 +352,18 @@ def test_state_continues_with_and_without_its_optimizer(server, is_one_request):
         return logps_of(run, *data)
 
     with server.client(create_model_via_load_weights=is_one_request) as made:
-        first = made.create_lora_training_client(NAME, rank=4, seed=1, train_mlp=False)
+        first = made.create_lora_training_client(NAME, rank=4, seed=1, train_mlp=False).result()
         train(first)
         train(first)
         path = first.save_state("two").result().path
         at_save = logps_of(first, *data)
         went_on = train(first)
 
-        same = made.create_training_client_from_state_with_optimizer(path)
+        same = made.create_training_client_from_state_with_optimizer(path).result()
         torch.testing.assert_close(logps_of(same, *data), at_save, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(train(same), went_on, rtol=1e-5, atol=1e-5)
 
-        weights_only = made.create_training_client_from_state(path)
+        weights_only = made.create_training_client_from_state(path).result()
         torch.testing.assert_close(logps_of(weights_only, *data), at_save, rtol=1e-6, atol=1e-6)
         assert (train(weights_only)[0] - went_on[0]).abs().max() > 1e-4
 
@@ -369,19 +371,19 @@ def test_state_continues_with_and_without_its_optimizer(server, is_one_request):
             first.save_state("two").result()
         assert first.save_state("two", overwrite=True).result().path == path
         torch.testing.assert_close(
-            logps_of(made.create_training_client_from_state(path), *data), went_on, rtol=1e-6, atol=1e-6
+            logps_of(made.create_training_client_from_state(path).result(), *data), went_on, rtol=1e-6, atol=1e-6
         )
 
 
 def test_named_sampler_weights_stay_as_they_were_saved(client):
-    run = client.create_lora_training_client(NAME, rank=4, seed=1)
+    run = client.create_lora_training_client(NAME, rank=4, seed=1).result()
     path = run.save_weights_for_sampler("zero").result().path
     assert path == f"tinker://{run.model_id}/sampler_weights/zero"
     run.forward_backward([datum(weights=1.0)], "cross_entropy")
     run.optim_step(types.AdamParams(learning_rate=1e-1)).result()
     state = run.save_state("one").result().path
     base, zero, one = (
-        client.create_sampling_client(**where).compute_logprobs(prompt(1, 2, 3, 4)).result()[1:]
+        client.create_sampling_client(**where).result().compute_logprobs(prompt(1, 2, 3, 4)).result()[1:]
         for where in ({"base_model": NAME}, {"model_path": path}, {"model_path": state})
     )
     assert zero == pytest.approx(base, abs=1e-6)

@@ -178,12 +178,12 @@ def test_nothing_of_one_tenant_exists_for_another(server, raw, run):
 def test_two_tenants_at_once_train_as_each_does_alone(server):
     def train(key: str, start: int) -> torch.Tensor:
         with server.client(key) as client:
-            training = client.create_lora_training_client(NAME, rank=4, seed=start)
+            training = client.create_lora_training_client(NAME, rank=4, seed=start).result()
             data = [datum(start=start, length=3 + n, weights=1.0) for n in range(4)]
             for _ in range(5):
                 training.forward_backward(data, "cross_entropy").result()
                 training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
-            sampler = training.save_weights_and_get_sampling_client()
+            sampler = training.save_weights_and_get_sampling_client().result()
             return torch.tensor(sampler.compute_logprobs(prompt(*range(start, start + 6))).result()[1:])
 
     plans = [(ANNA, 1), (BERT, 40)]
@@ -202,17 +202,17 @@ def test_two_tenants_at_once_train_as_each_does_alone(server):
 
 def test_diverged_weights_of_one_tenant_leave_another_alone(server):
     with server.client(ANNA) as anna, server.client(BERT) as bert:
-        broken = anna.create_lora_training_client(NAME, rank=2, seed=1)
+        broken = anna.create_lora_training_client(NAME, rank=2, seed=1).result()
         broken.forward_backward([datum(weights=1.0)], "cross_entropy")
         broken.optim_step(types.AdamParams(learning_rate=1e38)).result()
-        healthy = bert.create_lora_training_client(NAME, rank=2, seed=1)
+        healthy = bert.create_lora_training_client(NAME, rank=2, seed=1).result()
         before = healthy.forward([datum(weights=1.0)], "cross_entropy").result().metrics["loss:sum"]
         passes = [run.forward_backward([datum(weights=1.0)], "cross_entropy") for run in (broken, healthy)]
         assert passes[1].result().metrics["loss:sum"] == pytest.approx(before, rel=1e-5)
         with pytest.raises(tinker.RequestFailedError, match="not finite"):
             broken.optim_step(types.AdamParams()).result()
         healthy.optim_step(types.AdamParams(learning_rate=1e-2)).result()
-        samplers = [run.save_weights_and_get_sampling_client() for run in (broken, healthy)]
+        samplers = [run.save_weights_and_get_sampling_client().result() for run in (broken, healthy)]
         samples = [own.sample(prompt(1, 2), 1, types.SamplingParams(max_tokens=3, stop=[])) for own in samplers]
         assert len(samples[1].result().sequences[0].tokens) == 3
         with pytest.raises(tinker.RequestFailedError, match="not finite"):
@@ -225,15 +225,15 @@ def test_diverged_weights_of_one_tenant_leave_another_alone(server):
 def test_run_and_rank_limits_say_what_is_allowed(server):
     with server.client(BERT) as client:
         with pytest.raises(tinker.BadRequestError, match="this server allows 8"):
-            client.create_lora_training_client(NAME, rank=16)
+            client.create_lora_training_client(NAME, rank=16).result()
         for _ in range(4):
-            client.create_lora_training_client(NAME, rank=1)
+            client.create_lora_training_client(NAME, rank=1).result()
         with pytest.raises(tinker.PermissionDeniedError, match="4 training runs open"):
-            client.create_lora_training_client(NAME, rank=1)
+            client.create_lora_training_client(NAME, rank=1).result()
         with server.client(ANNA) as other:
-            other.create_lora_training_client(NAME, rank=1)
+            other.create_lora_training_client(NAME, rank=1).result()
     with server.client(BERT) as client:  # the session has ended, and its runs with it
-        client.create_lora_training_client(NAME, rank=1)
+        client.create_lora_training_client(NAME, rank=1).result()
 
 
 def test_too_many_waiting_requests_are_sent_again_later(raw, run):
@@ -251,15 +251,15 @@ def test_too_many_waiting_requests_are_sent_again_later(raw, run):
 
 def test_sdk_gets_all_results_though_few_requests_may_wait(server):
     with server.client(ANNA) as client:
-        sampler = client.create_sampling_client(base_model=NAME)
+        sampler = client.create_sampling_client(base_model=NAME).result()
         answers = [sampler.sample(prompt(1, n), 1, types.SamplingParams(max_tokens=1)) for n in range(1, 7)]
         assert [len(answer.result().sequences) for answer in answers] == [1] * 6
 
 
 def test_oldest_unnamed_sampler_weights_are_forgotten(server):
     with server.client(ANNA) as client:
-        training = client.create_lora_training_client(NAME, rank=1)
-        samplers = [training.save_weights_and_get_sampling_client() for _ in range(3)]
+        training = client.create_lora_training_client(NAME, rank=1).result()
+        samplers = [training.save_weights_and_get_sampling_client().result() for _ in range(3)]
         assert len(samplers[2].compute_logprobs(prompt(1, 2)).result()) == 2
         with pytest.raises(tinker.RequestFailedError, match="no checkpoint"):
             samplers[0].compute_logprobs(prompt(1, 2)).result()

@@ -15,7 +15,7 @@ import time
 import torch
 
 from ludic.inference.local import LocalEngine
-from ludic.models.tiny import make_tiny
+from ludic.models.loading import make_tiny
 from ludic.types import ReturnSpec, SamplingParams, TokenCompletionRequest
 
 

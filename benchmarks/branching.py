@@ -31,8 +31,8 @@ from ludic.envs import SingleAgentEnv
 from ludic.inference import HFChatTemplate, ScriptedClient
 from ludic.inference.templates.tool_calls import HermesToolParser
 from ludic.interaction import SingleAgentProtocol
+from ludic.models.loading import tiny_llama, word_tokenizer
 from ludic.models.prefix_tree import TokenTree
-from ludic.models.tiny import tiny_llama, word_tokenizer
 from ludic.parsers import raw_parser
 from ludic.run import build
 from ludic.types import InferenceSpec, Info, Rollout, SamplingParams, StepOutcome, derive_seed, save_rollouts

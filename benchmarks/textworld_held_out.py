@@ -29,7 +29,7 @@ from ludic.envs import DatasetQAEnv
 from ludic.envs.adapters.textworld import TextWorldEnv
 from ludic.inference import HFChatTemplate, ScriptedClient
 from ludic.interaction import SingleAgentProtocol
-from ludic.models.tiny import tiny_llama, word_tokenizer
+from ludic.models.loading import tiny_llama, word_tokenizer
 from ludic.parsers import raw_parser
 from ludic.types import Info, Observation, Rollout, load_rollouts, save_rollouts
 

@@ -32,7 +32,7 @@ from engine_gpu import SHAPES, append_record, config_of, plain_config
 from grpo_step import OurStep
 from machine import ON_GPU, commit, hardware
 
-from ludic.models.tiny import character_tokenizer
+from ludic.models.loading import character_tokenizer
 from ludic.run.config.model import ModelSettings
 from ludic.run.model import load_policy
 

@@ -152,7 +152,7 @@ def stored_answers() -> Iterator[str]:
 def real_server() -> Iterator[tuple[str, int]]:
     """A tiny Llama on vLLM: (address, vocabulary)."""
     from ludic.inference.vllm_server import start_vllm_server, wait_for_vllm_health
-    from ludic.models.tiny import character_tokenizer, tiny_llama
+    from ludic.models.loading import character_tokenizer, tiny_llama
 
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = character_tokenizer()

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from ludic.cli.script import ScriptFlags, parse_script, run_script, train_script
 from ludic.envs import SingleAgentEnv
-from ludic.models.tiny import tiny_llama, word_tokenizer
+from ludic.models.loading import tiny_llama, word_tokenizer
 from ludic.run import Run, RunConfig, build
 from ludic.types import StepOutcome
 

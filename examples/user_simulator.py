@@ -30,7 +30,7 @@ from ludic.envs.dialogue import ASSISTANT, USER, DialogueEnv
 from ludic.inference import HFChatTemplate, ScriptedClient
 from ludic.inference.local import LocalEngine
 from ludic.interaction import Policies
-from ludic.models.tiny import tiny_llama, word_tokenizer
+from ludic.models.loading import tiny_llama, word_tokenizer
 from ludic.parsers import ParseResult
 from ludic.training import Trainer, TrainerConfig, make_grpo, train_policies
 from ludic.types import ChatClient, InferenceSpec, ReturnSpec, SamplingParams, TokenCompletionRequest

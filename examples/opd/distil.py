@@ -31,9 +31,8 @@ from ludic.distributed import SharedWeightsPublisher
 from ludic.envs import SingleAgentEnv
 from ludic.inference import HFChatTemplate, LocalTeacher, tokenizer_fingerprint
 from ludic.inference.local import LocalEngine
-from ludic.models.loading import LoadedModel, load_model
+from ludic.models.loading import LoadedModel, character_tokenizer, load_model, tiny_llama
 from ludic.models.teacher_kl import KLDirection, VocabularyKL
-from ludic.models.tiny import character_tokenizer, tiny_llama
 from ludic.run import build
 from ludic.run.parts.algorithm import make_algorithm
 from ludic.run.parts.episodes import make_episode_setup

@@ -23,7 +23,7 @@ from ludic.context import SlidingWindow
 from ludic.envs.key_door import MOVES, KeyDoorEnv
 from ludic.inference import HFChatTemplate, ScriptedClient
 from ludic.interaction import SingleAgentProtocol
-from ludic.models.tiny import character_tokenizer
+from ludic.models.loading import character_tokenizer
 from ludic.parsers import ParseResult
 from ludic.training import RLAlgorithm, TurnLeaveOneOutReturn, make_grpo
 from ludic.types import ConfigError, Rollout, derive_seed, save_rollouts

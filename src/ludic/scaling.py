@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from ludic.types import ConfigError
-from ludic.types.parsing import parse_json
+from ludic.types.files import parse_json
 
 Precision: TypeAlias = Literal["bf16", "fp32"]
 WIDTHS: dict[str, int] = {"bf16": 2, "fp32": 4}

@@ -7,6 +7,8 @@ import pytest
 
 from tests.contract.pages import BLOCK, DOCS, run
 
+pytestmark = pytest.mark.slow
+
 PAGE = (DOCS / "cookbook.md").read_text()
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from tests import forked
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parents[1]
 OF_THE_TIER = re.compile(r"mark\.extended|from tests\.extended import .*\bcases\b")
 COVERED_BY = re.compile(r'covered_by="(tests/[^:"]+)::')

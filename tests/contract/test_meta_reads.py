@@ -8,6 +8,10 @@ import ast
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2] / "src" / "ludic"
 METAS = {"meta", "request_meta", "metas"}
 READING_METHODS = {"get", "pop", "setdefault"}

@@ -8,6 +8,8 @@ import ludic.minimal
 from ludic.minimal import GRPOConfig
 from tests.contract.pages import BLOCK, DOCS, run
 
+pytestmark = pytest.mark.slow
+
 PAGE = (DOCS / "minimal.md").read_text()
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 

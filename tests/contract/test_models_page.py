@@ -5,6 +5,8 @@ import pytest
 from scripts.model_table import COLUMNS, PAGE, PUSHED, VLLM, page, support
 from tests.tiny_families import FAMILIES
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_page_is_what_the_script_writes():
     assert PAGE.read_text() == page(), "run: PYTHONPATH=src:. python scripts/model_table.py"

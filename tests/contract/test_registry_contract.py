@@ -13,6 +13,8 @@ from ludic.envs import check_env
 from ludic.registry import EntrySpec
 from ludic.types import MissingPackage
 
+pytestmark = pytest.mark.slow
+
 PAGES = Path(__file__).parents[2] / "docs" / "envs"
 PACKAGED = [(kind, id) for kind, entries in PACKAGES.items() for id in sorted(entries)]
 ENVS = sorted([*BUILTINS["env"], *PACKAGES["env"]])

@@ -10,6 +10,8 @@ import pytest
 
 from ludic.types.errors import DISTRIBUTION, MissingExtra
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()

@@ -10,12 +10,14 @@ import pytest
 
 pytest.importorskip("tinker", reason="the extra 'tinker' is not installed")
 
-from ludic.models.tiny import character_tokenizer, tiny_llama
+from ludic.models.loading import character_tokenizer, tiny_llama
 from ludic.tinker.server.sampling_requests import Offer
 from tests.chat_templates import make_tokenizer
 from tests.contract.pages import DOCS
 from tests.tinker_fake import FakeTinker
 from tests.unit.tinker.server.running import KEY, RunningServer
+
+pytestmark = pytest.mark.slow
 
 PAGE = (DOCS / "tinker.md").read_text()
 LIBRARY, MINIMAL = (DOCS / name for name in re.findall(r"\((\.\./examples/tinker_service/\w+\.py)\)", PAGE))

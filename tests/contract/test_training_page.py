@@ -14,6 +14,8 @@ from ludic.training.algorithms import __all__ as algorithms
 from ludic.training.metric_names import METRICS
 from tests.contract.pages import BLOCK, DOCS, run
 
+pytestmark = pytest.mark.slow
+
 PAGE = (DOCS / "training.md").read_text()
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 

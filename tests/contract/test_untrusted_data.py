@@ -14,6 +14,8 @@ from ludic.models.loading import load_model
 from ludic.types import ConfigError
 from tests.unit.inference.local.tiny_models import new_model
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(
     file for folder in ("src", "examples", "environments", "scripts") for file in (ROOT / folder).rglob("*.py")

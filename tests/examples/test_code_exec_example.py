@@ -26,7 +26,7 @@ def block(code: str) -> str:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    from ludic.models.tiny import tiny_llama, word_tokenizer
+    from ludic.models.loading import tiny_llama, word_tokenizer
 
     words = [block("print(input())"), block("print(2 * int(input()))"), block("print("), "hello"]
     folder = tmp_path_factory.mktemp("models") / "programmer"

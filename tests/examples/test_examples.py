@@ -58,7 +58,7 @@ def metrics(out: Path) -> list[dict]:
 
 
 def save_tiny(words: list[str], folder: Path) -> Path:
-    from ludic.models.tiny import tiny_llama, word_tokenizer
+    from ludic.models.loading import tiny_llama, word_tokenizer
 
     tokenizer = word_tokenizer(words)
     tokenizer.save_pretrained(folder)

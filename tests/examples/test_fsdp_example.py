@@ -70,7 +70,7 @@ def test_two_processes_train_evaluate_and_write_a_model(trained):
 def test_the_written_model_is_the_trained_one(trained):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from ludic.models.tiny import tiny_llama
+    from ludic.models.loading import tiny_llama
 
     out, _ = trained
     folder = out / "model_step_000002"

@@ -31,7 +31,7 @@ def start(program: ModuleType, *arguments: object) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    from ludic.models.tiny import tiny_llama, word_tokenizer
+    from ludic.models.loading import tiny_llama, word_tokenizer
 
     folder = tmp_path_factory.mktemp("models") / "solver"
     tokenizer = word_tokenizer(WORDS)

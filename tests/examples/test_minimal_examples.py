@@ -49,7 +49,7 @@ def rows_of(run_dir: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def solver(tmp_path_factory) -> Path:
-    from ludic.models.tiny import tiny_llama, word_tokenizer
+    from ludic.models.loading import tiny_llama, word_tokenizer
 
     folder = tmp_path_factory.mktemp("models") / "solver"
     tokenizer = word_tokenizer(WORDS)

@@ -27,7 +27,7 @@ def called(name: str, **arguments: str) -> str:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     """It has never learned anything, but all that it can say are calls, answers and a few words."""
-    from ludic.models.tiny import tiny_llama, word_tokenizer
+    from ludic.models.loading import tiny_llama, word_tokenizer
 
     words = [
         "<answer>Paris</answer>", "<answer>blue</answer>", called("search", query="Ada"), called("search", query="Paris"),

@@ -13,7 +13,7 @@ pytest.importorskip("tinker_cookbook", reason="tinker-cookbook is not installed 
 pytest.importorskip("chz", reason="the extra 'cookbook' is not installed")
 pytest.importorskip("pylatexenc", reason="the extra 'cookbook' is not installed")
 
-from ludic.models.tiny import tiny_llama
+from ludic.models.loading import tiny_llama
 from tests import forked
 from tests.chat_templates import make_tokenizer
 

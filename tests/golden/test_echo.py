@@ -13,6 +13,8 @@ from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SAWItem
 from tests.unit.inference.local.tiny_models import new_model
 from tests.unit.training.bandit import hand_trainer
 
+pytestmark = pytest.mark.slow
+
 near = pytest.approx
 
 

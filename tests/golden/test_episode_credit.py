@@ -24,6 +24,8 @@ from ludic.training.credit_assignment import (
 from ludic.types import FollowsDrift, Rollout, StopReason
 from tests.unit.training.hand_made import failed, rollout, session
 
+pytestmark = pytest.mark.slow
+
 near = pytest.approx
 GRPO = GroupNormalizedReturn(3, normalize_adv=True)
 

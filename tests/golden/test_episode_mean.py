@@ -26,6 +26,8 @@ from ludic.training.losses import (
 from ludic.types import SAWItem
 from tests.unit.training.samples import random_items
 
+pytestmark = pytest.mark.slow
+
 EPISODE_MEAN = Reduction("episode_mean")
 TOKEN_LOSSES = [TokenClippedSurrogateLoss, CISPOLoss, MaskedCausalLMCrossEntropyLoss]
 SAMPLE_LOSSES = [ClippedSurrogateLoss, GMPOLoss]

@@ -8,6 +8,8 @@ import pytest
 
 from ludic.envs.math_grading import is_equivalent
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("math_verify", reason="the math extra is not installed")
 
 PAIRS = [json.loads(line) for line in Path(__file__).with_name("math_pairs.jsonl").read_text("utf-8").splitlines()]

@@ -23,6 +23,8 @@ from ludic.types import ConfigError, SampleOrigin, SAWBatch, SAWItem
 from tests.unit.inference.local.tiny_models import new_model
 from tests.unit.training.bandit import hand_trainer, tiny_llama
 
+pytestmark = pytest.mark.slow
+
 near = pytest.approx
 
 

@@ -29,6 +29,8 @@ from ludic.types import (
 from tests.unit.inference.local.tiny_models import make_engine, new_model
 from tests.unit.training.samples import item_of
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[5, 9, 14], [3, 3, 8, 20, 41], [60]]
 TRUNCATIONS = [
     {"top_p": 0.8},

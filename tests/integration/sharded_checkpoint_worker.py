@@ -26,7 +26,7 @@ import transformers
 from torch.distributed.fsdp import fully_shard
 
 from ludic.distributed.fsdp import FSDPSettings, shard_model
-from ludic.models.tiny import word_tokenizer
+from ludic.models.loading import word_tokenizer
 from ludic.run.export import export_run
 from ludic.training.checkpoint.export import export_checkpoint
 from ludic.training.checkpoint.manager import (

@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 def player(tmp_path_factory) -> Path:
     """A small Llama that knows the words of the game, with heads of a size that vLLM computes on a CPU."""
     from ludic.envs.tic_tac_toe.board import COMPACT_WORDS
-    from ludic.models.tiny import tiny_llama, word_tokenizer
+    from ludic.models.loading import tiny_llama, word_tokenizer
 
     folder = tmp_path_factory.mktemp("models") / "player"
     tokenizer = word_tokenizer(COMPACT_WORDS)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from ludic.gateway.wire.canonical import ClientMessage, JSONObject, ModelRequest, Reply, new_token, token_in, tokens_in
 from ludic.types import ConfigError, Message, MessageView, TokenLog, TokenTrace, ToolCall
-from ludic.types.parsing import parse_json
+from ludic.types.files import parse_json
 
 Kind = Literal["new", "continued", "healed", "forked", "foreign", "retried"]
 """How a request relates to the calls before it.

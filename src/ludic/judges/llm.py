@@ -9,7 +9,7 @@ from ludic.judges.model import Asking
 from ludic.judges.verdicts import DATA_NOTE, Case, Form, Score, Words, case_of, section
 from ludic.tasks import all_or_none
 from ludic.types import ConfigError, Rollout
-from ludic.types.parsing import parse_toml
+from ludic.types.files import parse_toml
 
 COMPARED = "what the reply answers, what the right answer is, and whether the two agree"
 Show: TypeAlias = Callable[[Rollout], Case]

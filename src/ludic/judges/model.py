@@ -37,8 +37,7 @@ from ludic.types import (
     derive_seed,
 )
 from ludic.types.errors import encodable
-from ludic.types.files import LineWriter, is_compressed, read_lines
-from ludic.types.parsing import parse_json
+from ludic.types.files import LineWriter, is_compressed, parse_json, read_lines
 
 DEFAULT_SAMPLING = SamplingParams(temperature=0.0, max_tokens=512)
 

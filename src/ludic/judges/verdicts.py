@@ -16,8 +16,8 @@ from ludic.inference import ChatTemplate, HFChatTemplate
 from ludic.inference.templates.hf import END_OF_TURN
 from ludic.types import ConfigError, LudicError, Message, Observation, Rollout
 from ludic.types.errors import encodable
+from ludic.types.files import parse_json
 from ludic.types.messages import text_of
-from ludic.types.parsing import parse_json
 
 
 class JudgeError(LudicError, RuntimeError):

@@ -16,8 +16,7 @@ from ludic.judges.verdicts import JudgeError
 from ludic.prompt_search.merging import Texts, merged_texts
 from ludic.prompt_search.reflection import Merger, Reflector
 from ludic.types import ConfigError, ProtocolSpec, Rollout, RolloutRequest, derive_seed, load_rollouts, save_rollouts
-from ludic.types.files import replacing, write_json
-from ludic.types.parsing import parse_json
+from ludic.types.files import parse_json, replacing, write_json
 
 logger = logging.getLogger(__name__)
 _CHOICE, _SAMPLING, _ENV, _MERGE = 0, 1, 2, 3

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from ludic.models import SMOLLM2, TINY
-from ludic.models.loading import require_model
-from ludic.models.tiny import make_tiny
+from ludic.models.loading import make_tiny, require_model
 from ludic.models.vision.inputs import auto_class
 from ludic.run.config.model import ModelSettings
 from ludic.run.folder import ResumePoint

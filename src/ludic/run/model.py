@@ -21,10 +21,17 @@ from ludic.inference.templates.vision import VisionTemplate
 from ludic.models import SMOLLM2, TINY
 from ludic.models.experts.adapters import expert_parameters
 from ludic.models.head import plain_model
-from ludic.models.loading import LoadedModel, best_dtype, load_gguf_tokenizer, load_model, require_model
+from ludic.models.loading import (
+    TINY_LENGTH,
+    LoadedModel,
+    best_dtype,
+    character_tokenizer,
+    load_gguf_tokenizer,
+    load_model,
+    require_model,
+)
 from ludic.models.lora import adapted_layers, not_adaptable
 from ludic.models.memory.quantized import quantize_linears
-from ludic.models.tiny import TINY_LENGTH, character_tokenizer
 from ludic.models.vision.inputs import (
     Pictures,
     freeze_vision,

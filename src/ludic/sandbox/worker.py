@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from ludic.types import MissingExtra
 from ludic.types.die_with_parent import kill_with_parent
-from ludic.types.parsing import parse_json
+from ludic.types.files import parse_json
 
 _START_S = 120
 """Importing sympy takes a second; on a busy disk it may take many."""

@@ -19,7 +19,7 @@ from ludic.inference.templates.conversation import ControlTokens
 from ludic.inference.templates.hf import END_OF_TURN, HFChatTemplate, tool_parser_for
 from ludic.inference.templates.tool_calls import ToolParseResult, make_tool_call
 from ludic.types import ConfigError, Message, MessageSpan, SamplingParams, TokenArray, TokenIds, token_array
-from ludic.types.parsing import parse_json
+from ludic.types.files import parse_json
 
 _REPLY = "LudicReplyGoesHere7f3a9c"
 """Placeholder of a reply while the messages around it are rendered."""

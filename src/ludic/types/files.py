@@ -1,4 +1,4 @@
-"""Files on disk: atomic replacement, and files of JSON lines that are appended to while they are read.
+"""Files on disk: atomic replacement, files of JSON lines that are appended to while they are read, and JSON and TOML of other authors.
 
 Checkpoints, exports and published weights use the first; rollouts (`ludic.types.rollout`, `ludic.batch_gen.store`) the second.
 A file of lines is plain text, or gzip if its name ends in .gz: gzip members of about 256 KiB of text. Each append extends the
@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import struct
+import tomllib
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import IO, Any, ClassVar, Self
 
 from ludic.types.errors import LudicError
-from ludic.types.parsing import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -349,3 +349,22 @@ def _is_json(text: bytes) -> bool:
     except ValueError:
         return False
     return True
+
+
+# --- JSON and TOML of another author: whatever is wrong with it, a ValueError; Python's parsers raise RecursionError as well ---
+
+
+def parse_json(text: str | bytes, **options: Any) -> Any:
+    """The value of a JSON text; `options` are those of `json.loads`."""
+    try:
+        return json.loads(text, **options)
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tables of a TOML text."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("the TOML is nested too deeply") from None

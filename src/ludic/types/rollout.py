@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ludic.types.errors import ConfigError, EnvContractError, Failure, LudicError
-from ludic.types.files import Line, LineWriter, read_lines
+from ludic.types.files import Line, LineWriter, parse_json, read_lines
 from ludic.types.messages import Message, MessageView, Pictures, images_in, name_pictures, restore_pictures
 from ludic.types.metrics import added
-from ludic.types.parsing import parse_json
 from ludic.types.steps import (
     AgentStep,
     EnvironmentStep,

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from ludic.types import Rollout, StopReason, spread_of
-from ludic.types.files import Line
-from ludic.types.parsing import parse_json
+from ludic.types.files import Line, parse_json
 
 PREVIEW_CHARS = 160
 _TRUNCATIONS = {reason.value for reason in StopReason if reason.is_truncation}

@@ -13,8 +13,7 @@ import msgspec
 from ludic.run.folder import CONFIG, FAILURE, METRICS, ROLLOUTS, TRAINED
 from ludic.training.loggers.base import metrics_row
 from ludic.types import ConfigError
-from ludic.types.files import Line, is_compressed, read_lines
-from ludic.types.parsing import parse_json, parse_toml
+from ludic.types.files import Line, is_compressed, parse_json, parse_toml, read_lines
 from ludic.view.cards import Card
 from ludic.view.files import RolloutFile, is_record, rollouts_in, step_of_record
 

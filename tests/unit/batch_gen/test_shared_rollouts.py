@@ -24,6 +24,8 @@ from ludic.types import (
 )
 from tests.fakes import RandomTokenClient, RecordingClient, make_agent
 
+pytestmark = pytest.mark.slow
+
 SEATINGS = [{"X": "ann", "O": "bob"}, {"X": "bob", "O": "ann"}, {"X": "ann", "O": "old"}]
 INFERENCE = InferenceSpec(sampling=SamplingParams(temperature=1.0, max_tokens=4), return_=ReturnSpec.for_rl())
 GROUP = 3

@@ -39,6 +39,8 @@ from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SampleO
 from tests.redis_fixtures import RedisServer, end_redis, shared_redis, start_redis  # noqa: F401 - a fixture
 from tests.unit.cli.train_parts import AGENT, SMALL, command_in
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def ludic(tmp_path, monkeypatch, capsys):

@@ -17,6 +17,8 @@ from ludic.types import load_rollouts
 from tests import warm_python
 from tests.unit.cli.train_parts import AGENT, RUN, SMALL, command_in
 
+pytestmark = pytest.mark.slow
+
 COMMAND = """
 import json, os, sys, urllib.request
 request = urllib.request.Request(

@@ -17,6 +17,8 @@ from ludic.types import ConfigError
 from tests.extended import cases
 from tests.unit.cli.runner import invoke
 
+pytestmark = pytest.mark.slow
+
 
 def ludic(*arguments: str, typed: str | None = None) -> subprocess.CompletedProcess:
     """The real command in a real process."""

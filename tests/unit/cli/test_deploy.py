@@ -19,6 +19,8 @@ from ludic.training.loggers import read_metrics
 from tests import warm_python
 from tests.unit.cli.train_parts import ENV
 
+pytestmark = pytest.mark.slow
+
 yaml = pytest.importorskip("yaml")
 DEPLOY = Path(__file__).parents[3] / "deploy"
 SCRIPTS = sorted([*DEPLOY.rglob("*.sbatch"), *DEPLOY.rglob("*.sh")])

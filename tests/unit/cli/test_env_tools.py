@@ -7,7 +7,7 @@ import pytest
 from ludic.cli.eval.config import EvalConfig
 from ludic.cli.play import Toolbox
 from ludic.inference import HermesToolParser, HFChatTemplate, tool_parser_for
-from ludic.models.tiny import make_tiny
+from ludic.models.loading import make_tiny
 from ludic.run.config.env_and_agent import AgentSettings, EnvSettings
 from ludic.run.given import env_factory
 from ludic.run.resolve import resolve_play

@@ -19,7 +19,7 @@ from ludic.cli.eval.models import evaluated_models, load
 from ludic.cli.eval.run import read_command
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.server import serve
-from ludic.models.tiny import tiny_llama, word_tokenizer
+from ludic.models.loading import tiny_llama, word_tokenizer
 from ludic.run.config.env_and_agent import AgentSettings, EnvSettings
 from ludic.run.config.model import ModelSettings
 from ludic.run.config.run_config import RunConfig
@@ -28,6 +28,8 @@ from ludic.run.settings import to_toml, with_values
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
 from ludic.types import ConfigError, LudicError, load_rollouts
 from tests.unit.cli.runner import invoke
+
+pytestmark = pytest.mark.slow
 
 WORDS = ["yes", "no", "maybe", "q0", "q1", "q2", "q3"]
 QUIZ = '''

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from ludic.models.tiny import character_tokenizer
+from ludic.models.loading import character_tokenizer
 from ludic.run.config.model import ModelSettings
 from ludic.run.model import load_policy
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
 from tests import forked
 from tests.unit.cli.train_parts import RUN, command_in
 from tests.unit.inference.local.tiny_models import new_model
+
+pytestmark = pytest.mark.slow
 
 IDS = [[5, 60, 7, 80, 9, 33, 21]]
 ELSEWHERE = """

@@ -9,6 +9,8 @@ import pytest
 from tests import forked
 from tests.unit.cli.runner import invoke
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("name", "advice"),

@@ -23,6 +23,8 @@ from tests import forked
 from tests.unit.cli.runner import Result, invoke
 from tests.unit.cli.train_parts import ENV
 
+pytestmark = pytest.mark.slow
+
 RULES = {"shout": "Write capitals.", "count": "Write digits."}
 WANTS = '''
 from ludic.envs import SingleAgentEnv

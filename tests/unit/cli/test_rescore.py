@@ -20,6 +20,8 @@ from ludic.types import ConfigError, load_rollouts, save_rollouts
 from tests.unit.cli.runner import invoke
 from tests.unit.judges.cases import mark_in, section_in
 
+pytestmark = pytest.mark.slow
+
 PARTS = """
 from ludic.envs import SingleAgentEnv
 from ludic.types import StepOutcome

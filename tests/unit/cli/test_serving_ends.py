@@ -19,6 +19,8 @@ from ludic.training.learner import stop
 from ludic.types import ConfigError
 from tests import forked
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS = 1500
 COMMANDS = {
     "serve": ["serve", "--model", "tiny"],

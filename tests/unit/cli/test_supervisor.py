@@ -29,6 +29,8 @@ from ludic.inference.vllm.command import free_port
 from ludic.training.learner import stop as stopping
 from ludic.types.errors import RestartLimit
 
+pytestmark = pytest.mark.slow
+
 FAST = RestartLimit(max_restarts=2, within_s=60, delay_s=0.01)
 FOREVER = "import time; print('up', flush=True); time.sleep(600)"
 UNTIL_TERM = (

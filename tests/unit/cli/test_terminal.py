@@ -19,6 +19,8 @@ from ludic.cli.terminal.colour import is_coloured
 from ludic.cli.terminal.flags import PARTS, flags_of_command
 from tests.unit.cli.runner import invoke
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 
 

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from ludic.models.tiny import character_tokenizer, tiny_llama
+from ludic.models.loading import character_tokenizer, tiny_llama
 from ludic.run.config.run_config import RunConfig
 from ludic.run.settings import read_toml
 from tests.unit.cli.train_parts import SMALL, command_in

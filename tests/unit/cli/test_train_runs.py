@@ -10,12 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ludic.models.tiny import character_tokenizer, tiny_llama
+from ludic.models.loading import character_tokenizer, tiny_llama
 from ludic.run.config.run_config import RunConfig
 from ludic.run.settings import read_toml
 from ludic.training.loggers import read_metrics
 from ludic.types import load_rollouts
 from tests.unit.cli.train_parts import RUN, SMALL, command_in
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ from ludic.types.files import LineWriter
 from tests.unit.view.conftest import private_cache, recorded  # noqa: F401 - fixtures
 from tests.unit.view.test_index import empty_run, line_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def said(capsys):

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from ludic.distributed import VllmAdapterPublisher, WeightPushError
 from ludic.distributed.publish.adapter import base_parameters
 from ludic.inference.vllm.transfer import checksum
-from ludic.models.tiny import tiny_llama
+from ludic.models.loading import tiny_llama
 from ludic.types import ConfigError
 from tests.unit.distributed.in_memory import FakeServers
 

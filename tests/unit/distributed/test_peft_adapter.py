@@ -5,7 +5,7 @@ import torch
 
 from ludic.distributed import VllmAdapterPublisher
 from ludic.distributed.publish.adapter import base_parameters, differing, fitting_rank, read_adapter, require_servable
-from ludic.models.tiny import tiny_llama
+from ludic.models.loading import tiny_llama
 from ludic.types import ConfigError
 
 peft = pytest.importorskip("peft", reason="the lora extra is not installed")

@@ -24,6 +24,8 @@ from ludic.types import ConfigError, RequestsExhausted
 from tests import forked
 from tests.unit.training.samples import random_items
 
+pytestmark = pytest.mark.slow
+
 WORLD = 3
 
 

@@ -17,6 +17,8 @@ from ludic_rustorio.judge import verdict_of
 from ludic_rustorio.source_rules import refusal
 from ludic_rustorio.toolchain import find_toolchain
 
+pytestmark = pytest.mark.slow
+
 GAME = read_game("demo")
 HEAD = "#![no_std]\n#![forbid(unsafe_code)]\n\nextern crate alloc;\n\nuse ludic_foundry::*;\n"
 

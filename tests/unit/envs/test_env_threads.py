@@ -21,6 +21,8 @@ from ludic.types import StepOutcome, StopReason
 from tests.fakes import CountingEnv
 from tests.unit.batch_gen.parts import SeededEnv, Threaded, make_engine, request, summary
 
+pytestmark = pytest.mark.slow
+
 ENOUGH = threading.Event()
 """Set at the end of a test: what hangs, ends. Each test has a new one, so no thread waits for an event that was cleared."""
 

@@ -16,6 +16,8 @@ from ludic.envs.math_grading import _number, is_equivalent
 from tests.conftest import Fuzz
 from tests.data import read_jsonl
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("math_verify", reason="the math extra is not installed")
 
 WORDS = """

@@ -12,6 +12,8 @@ from ludic.envs.math_grading import async_is_equivalent, is_equivalent
 from ludic.envs.math_worker import MathWorker
 from ludic.types import ConfigError, MissingExtra
 
+pytestmark = pytest.mark.slow
+
 TOWER = "9^{9^{9^{9}}}"  # sympy would compute it
 
 # Without algebra: no worker, no math-verify.

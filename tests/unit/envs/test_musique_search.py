@@ -18,6 +18,8 @@ from tests.data import read_jsonl
 from tests.fakes import make_agent
 from tests.unit.agents.test_tool_agents import call
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("bm25s", reason="the search extra is not installed")
 
 SAMPLE = registry.envs.spec("musique_search").example["sample"]

@@ -19,6 +19,8 @@ from ludic.types import ConfigError, ReturnSpec, SamplingParams, TokenCompletion
 from tests import forked
 from tests.unit.training.bandit import BanditRequests, ByteTokenizer, bandit_trainer, rollout_engine, tiny_llama
 
+pytestmark = pytest.mark.slow
+
 
 def config(**settings) -> TrainerConfig:
     usual = {"lr": 1e-2, "max_seq_len": 64, "weight_decay": 0.0, "eval_in_background": True, "eval_every_n_steps": 2}

@@ -14,7 +14,7 @@ from ludic.inference.local import LocalEngine
 from ludic.inference.local.server import serve
 from ludic.inference.openai_client import EndpointError, OpenAIChatClient, messages_of
 from ludic.interaction import SingleAgentProtocol
-from ludic.models.tiny import tiny_llama, word_tokenizer
+from ludic.models.loading import tiny_llama, word_tokenizer
 from ludic.parsers import raw_parser
 from ludic.types import ConfigError, InferenceSpec, OutOfRoom, ReturnSpec, SamplingParams, TokenCompletionRequest
 from tests.fakes import CountingEnv, make_agent

@@ -18,6 +18,8 @@ from ludic.sandbox import bubblewrap, is_bubblewrap_available
 from ludic.sandbox.cgroup import memory_groups
 from ludic.types import ConfigError
 
+pytestmark = pytest.mark.slow
+
 SANDBOXES = [
     "none",
     pytest.param(

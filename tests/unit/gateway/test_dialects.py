@@ -20,6 +20,8 @@ from ludic.inference.serving.request import MAX_MESSAGES, MAX_TOOLS, ErrorFacts
 from ludic.types import ConfigError
 from tests.unit.gateway.dialects import FAILED, HEAD, JSON, REQUEST, Wire, make_reply, pieces_of, streamed
 
+pytestmark = pytest.mark.slow
+
 HI = {"role": "user", "content": "Hi"}
 NO_KEY = ErrorFacts(401, "authentication_error", None, "No such key.")
 

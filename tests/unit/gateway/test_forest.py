@@ -21,6 +21,8 @@ from ludic.types import AgentStep, ConfigError, StopReason
 from tests.unit.gateway.sessions import TOOLS, ask, assistant, called, make_session, system, tool, user
 from tests.unit.inference.test_real_templates import template_of
 
+pytestmark = pytest.mark.slow
+
 
 def kinds(session: Session) -> list[str]:
     return [node.kind for node in session.nodes]

@@ -13,6 +13,8 @@ from ludic.types import ConfigError
 from tests.unit.training.bandit import unexplained
 from tests.unit.training.hand_made import session as recorded
 
+pytestmark = pytest.mark.slow
+
 
 def closed(source, reward, *threads, group=None, is_rewarded=True):
     made = Session(policies={}, default=None, group=group, is_rewarded=is_rewarded)

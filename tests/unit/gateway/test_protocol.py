@@ -33,6 +33,8 @@ from ludic.types import (
 )
 from tests.fakes import CountingEnv
 
+pytestmark = pytest.mark.slow
+
 INFERENCE = InferenceSpec(sampling=SamplingParams(max_tokens=100), return_=ReturnSpec.for_rl())
 SAMPLE = {"question": "2 + 2?", "answer": "4", "id": "q1"}
 

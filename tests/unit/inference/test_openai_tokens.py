@@ -10,7 +10,7 @@ from aiohttp import web
 from ludic.inference import OpenAIChatClient
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.server import serve
-from ludic.models.tiny import tiny_llama, word_tokenizer
+from ludic.models.loading import tiny_llama, word_tokenizer
 from ludic.types import ConfigError, ReturnSpec, SamplingParams, TokenCompletionRequest
 
 MESSAGES = [{"role": "user", "content": "one two"}]

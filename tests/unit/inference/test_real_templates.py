@@ -34,6 +34,8 @@ from ludic.types import ConfigError, TemplateError
 from tests.chat_templates import make_tokenizer
 from tests.extended import cases
 
+pytestmark = pytest.mark.slow
+
 _PACKAGES = {"trl": "chat_templates", "axolotl": "utils/chat_templates/templates"}
 _SPECIAL = re.compile(
     r"<[|｜][^<>|｜\s{}']+[|｜]>"  # <|im_end|>, <｜end▁of▁sentence｜>

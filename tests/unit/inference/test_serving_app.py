@@ -11,6 +11,8 @@ from aiohttp import web
 from ludic.inference.serving.app import AppServer
 from ludic.inference.serving.limits import ServerLimits
 
+pytestmark = pytest.mark.slow
+
 LONG_S = 600.0
 
 

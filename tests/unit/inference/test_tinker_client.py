@@ -29,6 +29,8 @@ from tests.tinker_fake import FakeTinker
 from tests.tinker_fake.fixtures import config_for, fake, new_policy, policy_at, service
 from tests.unit.training.bandit import ByteTokenizer, tiny_llama
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["fake", "service"]  # fixtures
 
 PROMPT = np.array([257, 120, 260, 258], dtype=np.int32)

@@ -11,6 +11,8 @@ from ludic.inference import Conversation, HermesToolParser, HFChatTemplate, make
 from ludic.types import TemplateError
 from tests.chat_templates import STYLES, make_tokenizer, with_template
 
+pytestmark = pytest.mark.slow
+
 TOOLS = [
     {
         "type": "function",

@@ -14,7 +14,7 @@ from ludic.context import FullDialog, SlidingWindow, SummarisedDialog
 from ludic.envs.picture_grid import draw_grid
 from ludic.inference import Conversation, HFChatTemplate
 from ludic.inference.templates.vision import VisionTemplate
-from ludic.models.tiny import character_tokenizer
+from ludic.models.loading import character_tokenizer
 from ludic.models.vision.inputs import Pictures, image_processor_of, image_token
 from ludic.models.vision.tiny import vision_tokenizer
 from ludic.types import ChatResponse, TemplateError, content_of, images_in

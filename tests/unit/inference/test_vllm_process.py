@@ -23,6 +23,8 @@ from ludic.inference.vllm.process import (
 )
 from ludic.types import ConfigError
 
+pytestmark = pytest.mark.slow
+
 HEALTHY = """
     import http.server, subprocess, sys
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

@@ -20,6 +20,8 @@ from ludic.types import PolicyGone
 from ludic.types.errors import RestartLimit, Restarts
 from tests.unit.inference.vllm_fake import FakeVLLM, a_request, client_of
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
     import http.server, os, signal, sys, time
     place, port, *ways = sys.argv[1:]

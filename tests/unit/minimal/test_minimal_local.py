@@ -22,8 +22,7 @@ from ludic.minimal import (
     message,
 )
 from ludic.minimal.local_backend import LocalModel, LocalModelConfig
-from ludic.models.loading import LoadedModel
-from ludic.models.tiny import tiny_llama, word_tokenizer
+from ludic.models.loading import LoadedModel, tiny_llama, word_tokenizer
 from ludic.training import Trainer, TrainerConfig, make_dr_grpo
 from ludic.types import (
     AgentStep,
@@ -36,6 +35,8 @@ from ludic.types import (
     TokenTrace,
 )
 from tests.unit.training.samples import assert_same_up_to_rounding, first_moments
+
+pytestmark = pytest.mark.slow
 
 WORDS = ["say", "yes", "no", "maybe", "again"]
 LEARNING_RATE = 3e-3
@@ -288,7 +289,7 @@ async def test_the_sign_of_an_advantage_moves_the_probability_of_its_sample(mode
 
 
 async def test_a_base_model_gets_a_plain_chat_and_stops_before_the_users_turn():
-    from ludic.models.tiny import character_tokenizer
+    from ludic.models.loading import character_tokenizer
 
     tokenizer = character_tokenizer()
     tokenizer.chat_template = None
@@ -321,7 +322,7 @@ def test_a_saved_base_model_still_stops_before_the_users_turn(tmp_path):
     """Its tokenizer was saved with the plain template, and is no chat model's for that."""
     from transformers import AutoTokenizer
 
-    from ludic.models.tiny import character_tokenizer
+    from ludic.models.loading import character_tokenizer
 
     tokenizer = character_tokenizer()
     tokenizer.chat_template = None
@@ -336,7 +337,7 @@ def test_a_saved_base_model_still_stops_before_the_users_turn(tmp_path):
 @pytest.mark.parametrize(("min_tokens", "kept"), [(0, "ab "), (5, "ab "), (6, "ab END.")])
 def test_a_given_stop_text_is_kept_and_cut_from_the_message(min_tokens, kept):
     """Unless it came within the first `min_tokens` tokens, where it ends nothing."""
-    from ludic.models.tiny import character_tokenizer
+    from ludic.models.loading import character_tokenizer
 
     tokenizer = character_tokenizer()
     tokenizer.chat_template = None

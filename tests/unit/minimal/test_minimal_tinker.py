@@ -13,7 +13,7 @@ from ludic.inference import HFChatTemplate
 from ludic.minimal import Action, GRPOConfig, GRPOTrainer, Reward, RolloutGenerator, State, message
 from ludic.minimal.examples import gsm8k
 from ludic.minimal.tinker_backend import TinkerModel, TinkerModelConfig, TinkerRenderer
-from ludic.models.tiny import character_tokenizer, tiny_llama, word_tokenizer
+from ludic.models.loading import character_tokenizer, tiny_llama, word_tokenizer
 from ludic.training import make_dr_grpo
 from ludic.training.learner.gradients import accumulate_gradients
 from ludic.training.learner.policy import TrainedPolicy
@@ -21,6 +21,8 @@ from ludic.types import ConfigError, SamplingParams, SAWBatch, TokenTrace
 from tests.tinker_fake import FakeTinker
 from tests.tinker_fake.lora_model import LoraSettings, with_lora
 from tests.unit.training.samples import assert_same_up_to_rounding
+
+pytestmark = pytest.mark.slow
 
 WORDS = ["say", "yes", "no", "maybe", "again"]
 TOKENIZER = word_tokenizer(WORDS)

@@ -17,6 +17,8 @@ from ludic.training.learner.policy import TrainedPolicy
 from tests.unit.inference.local.tiny_models import FAMILIES, new_model
 from tests.unit.training.samples import random_items, with_prefix
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 COVERED = ("llama", "llama-mha-tied", "qwen2", "qwen3", "mistral-sliding")
 

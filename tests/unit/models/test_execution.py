@@ -5,6 +5,8 @@ import torch
 
 from ludic.models import execution
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def restore_num_threads():

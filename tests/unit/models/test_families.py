@@ -22,6 +22,8 @@ from tests.tiny_families import FAMILIES, family_model
 from tests.unit.inference.local.tiny_models import ask_all, make_engine, request, some_prompt, tokens
 from tests.unit.training.samples import random_items, with_prefix
 
+pytestmark = pytest.mark.slow
+
 ONE_OF_EACH_KIND = ["llama", "qwen3", "gemma3", "gemma4", "qwen3_moe", "qwen3_next", "jamba", "gpt2"]
 """Dense, with windows, with experts, recurrent, with learned positions; the engine is compared for all families."""
 

@@ -25,6 +25,8 @@ from tests.extended import cases
 from tests.unit.inference.local.tiny_models import new_model, some_prompt
 from tests.unit.models.test_prefix_tree import VarlenReference
 
+pytestmark = pytest.mark.slow
+
 peft = pytest.importorskip("peft", reason="the lora extra is not installed")
 FAMILIES = ["llama", "llama-mha-tied", "qwen2", "qwen3", "mistral-sliding"]
 LENGTHS = [5, 9, 1, 9, 17]

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from ludic.inference import HFChatTemplate
-from ludic.models.loading import load_model
-from ludic.models.tiny import character_tokenizer, tiny_llama, word_tokenizer
+from ludic.models.loading import character_tokenizer, load_model, tiny_llama, word_tokenizer
 from ludic.types import ConfigError
 from tests.tiny_families import family_model
 

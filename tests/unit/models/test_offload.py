@@ -21,6 +21,8 @@ from tests.unit.models.test_fused_training import inputs, through, trainable
 from tests.unit.training.samples import random_items
 from tests.unit.training.test_trainer import with_adapter
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 ITEMS = random_items([12, 20, 9, 31, 5])
 

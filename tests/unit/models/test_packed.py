@@ -12,6 +12,8 @@ from ludic.models.weights import shared_view
 from ludic.types import ConfigError
 from tests.unit.inference.local.tiny_models import FAMILIES, new_model
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [9, 9, 8, 3, 14, 1, 2]
 
 

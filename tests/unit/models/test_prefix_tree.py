@@ -14,6 +14,8 @@ from ludic.models.packed_attention import PackedSequences
 from ludic.models.prefix_tree import Branch, TokenTree, prefix_groups, prefix_order, shared_lengths
 from ludic.models.tree_attention import TreeSequences
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 FLOAT64_ROUNDING = 1e-12
 FLOAT32_ROUNDING = 1e-5

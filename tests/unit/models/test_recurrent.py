@@ -15,6 +15,8 @@ from ludic.training.learner.policy import TrainedPolicy
 from tests.tiny_families import family_model
 from tests.unit.training.samples import assert_same_up_to_rounding, random_items, with_prefix
 
+pytestmark = pytest.mark.slow
+
 HYBRIDS = ["qwen3_next", "qwen3_5", "granite_moe_hybrid", "falcon_h1", "bamba", "jamba", "lfm2"]
 MIXTURES = {"qwen3_next", "granite_moe_hybrid", "jamba"}
 EQUAL = 1e-5

@@ -16,6 +16,8 @@ from tests.integration.test_env_workers import nothing_left, start_server
 from tests.unit.envs.workers import parts
 from tests.unit.envs.workers.test_env_pool import without_ids
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["nothing_left"]
 
 SMALL = {

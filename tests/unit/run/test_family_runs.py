@@ -5,13 +5,15 @@ import math
 import pytest
 import torch
 
-from ludic.models.tiny import character_tokenizer
+from ludic.models.loading import character_tokenizer
 from ludic.run import build
 from ludic.run.config.model import ModelSettings
 from ludic.run.model import load_policy
 from tests.extended import cases
 from tests.tiny_families import FAMILIES, family_model
 from tests.unit.run.test_run import Letter
+
+pytestmark = pytest.mark.slow
 
 ONE_OF_EACH_KIND = ["llama", "qwen3_moe", "falcon_h1"]
 """Dense, with experts, recurrent."""

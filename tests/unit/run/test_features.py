@@ -19,6 +19,8 @@ from ludic.types import load_rollouts
 from tests.extended import cases
 from tests.unit.cli.train_parts import RUN, SMALL, Ended, command_in
 
+pytestmark = pytest.mark.slow
+
 PARTS = '''
 import random
 

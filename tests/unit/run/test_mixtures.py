@@ -11,6 +11,8 @@ from ludic.types import ConfigError
 from tests.unit.cli.train_parts import RUN, SMALL, command_in
 from tests.unit.run.test_features import are_equal, done, logged, played, questions, weights
 
+pytestmark = pytest.mark.slow
+
 PARTS = '''
 from ludic.envs import SingleAgentEnv
 from ludic.types import StepOutcome

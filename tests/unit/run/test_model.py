@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ludic.models.tiny import character_tokenizer, tiny_llama
+from ludic.models.loading import character_tokenizer, tiny_llama
 from ludic.run.config.entries import check_name
 from ludic.run.config.env_and_agent import AgentSettings, EnvSettings
 from ludic.run.config.model import ModelSettings

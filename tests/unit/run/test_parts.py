@@ -12,7 +12,7 @@ from ludic.agents import ToolAgent
 from ludic.inference import ByteTemplate, ScriptedClient
 from ludic.inference.local import LocalEngine
 from ludic.interaction import MultiAgentProtocol, SingleAgentProtocol
-from ludic.models.tiny import character_tokenizer
+from ludic.models.loading import character_tokenizer
 from ludic.run.config.env_and_agent import AgentSettings, EnvSettings
 from ludic.run.config.model import ModelSettings
 from ludic.run.config.run_config import RunConfig
@@ -29,6 +29,8 @@ from ludic.run.sources import make_source
 from ludic.tasks import long_lived_objects_exempt
 from ludic.training.losses import ActionTokens, BatchFacts, Loss, ObservedTokens
 from ludic.types import ConfigError, InferenceSpec, ReturnSpec, SamplingParams, TemplateError, load_rollouts
+
+pytestmark = pytest.mark.slow
 
 
 def resolved(env: str, **values) -> ResolvedRun:

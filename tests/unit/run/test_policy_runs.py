@@ -21,6 +21,8 @@ from tests.contract.pages import DOCS
 from tests.unit.cli.train_parts import CASES, command_in
 from tests.unit.run.test_features import are_equal, done, logged, played
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["cases.py:Cases", "--model", "tiny", "--max-tokens", "1", "--group-size", "4", "--rollouts-per-update", "8",
          "--logger", "none", "--lr", "1e-2", "--threads", "1"]  # fmt: skip
 PAIR = ["--policy", "ann=left", "--policy", "bob=right"]

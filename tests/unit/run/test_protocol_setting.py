@@ -24,6 +24,8 @@ from ludic.types import ConfigError, InferenceSpec, UnknownName, load_rollouts
 from tests.unit.cli.train_parts import AGENT, CASES, RUN, SMALL, command_in
 from tests.unit.run.test_parts_as_objects import Letter
 
+pytestmark = pytest.mark.slow
+
 OWN = '''
 from ludic.agents import Agent
 from ludic.context import FullDialog

@@ -19,6 +19,8 @@ from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError, LudicError, load_rollouts
 from tests.unit.cli.train_parts import RUN, Ended, command_in
 
+pytestmark = pytest.mark.slow
+
 SCORERS = """
 def vowel(rollout):
     return float(rollout.agent_steps[-1].action[:1] in "aeiouAEIOU")

@@ -15,7 +15,7 @@ import torch
 import ludic
 from ludic.agents import Agent
 from ludic.envs import SingleAgentEnv
-from ludic.models.tiny import make_tiny
+from ludic.models.loading import make_tiny
 from ludic.parsers import ParseResult
 from ludic.run import Run, RunConfig, RunFailed, build, load
 from ludic.run.config.env_and_agent import EnvSettings
@@ -26,6 +26,8 @@ from ludic.training import CheckpointConfig, TrainerConfig, make_grpo
 from ludic.training.loggers import read_metrics
 from ludic.training.losses import ReinforceLoss
 from ludic.types import ConfigError, StepOutcome
+
+pytestmark = pytest.mark.slow
 
 
 class Letter(SingleAgentEnv):

@@ -7,13 +7,15 @@ import pytest
 import torch
 
 from ludic.batch_gen.rescoring import rescore
-from ludic.models.tiny import make_tiny
+from ludic.models.loading import make_tiny
 from ludic.rewards import Rewards, as_scorer
 from ludic.run import RunConfig, build
 from ludic.training import TrainerConfig
 from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError
 from tests.unit.run.test_run import SMALL, Letter
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)

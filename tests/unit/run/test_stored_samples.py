@@ -11,12 +11,14 @@ from safetensors.torch import load_file
 from ludic.batch_gen import PreferenceBatchSource
 from ludic.envs.gsm8k import GSM8KEnv
 from ludic.inference import ByteTemplate, HFChatTemplate
-from ludic.models.tiny import make_tiny
+from ludic.models.loading import make_tiny
 from ludic.run import build
 from ludic.run.generation import check_preferences
 from ludic.training import Trainer, TrainerConfig, make_dpo
 from ludic.training.loggers import read_metrics
 from tests.unit.cli.train_parts import RUN, command_in
+
+pytestmark = pytest.mark.slow
 
 PAIRS = [{"prompt": f"{a} + 1 = ?", "chosen": f"{a + 1}", "rejected": f"Well, {a}?"} for a in range(8)]
 LABELS = [

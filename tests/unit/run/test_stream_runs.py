@@ -15,6 +15,8 @@ from tests import forked
 from tests.fakes import CountingEnv
 from tests.unit.cli.train_parts import ENV, SMALL, command_in
 
+pytestmark = pytest.mark.slow
+
 STREAM = """
 import random
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ludic.batch_gen import DomainTeachers
-from ludic.models.tiny import character_tokenizer, tiny_llama
+from ludic.models.loading import character_tokenizer, tiny_llama
 from ludic.run import build
 from ludic.run.config.run_config import RunConfig
 from ludic.run.config.training import AlgoSettings
@@ -16,6 +16,8 @@ from ludic.run.settings import read_toml
 from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError, SampleOrigin, SAWItem
 from tests.unit.cli.train_parts import CASES, RUN, SMALL, command_in
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

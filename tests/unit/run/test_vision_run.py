@@ -15,6 +15,8 @@ from ludic.run.dry_run import num_parameters
 from ludic.run.model import load_policy, make_template
 from ludic.types import ConfigError, content_of, load_rollouts
 
+pytestmark = pytest.mark.slow
+
 
 def test_an_update_changes_the_weights_and_the_checkpoint_keeps_the_image_processor(tmp_path):
     folder = save_tiny_vision(tmp_path / "model", width=32)

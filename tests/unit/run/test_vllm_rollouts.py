@@ -13,7 +13,7 @@ import torch
 import ludic.run
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.command import VLLMInstall, default_flags
-from ludic.models.tiny import make_tiny
+from ludic.models.loading import make_tiny
 from ludic.run.config.run_config import RunConfig
 from ludic.run.generation.vllm import SleepAfterBatch, cache_flags, save_for_server
 from ludic.run.settings import from_table

@@ -25,6 +25,8 @@ from ludic.training.losses import TokenClippedSurrogateLoss  # noqa: E402
 from ludic.types import ActorTokenLogps, SampleAttachments, SAWItem  # noqa: E402
 from tests.extended import cases  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 LENGTH, NUM_PROMPT, NUM_SAMPLES = 64, 16, 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]

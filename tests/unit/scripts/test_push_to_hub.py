@@ -20,6 +20,8 @@ import pytest
 
 from tests import programs, warm_python
 
+pytestmark = pytest.mark.slow
+
 web = pytest.importorskip("aiohttp.web", reason="the serve extra is not installed")
 
 ROOT = Path(__file__).parents[3]
@@ -266,7 +268,7 @@ def test_weights_of_an_earlier_checkpoint_under_other_names_go_in_the_same_commi
 
 @pytest.mark.slow
 def test_a_tokenizer_of_a_base_model_goes_along_and_never_over_the_checkpoints_own(hub, push, refused, tmp_path):
-    from ludic.models.tiny import word_tokenizer
+    from ludic.models.loading import word_tokenizer
 
     word_tokenizer(["a", "b"]).save_pretrained(tmp_path / "base")
     folder = checkpoint(tmp_path / "step_000001")

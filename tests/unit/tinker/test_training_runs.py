@@ -21,6 +21,8 @@ from tests.tinker_fake.lora_model import Row as PlainRow
 from tests.unit.training.bandit import tiny_llama
 from tests.unit.training.samples import random_items
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 264
 ADAM = AdamSettings(learning_rate=1e-2, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.02, grad_clip_norm=0.5)
 PROMPT = np.arange(3, 27, dtype=np.int32)

@@ -21,6 +21,8 @@ from tests.contract.pages import BLOCK, DOCS
 from tests.fakes import CountingEnv, make_agent
 from tests.unit.agents.test_tool_agents import call
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("mcp", reason="the mcp extra is not installed")
 
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]

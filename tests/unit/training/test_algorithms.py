@@ -75,6 +75,8 @@ from ludic.training.metric_names import METRICS
 from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SAWBatch, SAWItem
 from tests.unit.training.hand_made import item, rollout, turn_weights
 
+pytestmark = pytest.mark.slow
+
 DROP = {"drop_zero_weight": False, "drop_zero_weight_eps": 1e-4}
 GROUP = {"group_size": 8, "group_normalize_adv": True, "positive_only": False}
 DR = {"group_size": 8, "positive_only": False}

@@ -11,6 +11,8 @@ from ludic.types import ConfigError
 from tests.unit.training.bandit import bandit_trainer, hand_trainer, tiny_llama
 from tests.unit.training.samples import random_items
 
+pytestmark = pytest.mark.slow
+
 ZERO = ("kl_actor_policy", "kl_actor_policy_k1", "logp_difference_abs", "log_perplexity_gap_abs", "chi_square")
 ONE = ("ratio_token_mean", "ratio_sequence_mean", "ratio_geometric_mean", "ess", "ess_sequence")
 

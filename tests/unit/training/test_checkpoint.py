@@ -23,6 +23,8 @@ from tests import forked
 from tests.unit.inference.local.tiny_models import VOCAB, new_model
 from tests.unit.training.endless_saver import make_parts, save_until_killed
 
+pytestmark = pytest.mark.slow
+
 
 def manager(root: Path, **settings: Any) -> CheckpointManager:
     return CheckpointManager(CheckpointConfig(root, **settings))

@@ -39,6 +39,8 @@ from ludic.types import ConfigError, FollowsDrift, Rollout, Stateful, StopReason
 from tests.fakes import CountingEnv, make_agent
 from tests.unit.training.hand_made import agent_step, env_step, failed, rollout, turn_weights
 
+pytestmark = pytest.mark.slow
+
 
 def no_values(rollout):
     cut_off = rollout.stop is not None and rollout.stop.is_truncation

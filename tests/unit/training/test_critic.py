@@ -16,6 +16,8 @@ from tests.extended import cases
 from tests.unit.training.bandit import bandit_trainer, earns, hand_trainer, mean_reward, tiny_llama, train_until
 from tests.unit.training.samples import random_items
 
+pytestmark = pytest.mark.slow
+
 VARIANTS = {
     "shared": {},
     "detached": {"critic": "detached"},

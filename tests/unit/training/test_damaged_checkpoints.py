@@ -33,6 +33,8 @@ from ludic.types import ConfigError
 from tests.conftest import Fuzz
 from tests.unit.inference.local.tiny_models import new_model
 
+pytestmark = pytest.mark.slow
+
 STEPS = (1, 2, 3)
 FIRST, SECOND = "ranks/00000-000.safetensors", "ranks/00001-000.safetensors"
 

@@ -19,6 +19,8 @@ from ludic.types import ConfigError, SAWItem
 from tests.tiny_families import family_model
 from tests.unit.training.samples import random_items, with_prefix
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [5, 9, 9, 17, 30, 2, 12, 7]
 FORMS = {
     "one micro-batch": {"budget": 4096},

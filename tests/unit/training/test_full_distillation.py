@@ -27,6 +27,8 @@ from tests.unit.training.bandit import bandit_trainer, earns, tiny_llama, train_
 from tests.unit.training.samples import random_items
 from tests.unit.training.test_teaching import ASCII, KL, OTHERS, REWARD, Vocabulary, mean, taught
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [5, 9, 17, 30, 2, 12]
 LOSSES = {
     "reverse": DistillationLoss(),

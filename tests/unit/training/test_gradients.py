@@ -41,6 +41,8 @@ from tests.extended import cases
 from tests.unit.inference.local.tiny_models import new_model
 from tests.unit.training.samples import in_three_episodes, random_items
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [5, 9, 9, 17, 30, 2, 12, 7]
 LOSSES = {
     "grpo": TokenClippedSurrogateLoss(),

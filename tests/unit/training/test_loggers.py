@@ -33,6 +33,8 @@ from ludic.training.loggers.rich_live import sparkline
 from ludic.types import ConfigError, MissingExtra
 from tests.conftest import Fuzz
 
+pytestmark = pytest.mark.slow
+
 STATS = {"train/loss": 0.123456, "train/num_samples": 8.0, "eval/accuracy": 0.5, "perf/step_s": 1e-7}
 
 

@@ -46,6 +46,8 @@ from ludic.training.losses import (
 from ludic.training.losses.corrections import make_correction
 from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SAWItem
 
+pytestmark = pytest.mark.slow
+
 REDUCTIONS = [
     Reduction("sample_sum"), Reduction("sample_mean"), Reduction("episode_mean"), Reduction("token_mean"),
     Reduction("constant", 7),

@@ -21,6 +21,8 @@ from tests.unit.training.bandit import BanditRequests, ByteTokenizer, bandit_pro
 from tests.unit.training.hand_made import rollout, turn_weights
 from tests.unit.training.luck_and_skill import LuckThenSkill
 
+pytestmark = pytest.mark.slow
+
 GROUP = 8
 STEPS, LEARNED = 44, 0.85
 """Of the tiny model, whose training ends when it has learned. By turn credit, 40 steps end with 0.95 and more, 64 with 1.0; by

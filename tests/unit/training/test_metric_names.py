@@ -26,6 +26,8 @@ from tests.unit.judges.cases import judge_model
 from tests.unit.judges.test_group_judges import by_length, longer_wins
 from tests.unit.training.bandit import BanditRequests, bandit_trainer, tiny_llama, unexplained
 
+pytestmark = pytest.mark.slow
+
 
 async def logged(trainer, engine, *, updates=1):
     """The names of all updates."""

@@ -26,6 +26,8 @@ from tests.unit.training.bandit import Given, bandit_trainer, earns, hand_traine
 from tests.unit.training.samples import random_items
 from tests.unit.training.test_training_loop import Recorder, Source
 
+pytestmark = pytest.mark.slow
+
 
 def grouped(num_groups, seed=0):
     """Groups of two samples, one after the other."""

@@ -26,6 +26,8 @@ from tests.unit.training.bandit import BanditRequests, bandit_trainer, earns, me
 from tests.unit.training.hand_made import item, rollout
 from tests.unit.training.samples import random_items
 
+pytestmark = pytest.mark.slow
+
 PARTS = {
     "rl": Objective(algorithm=make_grpo(group_size=4)),
     "sft": Objective(algorithm=make_sft(), weight=0.3),

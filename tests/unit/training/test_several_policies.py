@@ -18,6 +18,8 @@ from ludic.types import ConfigError, RequestsExhausted, ReturnSpec, SamplingPara
 from tests.unit.training.bandit import tiny_llama
 from tests.unit.training.two_players import SWAPPED, players, trained_weights
 
+pytestmark = pytest.mark.slow
+
 
 def same(a: dict, b: dict) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

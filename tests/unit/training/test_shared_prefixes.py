@@ -42,6 +42,8 @@ from tests.unit.training import test_loss_rules
 from tests.unit.training.bandit import hand_trainer
 from tests.unit.training.samples import random_items, with_prefix
 
+pytestmark = pytest.mark.slow
+
 EQUAL = 1e-6
 """Of log-probs and gradients in fp32, relative to the largest of them, beyond the rounding of unshared packing itself."""
 GRPO = TokenClippedSurrogateLoss()

@@ -39,6 +39,8 @@ from tests.unit.training.bandit import (
 from tests.unit.training.hand_made import rollout
 from tests.unit.training.samples import random_items
 
+pytestmark = pytest.mark.slow
+
 
 def spo_trainer(*, num_tasks=64, batch_size=32, make_source=lambda source: source, **settings):
     """SPO on the bandit: one sample of each chosen task."""

@@ -11,6 +11,8 @@ from ludic.training import make_grpo_opd, make_mopd, make_opd
 from ludic.types import ConfigError
 from tests.unit.training.bandit import ByteTokenizer, bandit_trainer, earns, tiny_llama, train_until
 
+pytestmark = pytest.mark.slow
+
 ASCII, OTHERS = slice(0, 128), slice(128, 256)
 
 

@@ -62,6 +62,8 @@ from tests.tinker_fake.lora_model import LoraSettings, with_lora
 from tests.unit.training.bandit import BanditRequests, hide_nan_queries, rollout_engine, tiny_llama
 from tests.unit.training.samples import assert_same_up_to_rounding, random_items
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["fake", "service"]  # fixtures
 
 

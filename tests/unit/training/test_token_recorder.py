@@ -23,6 +23,8 @@ from tests.unit.inference.local.tiny_models import new_model
 from tests.unit.training.bandit import tiny_llama
 from tests.unit.training.samples import random_items, with_prefix
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [5, 9, 9, 17, 30, 2, 12, 7]
 
 

@@ -51,6 +51,8 @@ from tests.unit.training.bandit import (
 )
 from tests.unit.training.samples import assert_same_up_to_rounding, first_moments, random_items
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 
 

@@ -27,6 +27,8 @@ from ludic.types import ConfigError, NotFinite, OutOfGPUMemory
 from tests.unit.training.bandit import ByteTokenizer, Given, bandit_trainer, hand_trainer, hide_nan_queries, tiny_llama
 from tests.unit.training.samples import random_items
 
+pytestmark = pytest.mark.slow
+
 
 def small_bandit(**settings):
     return bandit_trainer(make_grpo(group_size=4), group_size=4, num_prompts=4, **settings)

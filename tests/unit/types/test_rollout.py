@@ -19,6 +19,8 @@ from ludic.types import (
     TokenTrace,
 )
 
+pytestmark = pytest.mark.slow
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=6),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(string.ascii_letters, max_size=4), inner, max_size=3),

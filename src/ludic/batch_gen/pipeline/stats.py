@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ludic.types.parsing import parse_json
+from ludic.types.files import parse_json
 
 _MAX_REPORT = 65_536
 """Bytes of a report of scorers; a larger one is of another program."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ludic.types.parsing import parse_json, parse_toml
+from ludic.types.files import parse_json, parse_toml
 
 DISTRIBUTION = "ludic-rl"
 """As in ludic.types.errors, which cannot be imported where numpy is missing."""

@@ -31,7 +31,7 @@ from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import to_toml
 from ludic.types import ConfigError
 from ludic.types.errors import RestartLimit
-from ludic.types.parsing import parse_json
+from ludic.types.files import parse_json
 
 _MISTAKE = frozenset({2})
 """Exit code of `ludic` commands for a user's mistake."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from ludic.envs.env import LudicEnv, world_of
 from ludic.types import JSON, ConfigError, Info, Observation, ResetNeeded, Snapshot, StepOutcome, new_id
-from ludic.types.parsing import parse_json
+from ludic.types.files import parse_json
 
 _VERSION = 1
 

@@ -20,7 +20,7 @@ from ludic.envs.code_exec.plain_data import decode, shown, to_json
 from ludic.envs.code_exec.runner import OutputVerifier, batch_result, ended
 from ludic.sandbox import CompileResult, CompileStatus, ExecutionResult, RunStatus, Sandbox, worker
 from ludic.types import BrokenSample, ConfigError
-from ludic.types.parsing import parse_json
+from ludic.types.files import parse_json
 
 _MAX_ROUNDS = 64
 """A round asks for one call of each assert that is not decided yet."""

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from ludic.envs.code_exec.cases import TestCase
 from ludic.sandbox import CompileResult, CompileStatus, ExecutionResult, RunStatus, Sandbox
-from ludic.types.parsing import parse_json
+from ludic.types.files import parse_json
 
 MAX_OUTPUT = 1024 * 1024
 """Bytes that a program may write in one test."""

@@ -18,7 +18,7 @@ from ludic.envs.code_exec.runner import (
     WhitespaceNormalizedVerifier,
 )
 from ludic.types import ConfigError
-from ludic.types.parsing import parse_json
+from ludic.types.files import parse_json
 
 Sample = Mapping[str, Any]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from ludic.types import ConfigError
-from ludic.types.parsing import parse_json
+from ludic.types.files import parse_json
 
 WORKDIR = "/app"
 """Where commands start if the Dockerfile does not say."""

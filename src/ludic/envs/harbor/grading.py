@@ -14,7 +14,7 @@ from typing import Final
 from ludic.envs.harbor.task import HarborTask
 from ludic.envs.harbor.workspace import CommandOutput, Workspace
 from ludic.types import ConfigError
-from ludic.types.parsing import parse_json
+from ludic.types.files import parse_json
 
 REWARD_JSON: Final = "/logs/verifier/reward.json"
 REWARD_TEXT: Final = "/logs/verifier/reward.txt"

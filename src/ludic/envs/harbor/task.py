@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 from ludic.envs.harbor.dockerfile import Need, Setup, read_dockerfile
 from ludic.types import ConfigError
-from ludic.types.parsing import parse_toml
+from ludic.types.files import parse_toml
 
 Format: TypeAlias = Literal["harbor", "terminal-bench"]
 TEST_TIMEOUT_S = 600.0

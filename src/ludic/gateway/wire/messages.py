@@ -35,7 +35,7 @@ from ludic.inference.serving.request import (
     unsupported,
 )
 from ludic.types import ConfigError
-from ludic.types.parsing import parse_json
+from ludic.types.files import parse_json
 
 _TAKES = TAKES | {
     "role": "It is system, user or assistant.",

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 from ludic.inference.templates.chat import ChatTemplate, require_tools
 from ludic.types import ConfigError, LudicError, Message, PromptTooLong
-from ludic.types.parsing import parse_json
+from ludic.types.files import parse_json
 
 JSONObject = dict[str, Any]
 MAX_SAMPLES = 128

@@ -21,7 +21,7 @@ from ludic.inference.vllm.control import CONTROL_VARIABLE, make_control_token
 from ludic.inference.vllm.versions import TESTED_ON_CPU, TESTED_ON_GPU, is_listed, release_of, version_range
 from ludic.types import ConfigError
 from ludic.types.die_with_parent import PIPE_VARIABLE
-from ludic.types.parsing import parse_json
+from ludic.types.files import parse_json
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ludic.types.parsing import parse_json
+from ludic.types.files import parse_json
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

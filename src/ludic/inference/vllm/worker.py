@@ -47,7 +47,7 @@ from ludic.inference.vllm.transfer import (
     without_values,
 )
 from ludic.inference.vllm.versions import release_of
-from ludic.types.parsing import parse_json
+from ludic.types.files import parse_json
 
 RELEASE = release_of(__version__)
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

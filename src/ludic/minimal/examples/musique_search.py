@@ -37,7 +37,7 @@ from ludic.parsers import xml_tag_parser
 from ludic.tools import Tool
 from ludic.tools.search import DocumentSearch
 from ludic.types import LudicError, Message, MissingExtra, SamplingParams
-from ludic.types.parsing import parse_json
+from ludic.types.files import parse_json
 
 if TYPE_CHECKING:
     from ludic.minimal.local_backend import LocalModel

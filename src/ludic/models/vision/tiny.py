@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from ludic.models.loading import LoadedModel, no_progress_bar
-from ludic.models.tiny import character_tokenizer
+from ludic.models.loading import LoadedModel, character_tokenizer, no_progress_bar
 from ludic.models.vision.inputs import give_image_processor, save_tokenizer
 
 _SPECIAL = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")

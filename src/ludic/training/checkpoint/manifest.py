@@ -12,8 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ludic.types import LudicError
-from ludic.types.files import sync, write_json
-from ludic.types.parsing import parse_json
+from ludic.types.files import parse_json, sync, write_json
 
 MANIFEST = "manifest.json"
 FORMAT = 2

@@ -18,6 +18,8 @@ from ludic.inference.http import Unreachable
 from ludic.types import ConfigError, PolicyGone, RequestsExhausted
 from tests.unit.batch_gen.parts import TotalReward, coin_client, make_engine, other_tasks, request
 
+pytestmark = pytest.mark.slow
+
 POLL_S = 0.005
 
 

@@ -29,6 +29,8 @@ from tests.unit.batch_gen.pipeline.queue_parts import (
     raw_client,
 )
 
+pytestmark = pytest.mark.slow
+
 _numbers = count()
 
 

@@ -9,6 +9,7 @@ import asyncio
 from itertools import count
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
@@ -24,6 +25,8 @@ from tests.unit.batch_gen.pipeline.queue_parts import (
     raw_client,
     tags_of,
 )
+
+pytestmark = pytest.mark.slow
 
 _numbers = count()
 MAX_LAG = 2

@@ -35,6 +35,8 @@ from tests.unit.batch_gen.pipeline.queue_parts import (
 )
 from tests.unit.training.test_training_loop import Recorder
 
+pytestmark = pytest.mark.slow
+
 _numbers = count()
 
 

@@ -29,7 +29,7 @@ from ludic.batch_gen.pipeline import PipelineBatchSource
 from ludic.batch_gen.pipeline.queue import ExperienceQueue, PackedGroup
 from ludic.batch_gen.pipeline.source import DeadLetters, _in_one_line
 from ludic.batch_gen.pipeline.wire import encode_group, group_facts
-from ludic.models.tiny import tiny_llama
+from ludic.models.loading import tiny_llama
 from ludic.training import Trainer, TrainerConfig
 from ludic.training.algorithms import RLAlgorithm, make_grpo, make_ppo, make_rft
 from ludic.training.losses import CorrectedLoss, SequenceMask, TokenMask
@@ -37,6 +37,8 @@ from ludic.training.sample_check import TrainableSamples, positions_of, vocabula
 from ludic.types import ActorTokenLogps, CandidateSets, SampleAttachments, SampleOrigin, SAWItem, VersionRun
 from tests.conftest import Fuzz
 from tests.unit.batch_gen.pipeline.queue_parts import ACTOR, SHORT, crash, let_lease_run_out, raw_client
+
+pytestmark = pytest.mark.slow
 
 VOCAB, MAX_LENGTH = 32, 48
 HEADER = 7

@@ -25,6 +25,8 @@ from ludic.batch_gen.pipeline.wire_columns import PictureColumn, decode_pictures
 from ludic.types import CandidateSets, ConfigError, LudicError, SampleAttachments, SAWItem, VersionRun
 from tests.unit.batch_gen.pipeline.wire_items import PICTURES, as_constructed, facts, groups, plain_item
 
+pytestmark = pytest.mark.slow
+
 HEADER = 7
 
 

@@ -21,6 +21,8 @@ from ludic.types import ActorTokenLogps, CandidateSets, SampleAttachments, Sampl
 from tests.conftest import Fuzz
 from tests.unit.batch_gen.pipeline.wire_items import PER_TOKEN, as_constructed, plain_item
 
+pytestmark = pytest.mark.slow
+
 LIMITS = WireLimits(max_bytes=64 << 10, max_items=64, max_tokens=4096, max_meta_bytes=4 << 10, max_version_runs=256)
 MAX_MEMORY = 1 << 20
 """Ids of two bytes become four, and two masks of one byte each; a byte of meta becomes an object of seventy; half of

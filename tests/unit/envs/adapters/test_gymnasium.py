@@ -13,6 +13,8 @@ from ludic.envs.adapters.gymnasium import AGENT, GymnasiumEnv
 from ludic.envs.check import check_env
 from ludic.types import ConfigError, MissingExtra, ResetNeeded
 
+pytestmark = pytest.mark.slow
+
 
 class Riddle(gymnasium.Env):
     """Free text in, a dict out: the word is the env's colour."""

@@ -29,7 +29,7 @@ def datasets():
     return pytest.importorskip("reasoning_gym.factory", reason="the reasoning_gym extra is not installed").DATASETS
 
 
-pytestmark = pytest.mark.usefixtures("datasets")
+pytestmark = [pytest.mark.usefixtures("datasets"), pytest.mark.slow]
 
 
 def reward(env: ReasoningGymEnv, answer: str, *, seed: int = 1) -> float:

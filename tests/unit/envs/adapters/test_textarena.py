@@ -13,6 +13,8 @@ from ludic.envs.check import check_env
 from ludic.types import ConfigError, MissingExtra, ResetNeeded, UnknownName
 from tests.extended import cases
 
+pytestmark = pytest.mark.slow
+
 ALONE = "player_0"
 
 

@@ -10,6 +10,8 @@ from ludic.envs.code_exec.cases import TestCase
 from ludic.envs.code_exec.plain_data import Opaque, dumps, encode, to_json
 from ludic.sandbox import CompileResult, CompileStatus, ExecutionResult, RunStatus
 
+pytestmark = pytest.mark.slow
+
 F = frozenset({"f"})
 F1 = Call("f", dumps(((1,), {})))
 

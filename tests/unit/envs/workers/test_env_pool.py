@@ -20,6 +20,8 @@ from tests.unit.agents.test_tool_agents import call
 from tests.unit.batch_gen.parts import RL
 from tests.unit.envs.workers import parts
 
+pytestmark = pytest.mark.slow
+
 REPLIES = {
     "tic_tac_toe": [f"<a>{row}{column}</a>" for row in "ABC" for column in "123"],
     "key_door": [*(f"<a>{move}</a>" for move in MOVES), "nonsense"],

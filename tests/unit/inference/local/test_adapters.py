@@ -29,6 +29,8 @@ pytest.importorskip("peft", reason="the lora extra is not installed")
 
 from tests.unit.models.adapters.peft_reference import peft_model, tuned
 
+pytestmark = pytest.mark.slow
+
 NAMES = ["a", "b", "c"]
 
 

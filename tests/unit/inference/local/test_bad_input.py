@@ -30,6 +30,8 @@ from tests.unit.inference.local.tiny_models import (
     tokens,
 )
 
+pytestmark = pytest.mark.slow
+
 # --- requests that are refused ---
 
 ROOT = Path(__file__).parents[4]

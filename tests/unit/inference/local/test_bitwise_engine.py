@@ -13,6 +13,8 @@ from tests.extended import cases
 from tests.unit.inference.local.tiny_models import VOCAB, ask, ask_all, make_engine, new_model, request, some_prompt
 from tests.unit.training.samples import item_of
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = ({"temperature": 1.0}, {"temperature": 0.7}, {"temperature": 1.3, "top_p": 0.8}, {"temperature": 0.0})
 SETTINGS += ({"temperature": 0.9, "top_k": 20}, {"temperature": 1.0, "min_p": 0.05})
 

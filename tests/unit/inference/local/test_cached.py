@@ -26,6 +26,8 @@ from tests.unit.inference.local.tiny_models import (
     tokens,
 )
 
+pytestmark = pytest.mark.slow
+
 MIXED = "gptj"
 """A family whose attention never goes through the registered function."""
 

@@ -30,6 +30,8 @@ from tests.unit.inference.local.tiny_models import (
     tokens,
 )
 
+pytestmark = pytest.mark.slow
+
 NUM_NEW = 8
 SETTINGS = RunnerSettings(num_blocks=512, block_size=4, max_sequences=64, max_length=256, pack_weights=True)
 PROMPTS = [some_prompt(length) for length in (1, 9, 16, 25, 40)]

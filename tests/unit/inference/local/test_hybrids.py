@@ -29,6 +29,8 @@ from tests.unit.inference.local.tiny_models import (
 )
 from tests.unit.models.test_recurrent import HYBRIDS
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [some_prompt(9), some_prompt(9), some_prompt(21, 1), some_prompt(1)]
 NUM_NEW = [7, 4, 5, 6]
 

@@ -24,6 +24,8 @@ from tests.unit.inference.local.tiny_models import (
     tokens,
 )
 
+pytestmark = pytest.mark.slow
+
 LONG, LONGER = some_prompt(MIN_SHARED + 7), some_prompt(MIN_SHARED + 64)
 
 

@@ -23,6 +23,8 @@ from tests.unit.inference.local.tiny_models import (
     tokens,
 )
 
+pytestmark = pytest.mark.slow
+
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, 1.5, -1.0, 0.25, -2.0, 0.75])
 NUM_DRAWS = 1200
 

@@ -34,6 +34,8 @@ from ludic.types import (
 from tests.chat_templates import make_tokenizer
 from tests.unit.cli.runner import invoke
 
+pytestmark = pytest.mark.slow
+
 TOKENIZER = make_tokenizer("qwen")
 PROMPT = TOKENIZER("The quick brown fox")["input_ids"]
 HELLO = [{"role": "user", "content": "What is the capital of France?"}]

@@ -21,6 +21,8 @@ from ludic.inference.serving.limits import ServerLimits
 from tests.conftest import Fuzz
 from tests.unit.inference.local.test_server import TOKENIZER, TOOL, serving, tiny_model
 
+pytestmark = pytest.mark.slow
+
 LIMITS = ServerLimits(max_completions=96, max_body_bytes=200_000, head_s=20, body_s=2)
 LENGTH = 96
 PROMPT = TOKENIZER("The quick brown fox")["input_ids"]

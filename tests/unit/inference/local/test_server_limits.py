@@ -17,6 +17,8 @@ from ludic.inference.serving.limits import ServerLimits
 from ludic.types import ChatResponse, ConfigError
 from tests.unit.inference.local.test_server import HELLO, TOOL, Reciting, serving, until
 
+pytestmark = pytest.mark.slow
+
 JSON_TYPE = {"Content-Type": "application/json"}
 
 

@@ -24,6 +24,8 @@ from tests.unit.inference.local.tiny_models import (
     tokens,
 )
 
+pytestmark = pytest.mark.slow
+
 NUM_NEW = 24
 PROMPTS = [some_prompt(length) for length in (2, 13, 30)]
 

@@ -3,6 +3,7 @@
 import gc
 import platform
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 from ludic.models.adapters import AdapterSpec, LoraAdapter
 from ludic.models.adapters.forward import PackedAdapter, RowPlan
 from ludic.models.adapters.stack import AdapterStack
+
+pytestmark = pytest.mark.slow
 
 _NAMES, _SIZES, _WIDTH = ("q", "k", "v"), [24, 8, 8], 20
 

@@ -25,6 +25,8 @@ import peft
 
 from tests.unit.models.adapters.peft_reference import peft_model, tuned
 
+pytestmark = pytest.mark.slow
+
 _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 

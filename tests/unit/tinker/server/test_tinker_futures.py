@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from ludic.cli.servers.serve import serve
-from ludic.models.tiny import character_tokenizer
+from ludic.models.loading import character_tokenizer
 from ludic.tinker.server.futures import KEPT_AFTER_RETRIEVAL_S, KEPT_S, Futures
 from ludic.types import ConfigError
 from tests.tiny_families import family_model

@@ -24,6 +24,8 @@ from ludic.tinker.server.storage.journal import (
     StorageError,
 )
 
+pytestmark = pytest.mark.slow
+
 RECORDS = st.lists(
     st.builds(
         Record,

@@ -17,6 +17,8 @@ from tests.unit.tinker.server.running import KEY, NAME, RunningServer
 from tests.unit.training.bandit import ByteTokenizer, tiny_llama
 from tests.unit.training.test_tinker_trainer import Repeated, bandit_trainer, settings, some_items
 
+pytestmark = pytest.mark.slow
+
 SEED = 7
 ALGORITHMS = {
     "ppo": make_grpo(clip_eps_high=0.1),

@@ -27,6 +27,8 @@ from ludic.cli.main import main
 from tests.extended import cases
 from tests.unit.tinker.server.running import KEY, NAME, datum, prompt
 
+pytestmark = pytest.mark.slow
+
 STEPS = 5
 ADAM = types.AdamParams(learning_rate=1e-3, eps=1e-8)
 """With a small eps the direction of a tiny gradient is its rounding."""

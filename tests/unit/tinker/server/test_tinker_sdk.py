@@ -17,6 +17,8 @@ from ludic.tinker.server import app
 from tests.tinker_fake.losses import loss_of
 from tests.unit.tinker.server.running import KEY, NAME, RunningServer, datum, prompt
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:

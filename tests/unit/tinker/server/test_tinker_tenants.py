@@ -35,6 +35,8 @@ from ludic.tinker.server.storage.store import DiskStore
 from ludic.types import ConfigError
 from tests.unit.tinker.server.running import NAME, RunningServer, datum, prompt
 
+pytestmark = pytest.mark.slow
+
 ANNA, BERT = "tml-anna", "tml-bert"
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ludic.types import MissingPackage, UnknownName
-from ludic.types.parsing import parse_json
+from ludic.types.files import parse_json
 
 CATEGORIES = (
     "simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance", "live_simple", "live_multiple", "live_parallel",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ludic.types import LudicError, MissingExtra
-from ludic.types.parsing import parse_json
+from ludic.types.files import parse_json
 
 _MAX_MESSAGE = 100 * 2**20
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ludic.envs.adapters.tau2.world import DOMAINS, package_folder
 from ludic.types import MissingPackage, UnknownName
-from ludic.types.parsing import parse_json
+from ludic.types.files import parse_json
 
 
 def read_tau2(domain: str, split: str = "base") -> Iterator[dict[str, Any]]:

@@ -31,8 +31,7 @@ from ludic.tinker.server.records import Checkpoint, CheckpointPath, Refused, Req
 from ludic.tinker.server.storage.checkpoints import Checkpoints
 from ludic.tinker.server.storage.journal import FAILED, Record, RunJournal, StorageError
 from ludic.types import ConfigError
-from ludic.types.files import replacing, write_json
-from ludic.types.parsing import parse_json
+from ludic.types.files import parse_json, replacing, write_json
 
 logger = logging.getLogger(__name__)
 

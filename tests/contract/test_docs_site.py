@@ -24,11 +24,11 @@ def test_the_index_lists_every_page_and_every_link_leads_somewhere():
 
 
 def test_pages_are_short():
-    """At most 24,000 words without code blocks and the bars of tables. The log and docs/results are records, which grow."""
+    """At most 25,000 words without code blocks and the bars of tables. The log and docs/results are records, which grow."""
     pages = [path for path in (ROOT / "docs").rglob("*.md") if path.name != "log.md" and path.parent.name != "results"]
     texts = [path.read_text() for path in pages]
     prose = [re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE) for text in texts]
-    assert sum(len(re.findall(r"\S*\w\S*", text)) for text in prose) <= 24_000
+    assert sum(len(re.findall(r"\S*\w\S*", text)) for text in prose) <= 25_000
 
 
 def test_problems_are_a_page_outside_the_index_and_a_dead_link(tmp_path):

@@ -40,6 +40,10 @@ RANKS = "ranks of one job exchange objects; a job's ports must be closed to othe
 SANDBOX = "runs inside the sandbox, which is made for programs of strangers"
 ARRAYS = "with allow_pickle=False, numpy reads plain arrays and refuses objects"
 ALLOWED = {
+    (
+        "src/ludic/types/interfaces.py",
+        "pickle",
+    ): "hashes an object of this process to see whether it has changed; nothing is loaded",
     ("scripts/tutorials.py", "exec"): "runs the cells of the repository's tutorials",
     ("src/ludic/envs/harbor/task.py", "yaml"): "safe_load of a Terminal-Bench task.yaml gives plain data",
     (

@@ -1,4 +1,4 @@
-"""Files on disk: atomic replacement, files of JSON lines that are appended to while they are read, and JSON and TOML of other authors.
+"""Files on disk: atomic replacement, files of JSON lines that are appended to while they are read; and texts of other authors.
 
 Checkpoints, exports and published weights use the first; rollouts (`ludic.types.rollout`, `ludic.batch_gen.store`) the second.
 A file of lines is plain text, or gzip if its name ends in .gz: gzip members of about 256 KiB of text. Each append extends the

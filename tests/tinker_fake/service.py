@@ -230,11 +230,22 @@ class FakeTinker:
         return {"base_model": name, "is_lora": True, "lora_rank": settings.rank, **trained}
 
     def _on_load_weights(self, body: dict[str, Any], fault: str) -> dict[str, Any]:
-        def load() -> Result:
-            self.runs[body["model_id"]].restore(self.checkpoints[body["path"]], optimizer=body["optimizer"])
-            return {"type": "load_weights", "path": body["path"], "model_id": body["model_id"]}
+        """Into a run, or, as the SDK asks from 0.38 on, into a new one of a session."""
+        model_id = body.get("model_id") or f"{body['session_id']}:train:{body['model_seq_id']}"
 
-        return self._in_turn(body["model_id"], body["seq_id"], load, fault)
+        def load() -> Result:
+            saved = self.checkpoints[body["path"]]
+            if "model_id" not in body:
+                self._base_of[model_id], settings = self._settings_at[body["path"]]
+                self.runs[model_id] = TrainedLora(self.base_models[self._base_of[model_id]], settings)
+            self.runs[model_id].restore(saved, optimizer=body["optimizer"])
+            return {"type": "load_weights", "path": body["path"], "model_id": model_id}
+
+        return (
+            self._in_turn(model_id, body["seq_id"], load, fault)
+            if "model_id" in body
+            else self._promise(model_id, load, fault)
+        )
 
     # --- sampling ---
 

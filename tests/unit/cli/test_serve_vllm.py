@@ -48,13 +48,13 @@ def executed(monkeypatch, tmp_path):
 
 
 def serve(*arguments):
-    return invoke(["serve", "--engine", "vllm", "--model", "m", *arguments]).exception
+    return invoke(["serve", "--engine", "vllm", "--model", "org/m", *arguments]).exception
 
 
 def test_our_options_become_flags_of_vllm_and_the_rest_is_passed_on(became):
     options = [
         "--model",
-        "m",
+        "org/m",
         "--port",
         "8031",
         "--max-sequences",
@@ -67,23 +67,23 @@ def test_our_options_become_flags_of_vllm_and_the_rest_is_passed_on(became):
     done = invoke(["serve", "--engine", "vllm", *options, "--", "-tp", "2", "--run-folder", "here"])
     assert isinstance(done.exception, Became)
     assert became == [
-        *("--model", "m", "--host", "127.0.0.1", "--port", "8031", "--dtype", "bfloat16"),
+        *("--model", "org/m", "--host", "127.0.0.1", "--port", "8031", "--dtype", "bfloat16"),
         *("--max-model-len", "4096", "--max-num-seqs", "64", "-tp", "2", "--run-folder", "here"),
     ]
 
 
 def test_api_key_is_passed_by_environment_only(became, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "to be replaced")
-    invoke(["serve", "--engine", "vllm", "--model", "m", "--host", "0.0.0.0", "--api-key", "k"])
+    invoke(["serve", "--engine", "vllm", "--model", "org/m", "--host", "0.0.0.0", "--api-key", "k"])
     assert os.environ["VLLM_API_KEY"] == "k" and "0.0.0.0" in became and "k" not in became
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--engine", "vllm", "--model", "m", "--device", "cuda:1"], "CUDA_VISIBLE_DEVICES"),
+        (["--engine", "vllm", "--model", "org/m", "--device", "cuda:1"], "CUDA_VISIBLE_DEVICES"),
         (["--engine", "vllm", "--model", "tiny"], "only --engine local knows the name 'tiny'"),
-        (["--model", "m", "--", "--max-num-seqs", "8"], "give --engine vllm"),
+        (["--model", "org/m", "--", "--max-num-seqs", "8"], "give --engine vllm"),
     ],
 )
 def test_invalid_combinations_are_refused_before_starting(became, arguments, message):
@@ -172,6 +172,6 @@ def test_a_config_file_with_a_key_and_other_flags_is_taken(executed):
 def test_the_last_port_is_the_one_that_is_checked_and_announced(executed, monkeypatch, capsys):
     checked = []
     monkeypatch.setattr("ludic.inference.vllm_server.check_port", lambda host, port: checked.append((host, port)))
-    done = invoke(["serve", "--engine", "vllm", "--model", "m", "--", "--port", "8041", "--port=8042"])
+    done = invoke(["serve", "--engine", "vllm", "--model", "org/m", "--", "--port", "8041", "--port=8042"])
     assert isinstance(done.exception, Became) and checked == [("127.0.0.1", 8042)]
     assert "127.0.0.1:8042" in done.output and executed.count("--port") == 1

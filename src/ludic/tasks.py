@@ -89,4 +89,6 @@ def exempt_from_collection() -> None:
     """Exempt the objects that exist now."""
     gc.collect()
     gc.freeze()
-    gc.collect()  # else full passes wait until a quarter as many objects are new as there were before, 100,000 with torch
+    # Without a second pass CPython delays full collections until new objects exceed a quarter of the old ones (100,000 with
+    # torch).
+    gc.collect()

@@ -5,6 +5,7 @@ nothing beside the standard library.
 """
 
 import atexit
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -93,7 +94,7 @@ def main() -> None:
         _run()
         code = 0
     except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else 1
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         raise
     finally:
         threading._register_atexit(ending.set)  # type: ignore[attr-defined]
@@ -107,9 +108,12 @@ def _leave_threads(ending: threading.Event, code: int) -> None:
     left = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main_thread]
     if left:
         print(
-            f"ludic: ended without {', '.join(left):.200}: threads that an env or a tool left running.", file=sys.stderr
+            f"ludic: ended without {harmless(', '.join(left)):.200}: threads that an env or a tool left running.",
+            file=sys.stderr,
         )
-        atexit._run_exitfuncs()  # as Python would, behind the threads: end processes, remove folders
+        atexit._run_exitfuncs()  # as Python does once all threads have ended: end processes, remove folders
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe or file
+            sys.stdout.flush()
         os._exit(code)
 
 

@@ -62,7 +62,7 @@ def run_script(main: Callable[[list[str]], int | None]) -> NoReturn:
         make_log_harmless()
         sys.exit(main(sys.argv[1:]) or 0)
     except RunComplete as done:
-        print(done)
+        print(harmless(str(done)))
         sys.exit(0)
     except LudicError as mistake:
         sys.exit(f"{Path(sys.argv[0]).stem}: {harmless(str(mistake))}")

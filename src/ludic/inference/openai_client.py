@@ -198,7 +198,7 @@ def _refusal(url: str, answer: Answer) -> LudicError:
         return OutOfRoom(message)
     failed = f"{url} returned {status}: {message}"
     if status in _BUSY:
-        wait_s = float(after) if after and after.replace(".", "", 1).isdigit() else None
+        wait_s = float(after) if after and after.replace(".", "", 1).isdecimal() else None
         return RetryableError(failed, status=status, wait_s=wait_s)
     if status in (401, 403):
         return ConfigError(f"{failed} Check the API key.")

@@ -175,7 +175,7 @@ class Policies:
         league, is_member, version = name.partition("@")
         player = self._player(league)
         if isinstance(player, VersionedPolicies):
-            if not version.isdigit():
+            if not version.isdecimal():
                 raise ConfigError(f"{name!r} is a league; assign one of its members, such as {league}@0.")
             return player.client(int(version))
         if is_member:

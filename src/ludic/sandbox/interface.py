@@ -258,7 +258,7 @@ class SandboxLimits:
     memory_mb: int = 256
     """Of all processes together with a memory cgroup, else of each process."""
     address_space_mb: int | None = None
-    """Of each process. Default: memory_mb; runtimes that reserve much more than they use, such as Node, need more."""
+    """Address space of each process. Default: memory_mb; runtimes that reserve much more than they use, such as Node, need more."""
     max_processes: int = 32
     """Threads count too."""
     max_output_bytes: int = 8 * MB

@@ -5,6 +5,7 @@ memory, end the run.
 """
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -98,37 +99,55 @@ _PATIENCE = 3
 
 
 class LearningWatch:
-    """Warns while a run trains that it learns nothing, with the likely cause; again only after an update that learned."""
+    """Warns once of each likely cause while a run trains that it learns nothing, or that no reply is read."""
 
     def __init__(self) -> None:
         self._rows: list[Mapping[str, Any]] = []
         """The first update and the last ones."""
-        self._has_warned = False
+        self._best = -math.inf
+        """Highest mean reward of an update."""
+        self._advice = set[str]()
+        """Last sentence of each warning, which has no numbers."""
 
     def note(self, row: Mapping[str, Any]) -> None:
         """One update's metrics, under their full names."""
         self._rows = [*self._rows[:1], *self._rows[1:][1 - _PATIENCE :], row]
-        last = self._rows[-_PATIENCE:]
-        cause = _collapse(self._rows) if row.get("train/grad_norm") == 0 else None
+        self._best = max(self._best, _reward(row))
+        last, is_idle = self._rows[-_PATIENCE:], row.get("train/grad_norm") == 0
+        if is_idle and _is_solved(self._rows[0], row, self._best):
+            return
+        cause = _collapse(self._rows) if is_idle else None
         if cause is None and len(last) == _PATIENCE:
             cause = _unread(last) or (_likely_cause(last, self._rows) if _always(last, "grad_norm", 0) else None)
-        if cause is not None and not self._has_warned:
-            _warn([f"Nothing is being learned. {cause}"])
-        self._has_warned = cause is not None
+        if cause is not None and (advice := cause.rpartition(". ")[2]) not in self._advice:
+            self._advice.add(advice)
+            _warn([f"Nothing is being learned. {cause}" if is_idle else cause])
 
 
 def why_nothing_was_learned(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """A message with the likely cause if most of a finished run's logged updates had no gradient, or no reply was ever read; else
-    None."""
+    """A message with the likely cause if most of a finished run's logged updates had no gradient and the tasks are not solved, or
+    no reply was ever read; else None."""
     updates = [row for row in rows if row.get("train/grad_norm") is not None]
     idle = [row for row in updates if row["train/grad_norm"] == 0]
     if 2 * len(idle) <= len(updates):
         return _unread(updates)
+    if len(idle) < len(updates) and _is_solved(updates[0], updates[-1], max(map(_reward, updates))):
+        return None
     if len(idle) == len(updates):
         what = f"Nothing was learned: the gradient was zero in every update ({len(idle)})."
     else:
         what = f"Little was learned: the gradient was zero in {len(idle)} of {len(updates)} updates."
     return f"{what} {_unread(updates) or _likely_cause(idle, updates)}"
+
+
+def _is_solved(first: Mapping[str, Any], last: Mapping[str, Any], best: float) -> bool:
+    """Whether all episodes of the last update earned the best reward so far, and more than those of the first."""
+    return last.get("train/total_reward_std") == 0 and best <= _reward(last) > _reward(first)
+
+
+def _reward(row: Mapping[str, Any]) -> float:
+    value = row.get("train/avg_total_reward")
+    return -math.inf if value is None else float(value)
 
 
 def _always(rows: Sequence[Mapping[str, Any]], name: str, value: float) -> bool:

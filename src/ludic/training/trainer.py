@@ -301,7 +301,7 @@ class TrainingLoop:
             self.batch_source.notify_saved(step)
 
     def _resume(self, where: int | str) -> None:
-        if isinstance(where, int) or str(where).isdigit():
+        if isinstance(where, int) or str(where).isdecimal():
             state = self.learner.load(step=int(where))
         else:
             state = self.learner.load(path=None if where == "latest" else where)

@@ -49,7 +49,7 @@ class NotWritten(LudicError, OSError):
 
     @classmethod
     def of(cls, path: Path, error: Exception, state: str = "", advice: str = "") -> Self:
-        """`state`: a sentence about what there is all the same. `advice`: what to do where the room is too little."""
+        """`state`: a sentence about what is intact. `advice`: what to do where the room is too little."""
         there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         free = shutil.disk_usage(there).free / 2**20
         return cls(
@@ -187,8 +187,8 @@ class Line:
 def read_lines(path: str | Path, *, start: int = 0, longest: int = MAX_LINE_BYTES) -> Iterator[tuple[Line, bytes]]:
     """Every complete line, also of a file that is being written; an interrupted write at the end is left out.
 
-    `start`: where to begin, the offset of a line; in a compressed file, of a member. What a line has behind `longest` bytes is
-    left out, so that it is no JSON any more.
+    `start`: where to begin, the offset of a line; in a compressed file, of a member. A longer line is cut after `longest`
+    bytes, so it no longer parses as JSON.
     """
     path = Path(path)
     with path.open("rb") as file:
@@ -282,8 +282,8 @@ def _inflated(file: IO[bytes], block: bytes, member: _StoredMember) -> Iterator[
 
 @lru_cache(maxsize=8)
 def _first_piece(path: Path, start: int, size: int, mtime_ns: int) -> bytes:
-    """Of a LineWriter's member usually all of it. Cached, since its lines are usually read one after the other; `size` and
-    `mtime_ns` detect a change."""
+    """The first 16 MB of a member's text: usually all that a LineWriter puts into one. Cached, since its lines are usually read
+    one after the other; `size` and `mtime_ns` detect a change."""
     with path.open("rb") as file:
         file.seek(start)
         return next(next(_members(file)).text, b"")

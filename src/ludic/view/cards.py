@@ -44,7 +44,7 @@ class Card(msgspec.Struct, array_like=True, gc=False):
     parse_errors: int
     """Replies that were not read: cut off, or unreadable."""
     unreadable: int
-    """Of them those that were not cut off."""
+    """Unread replies that were not cut off."""
     oldest: int | None
     newest: int | None
     """Policy versions that sampled its tokens."""

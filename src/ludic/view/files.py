@@ -54,7 +54,7 @@ class RolloutFile:
     def first_step(self) -> int | None:
         """The step that its start of the run began at; None for the file of an actor."""
         digits = self.path.name.partition("from_step_")[2][:6]
-        return int(digits) if digits.isdigit() else None
+        return int(digits) if digits.isdecimal() else None
 
     def refresh(self, deadline: float) -> bool:
         """Read what is new; False if the time was not enough."""
@@ -167,7 +167,7 @@ def is_record(name: str) -> bool:
 
 def step_of_record(path: Path) -> int:
     digits = path.name.removeprefix("step_").partition(".")[0]
-    return int(digits) if digits.isdigit() else 0
+    return int(digits) if digits.isdecimal() else 0
 
 
 def rollouts_in(path: Path) -> list[str]:

@@ -45,7 +45,7 @@ class Advisory:
     link: str | None = None
     """Where the page shows it."""
     explained_by: tuple[str, ...] = ()
-    """Codes of its causes: beside one of them it is left out, since its advice would be about a consequence."""
+    """Codes of its causes: the advisory is left out when one of them is shown, since its advice would be about a consequence."""
 
 
 def advisories(index: RunIndex) -> list[dict[str, Any]]:
@@ -67,9 +67,13 @@ class _Run:
         steps = sorted({card.step for card in self.cards})[-WINDOW:]
         self.recent = [card for card in self.cards if card.step in steps]
         self.played = [card for card in self.recent if card.failure is None]
+        unread = [card for card in self.played if card.stop == "parse_error" or 2 * card.parse_errors > card.calls]
+        is_mostly_unread = _share(len(unread), len(self.played)) > 0.5
+        self.unread_causes = ("parse_errors", "truncation") if is_mostly_unread else ()
+        """What explains equal rewards, if most rollouts have hardly a reply that was read."""
         self.rows = [(step, index.metrics[step]) for step in sorted(index.metrics)]
 
-    def limit(self, name: str, default: float) -> float:
+    def limit(self, name: str, default: float | None = None) -> float | None:
         """A number among the settings of rollouts."""
         value = self.index.setting("rollouts", name)
         return value if isinstance(value, (int, float)) and abs(value) < 2**63 else default
@@ -118,7 +122,7 @@ def _zero_spread(run: _Run) -> Iterator[Advisory]:
             code="solved",
             title=f"{num_best} of {len(groups)} groups earn the run's best reward, {best:g}, throughout",
             detail="These tasks are solved. Nothing is learned from a group whose rollouts all earn the same.",
-            advice="Stop here, or go on with harder tasks.",
+            advice="Stop here, or continue with harder tasks.",
             step=step,
             link=run.link("step", step, query="?zero_spread=1"),
         )
@@ -130,7 +134,7 @@ def _zero_spread(run: _Run) -> Iterator[Advisory]:
         detail=f"Nothing is learned from a group whose rollouts all earn the same; most of these earn {rewards:g}.",
         advice="Choose tasks that are neither too easy nor too hard, raise --group-size or --temperature, or let dynamic sampling "
         "leave such groups out (--algo dapo).",
-        explained_by=("parse_errors", "entropy_collapse"),
+        explained_by=(*run.unread_causes, "entropy_collapse"),
         step=step,
         link=run.link("step", step, query="?zero_spread=1"),
     )
@@ -158,18 +162,16 @@ def _truncation(run: _Run) -> Iterator[Advisory]:
 
 
 def _parse_errors(run: _Run) -> Iterator[Advisory]:
-    bad = [card for card in run.played if card.parse_errors]
+    bad = [card for card in run.played if card.unreadable]
     if _share(len(bad), len(run.played)) <= MAX_PARSE_ERRORS:
         return
-    step = run.worst_step(lambda card: card.parse_errors > 0)
+    step = run.worst_step(lambda card: card.unreadable > 0)
     yield Advisory(
         level="warning",
         code="parse_errors",
         title=f"{_share(len(bad), len(run.played)):.0%} of the last rollouts have replies that could not be read",
-        detail=f"{sum(card.parse_errors for card in bad)} replies in {len(bad)} rollouts; {sum(c.truncated for c in bad)} of them "
-        "were also cut off.",
-        advice="Compare the replies with the format that the prompt asks for and with --parser. If they end in the middle, give "
-        "more --max-tokens.",
+        detail=f"{sum(card.unreadable for card in bad)} replies in {len(bad)} rollouts; replies that were cut off are not counted.",
+        advice="Compare the replies with the format that the prompt asks for and with --parser.",
         step=step,
         link=run.link("step", step, query="?parse_error=1"),
     )
@@ -253,7 +255,7 @@ def _no_gradient(run: _Run) -> Iterator[Advisory]:
         title=f"The gradient was zero in {len(idle)} of the last {len(norms)} updates",
         detail="Nothing is learned in such an update: all weights are zero, or the loss drops every sample.",
         advice="Look at the rewards of the groups first; then at parse errors, clipping and corrections.",
-        explained_by=("failed_run", "solved", "zero_spread", "parse_errors", "entropy_collapse"),
+        explained_by=(*run.unread_causes, "failed_run", "solved", "zero_spread", "entropy_collapse"),
         step=idle[-1],
         link=run.link("step", idle[-1]),
     )
@@ -264,7 +266,7 @@ def _failures(run: _Run) -> Iterator[Advisory]:
     if not failed:
         return
     share = _share(len([c for c in run.recent if c.failure is not None]), len(run.recent))
-    limit = run.limit("max_failed_share", 0.5)
+    limit = run.limit("max_failed_share", 0.5) or 0.0
     common, count = Counter(card.failure or "" for card in failed).most_common(1)[0]
     yield Advisory(
         level="warning" if share > min(MAX_FAILED, limit) else "info",
@@ -309,7 +311,7 @@ def _stragglers(run: _Run) -> Iterator[Advisory]:
 
 
 def _lag(run: _Run) -> Iterator[Advisory]:
-    limit = run.limit("max_lag", 0)
+    limit = run.limit("max_lag")
     stale = run.metric("train/num_stale")[-WINDOW:]
     num_stale = sum(value for _, value in stale)
     lags = run.metric("train/lag_max")[-WINDOW:]
@@ -319,7 +321,8 @@ def _lag(run: _Run) -> Iterator[Advisory]:
             level="warning",
             code="stale",
             title=f"{num_stale:.0f} samples were too old and left out of the last updates",
-            detail=f"Their oldest token is more than max_lag={limit} versions behind.",
+            detail="The policy has moved on too far since their oldest token"
+            + (f": more than max_lag={limit} versions." if limit is not None else "."),
             advice="Fewer actors or a smaller --max-waiting keep samples fresher; a larger --max-lag with corrections uses them.",
             step=step,
             link=run.link("time", query=f"?step={step}"),

@@ -19,7 +19,7 @@ from ludic.view.files import RolloutFile, is_record, rollouts_in, step_of_record
 
 T = TypeVar("T")
 MAX_TEXT_BYTES = 1 << 20
-"""Of a config, a failure and a line of metrics."""
+"""Longest config, failure file or line of metrics that is read."""
 MAX_DEPTH = 3
 """Folders below the root in which runs are looked for."""
 
@@ -79,7 +79,7 @@ class RunIndex:
         return config
 
     def setting(self, section: str, name: str) -> Any:
-        """As the config has it; None if it has not."""
+        """A setting of the config; None if it is absent."""
         table = self.config.get(section)
         return table.get(name) if isinstance(table, dict) else None
 

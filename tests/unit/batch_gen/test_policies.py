@@ -63,6 +63,7 @@ def test_a_member_of_a_league_is_asked_by_its_version():
     [
         ("missing", "No policy named 'missing'"),
         ("past", "is a league; assign one of its members"),
+        ("past@²", "is a league; assign one of its members"),
         ("now@3", "is not a league"),
     ],
 )

@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import subprocess
 import sys
@@ -250,7 +251,7 @@ def test_the_modules_that_a_command_checks_are_those_of_its_extra():
         assert set(modules) <= required
 
 
-@pytest.mark.parametrize(("command", "code"), [("--version", 0), ("trian", 2)])
+@pytest.mark.parametrize(("command", "code"), [("--version", 0), ("trian", 2), ("exit", 0)])
 def test_a_thread_that_something_left_does_not_keep_a_command_from_ending(command, code):
     """It ends with its own code, and what is to be done at the end is done."""
     program = f"""
@@ -258,10 +259,13 @@ import atexit, sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from ludic.cli import main
 atexit.register(print, "cleaned up")
-threading.Thread(target=threading.Event().wait, name="left").start()
+threading.Thread(target=threading.Event().wait, name="left\\x1b").start()
 ThreadPoolExecutor().submit(threading.Event().wait)
 main._THREADS_S, sys.argv = 0.1, ["ludic", {command!r}]
+if {command!r} == "exit":
+    main._run = sys.exit
 main.main()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.returncode == code and "cleaned up" in done.stdout and "left" in done.stderr
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == code and "cleaned up" in done.stdout and "left\ufffd" in done.stderr

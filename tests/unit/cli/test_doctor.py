@@ -104,6 +104,9 @@ def test_a_vllm_that_is_not_installed_is_missing_and_not_broken(tmp_path, monkey
     monkeypatch.setenv("LUDIC_VLLM_PYTHON", str(tmp_path / "python"))
     found = machine.vllm()
     assert (found.status, found.says.partition(".")[0]) == ("missing", f"{tmp_path / 'python'} has no vLLM")
+    monkeypatch.setenv("LUDIC_VLLM_PYTHON", str(tmp_path / "gone"))
+    found = machine.vllm()
+    assert found.status == "broken" and "is not a working Python" in found.says
 
 
 def test_a_bubblewrap_without_namespaces_is_broken_and_the_kernel_settings_are_named(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 
 from ludic.cli.eval import run as eval_run
 from ludic.cli.eval.config import PolicySettings
-from ludic.cli.eval.models import evaluated_models, load
+from ludic.cli.eval.models import evaluated_models, load, pinned
 from ludic.cli.eval.run import read_command
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.server import serve
@@ -450,6 +450,15 @@ def test_a_mistake_is_named_and_leaves_nothing_behind(folder, args, message):
     assert isinstance(result.exception, LudicError), result.output
     assert message in str(result.exception)
     assert not (folder / "runs").exists()
+
+
+def test_a_step_that_a_run_has_not_is_answered_with_those_it_has(tmp_path):
+    for name in ("step_000005", "step_000020", "step_000020.bak"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    with pytest.raises(ConfigError) as refused:
+        pinned(f"{tmp_path}@7")
+    assert str(refused.value) == f"{tmp_path} has no checkpoint of step 7; it has @5, @20."
+    assert pinned("org/model@5") == "org/model@5"
 
 
 @pytest.mark.parametrize(

@@ -369,6 +369,8 @@ def test_a_ray_cluster_that_wants_a_token_is_not_reported_as_absent():
         failed = ConnectionError(f"Failed to connect to Ray cluster at {place}.")
         said = _why_not_connected("auto", failed)
         assert said.startswith(f"{place} answers") and "RAY_AUTH_MODE=token" in said and "no Ray" not in said
+        assert _why_not_connected(place, ConnectionError("worker.py:23: 12:30:45")).startswith(f"{place} answers")
+    assert _why_not_connected("host:65536", failed).startswith("There is no Ray cluster at 'host:65536'")
     assert _why_not_connected("auto", failed).startswith("There is no Ray cluster at 'auto': Failed to connect")
     assert "refused the connection: no token" in _why_not_connected("auto", RuntimeError("no token"))
 

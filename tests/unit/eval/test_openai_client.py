@@ -188,6 +188,12 @@ async def test_a_busy_endpoint_is_retried(status):
     assert response.text == "at last"
 
 
+async def test_a_time_to_wait_that_is_no_number_is_ignored():
+    busy = web.Response(status=503, headers={"Retry-After": "²"})
+    async with server(lambda number, _: says("at last") if number == 2 else busy) as client:
+        assert (await client.complete_tokens(a_request()))[0].text == "at last"
+
+
 async def test_an_endpoint_that_stays_busy_fails_the_episode():
     async with server(lambda number, _: web.Response(status=503, text="down"), max_retries=2) as client:
         with pytest.raises(EndpointError, match="503: down It was tried 3 times"):

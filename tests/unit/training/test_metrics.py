@@ -241,6 +241,29 @@ def test_updates_with_gradients_between_others_are_no_reason_to_warn(caplog):
     assert len(caplog.records) == 1 and "All episodes earned the same reward" in caplog.text
 
 
+def test_a_solved_run_is_not_told_that_it_learns_nothing(caplog):
+    watch = LearningWatch()
+    rows = [update(1.0, avg_total_reward=0.3, total_reward_std=0.4, entropy=3.0)]
+    rows += [update(1.0, avg_total_reward=0.9, total_reward_std=0.3, entropy=0.5), *[update(entropy=0.02)] * 6]
+    for row in rows:
+        watch.note(row)
+    assert not caplog.records and why_nothing_was_learned(rows) is None
+
+
+def test_a_cause_is_warned_of_once(caplog):
+    watch = LearningWatch()
+    for norm in (1, 0, 1, 0, 1, 0):
+        watch.note(update(norm, entropy=0.01 if not norm else 3.0, avg_total_reward=0))
+    assert len(caplog.records) == 1
+
+
+def test_unread_replies_of_a_run_with_gradients_are_not_called_learning_nothing(caplog):
+    watch = LearningWatch()
+    for reward in (0.1, 0.2, 0.3):
+        watch.note(update(0.7, parse_error_rate=1, unreadable_rate=1, avg_total_reward=reward, total_reward_std=0.2))
+    assert [record.message[:36] for record in caplog.records] == ["Every episode had replies that the p"]
+
+
 @pytest.mark.parametrize("rows", [[], [update(norm=0.1)], [update(), update(norm=0.1)], [{"eval/accuracy": 1.0}]])
 def test_run_with_gradients_gets_no_message(rows):
     assert why_nothing_was_learned(rows) is None

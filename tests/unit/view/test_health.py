@@ -96,6 +96,26 @@ def test_parse_errors(tmp_path):
     assert "50%" in only(run_of(tmp_path, change=unreadable), "parse_errors")["title"]
 
 
+def test_a_few_unread_replies_do_not_hide_that_groups_have_one_reward(tmp_path):
+    def one_of_ten(number, row):
+        row["steps"] = [row["steps"][0] | {"index": n, "turn_id": str(n)} for n in range(10)]
+        row["steps"][4] = row["steps"][4] | {"info": {"parse_error": number % 10 < 5}}
+        row["total_reward"] = 0.0
+
+    found = run_of(tmp_path, change=one_of_ten, metrics=lambda step: {"train/grad_norm": 0.0})
+    assert [each["code"] for each in found] == ["zero_spread", "parse_errors"]
+
+
+@pytest.mark.parametrize(("finish", "code"), [("stop", "parse_errors"), ("length", "truncation")])
+def test_replies_of_which_none_is_read_are_the_only_cause_by_their_name(tmp_path, finish, code):
+    def unread(number, row):
+        row["steps"][0]["info"] = {"parse_error": True}
+        row["steps"][0]["trace"]["finish_reason"] = finish
+        row["total_reward"] = 0.0
+
+    only(run_of(tmp_path, change=unread, metrics=lambda step: {"train/grad_norm": 0.0}), code)
+
+
 def test_mismatch_of_sampler_and_trainer(tmp_path):
     found = only(run_of(tmp_path, metrics=lambda step: {"train/logp_difference_abs": 0.2}), "mismatch")
     assert "0.200" in found["title"] and "0.05" in found["detail"]
@@ -177,6 +197,10 @@ def test_stale_samples(tmp_path):
     config = "[rollouts]\nmax_lag = 2\n"
     found = only(run_of(tmp_path, config=config, metrics=lambda step: {"train/num_stale": 3.0}), "stale")
     assert "max_lag=2" in found["detail"] and "15 samples" in found["title"]
+
+
+def test_stale_samples_of_a_run_without_a_readable_limit_name_none(tmp_path):
+    assert "max_lag" not in only(run_of(tmp_path, metrics=lambda step: {"train/num_stale": 3.0}), "stale")["detail"]
 
 
 def test_samples_at_the_limit_of_their_age(tmp_path):

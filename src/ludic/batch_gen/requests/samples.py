@@ -89,7 +89,7 @@ def _from_parquet(path: Path, flag: str) -> list[Sample]:
 
 
 _MAX_VALUES, _MAX_CHARS = 2**26, 2**31
-"""Of a Parquet file once it is decoded: a small file may repeat one value as often as it says."""
+"""Limits on a decoded Parquet file: a small file may repeat one value as often as it says."""
 
 
 def _rows_of(file: Any, shown: str) -> list[Sample]:

@@ -43,8 +43,8 @@ class PreferenceBatchSource:
         flag: str = "--data",
         system_prompt: str | None = None,
     ) -> None:
-        """`preferences`: a file (JSONL, JSON, Parquet or hub:NAME:SPLIT), or its rows. `batch_size`: pairs, or labelled samples.
-        `flag`: what messages call the file. `system_prompt`: stands before every prompt that has none."""
+        """`preferences`: a file (JSONL, JSON, Parquet or hub:NAME:SPLIT), or its rows. `batch_size`: pairs, labelled samples or
+        answers. `flag`: what messages call the file. `system_prompt`: stands before every prompt that has none."""
         rows = read_samples(preferences, flag) if isinstance(preferences, (str, Path)) else list(preferences)
         where = f"of {preferences}" if isinstance(preferences, (str, Path)) else ""
         self._rows = [_checked(row, f"Preference {number} {where}".strip()) for number, row in enumerate(rows, start=1)]
@@ -131,6 +131,12 @@ def _checked(row: Mapping[str, Any], what: str) -> tuple[list[Message], list[tup
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
         raise ConfigError(f"{what} has no prompt: a text, or a list of messages.")
+    for message in prompt:
+        facts = (message.get("role"), message.get("content", 0)) if isinstance(message, dict) else (None, 0)
+        if not isinstance(facts[0], str) or not isinstance(facts[1], str | list | None):
+            raise ConfigError(
+                f"{what}: the prompt has the message {message!r:.60}; it needs a role and a text (content)."
+            )
     if row.keys() >= _PAIR:
         chosen, rejected = _text(row["chosen"], what, "chosen"), _text(row["rejected"], what, "rejected")
         if chosen == rejected:

@@ -241,7 +241,7 @@ def bubblewrap() -> Finding:
 def vllm() -> Finding:
     import logging
 
-    from ludic.inference.vllm.command import PYTHON_VARIABLE, find_vllm
+    from ludic.inference.vllm.command import PYTHON_VARIABLE, NoVLLM, find_vllm
     from ludic.inference.vllm.versions import TESTED_ON_CPU, TESTED_ON_GPU, is_listed, version_range
     from ludic.types import ConfigError
 
@@ -250,10 +250,10 @@ def vllm() -> Finding:
     try:
         found = find_vllm()
     except ConfigError as error:
-        if PYTHON_VARIABLE in os.environ:
-            return Finding(
-                name="vLLM", status="missing", says=str(error), repair=f"export {PYTHON_VARIABLE}=…/bin/python"
-            )
+        is_missing = isinstance(error, NoVLLM)
+        if PYTHON_VARIABLE in os.environ or not is_missing:
+            repair = f"export {PYTHON_VARIABLE}=…/bin/python"
+            return Finding(name="vLLM", status="missing" if is_missing else "broken", says=str(error), repair=repair)
         repair = f"python3 -m venv .venv-vllm && .venv-vllm/bin/pip install 'vllm{version_range(TESTED_ON_GPU)}'"
         repair += " (in a clone without a GPU: make vllm)"
         says = f"not found here, nor in .venv-vllm ({is_set}); only --engine vllm needs it"

@@ -3,15 +3,15 @@
 import functools
 import importlib.metadata
 import importlib.util
+import json
 import re
 import shlex
 import shutil
 import sys
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-from ludic.types.files import parse_json, parse_toml
 
 DISTRIBUTION = "ludic-rl"
 """As in ludic.types.errors, which cannot be imported where numpy is missing."""
@@ -43,7 +43,7 @@ def _project() -> dict[str, Any] | None:
     file = _CHECKOUT / "pyproject.toml"
     if not file.is_file():
         return None
-    project: dict[str, Any] = parse_toml(file.read_text(encoding="utf-8")).get("project", {})
+    project: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {})
     return project if project.get("name") == DISTRIBUTION else None
 
 
@@ -92,7 +92,7 @@ def install(extras: Iterable[str]) -> str:
 def _origin() -> dict[str, Any]:
     """Where pip installed Ludic from: the file direct_url.json."""
     try:
-        found: dict[str, Any] = parse_json(
+        found: dict[str, Any] = json.loads(
             importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json") or "{}"
         )
     except importlib.metadata.PackageNotFoundError:

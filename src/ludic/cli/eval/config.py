@@ -147,7 +147,7 @@ class EvalConfig:
 MAY_CHANGE_ON_RESUME = frozenset(
     {"model", "dtype", "device", "threads", "concurrency", "timeout_s", "num_tasks", "samples", "pass_k", "majority_k",
      "success_reward", "name", "out", "api_key_env", "episode_timeout", "env_timeout", "env_workers",
-     "env_memory_mb", "env_server", "sandbox", "judge_key_env", "judge_concurrency", "judge_cache", "judge_device"}
+     "env_memory_mb", "env_server", "sandbox", "agent_memory", "judge_key_env", "judge_concurrency", "judge_cache", "judge_device"}
 )  # fmt: skip
 """Settings that do not affect finished episodes; more tasks, samples or models add to them."""
 

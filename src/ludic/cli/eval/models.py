@@ -77,12 +77,13 @@ def pinned(source: str) -> str:
     from ludic.run.model import checkpoint_in
 
     run, _, step = source.rpartition("@")
-    if run and step.isdecimal():
+    if run and step.isdecimal() and Path(run).is_dir():
         saved = Path(run) / CHECKPOINTS
         source = str(saved / f"step_{int(step):06d}")
         if not Path(source).is_dir():
-            there = ", ".join(f"@{int(each.name[5:])}" for each in sorted(saved.glob("step_*"))) or "no checkpoints"
-            raise ConfigError(f"{run}@{step}: {saved} has no checkpoint of step {step}. There is {there}.")
+            found = sorted(int(each.name[5:]) for each in saved.glob("step_*") if each.name[5:].isdecimal())
+            there = ", ".join(f"@{number}" for number in found) or "none"
+            raise ConfigError(f"{run} has no checkpoint of step {step}; it has {there}.")
     return str(checkpoint_in(Path(source)) or source)
 
 

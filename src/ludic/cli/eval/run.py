@@ -130,7 +130,7 @@ def _compare(config: EvalConfig, found: EnvFactory, *, resume: bool) -> int:
 
 
 def _with_opponent(config: EvalConfig, agent_ids: list[str]) -> PolicySettings:
-    """The policy settings with the checkpoint of the opponent; a model that plays several roles is told of."""
+    """The policy settings with the checkpoint of the opponent; prints a line where one model plays several roles."""
     policy, roles = config.policy, " and ".join(agent_ids)
     if policy.against is None:
         if len(agent_ids) > 1:

@@ -165,8 +165,11 @@ def _why_not_connected(address: str, error: Exception) -> str:
     """Ray says of a cluster that wants a token what it says of an address where nothing is."""
     if not isinstance(error, (ConnectionError, ValueError)):
         return f"The Ray cluster at {address!r} refused the connection: {error}"
-    if found := re.search(r"([\w.-]+):(\d+)", f"{error} {address}"):
-        with contextlib.suppress(OSError), socket.create_connection((found[1], int(found[2])), timeout=5):
+    if found := re.search(r"([\w.-]+):(\d+)", f"{address} {error}"):
+        with (
+            contextlib.suppress(OSError, OverflowError),
+            socket.create_connection((found[1], int(found[2])), timeout=5),
+        ):
             return (
                 f"{found[0]} answers, but Ray could not connect: {error} Does the cluster want a token (RAY_AUTH_MODE=token, the "
                 "token in RAY_AUTH_TOKEN or ~/.ray/auth_token), or is it another program?"

@@ -278,7 +278,7 @@ async def _check_interleaved(make: EnvFactory, alone: dict[int, Record], max_ste
     seeds = [seed for seed in alone for _ in range(2)]
     playing = (_play(make(), seed, _some_action, max_steps, give_way=True) for seed in seeds)
     for seed, again in zip(seeds, await asyncio.gather(*playing), strict=True):
-        await _check_equal(make, seed, alone[seed], again, max_steps, "when others ran beside it: envs share state.")
+        await _check_equal(make, seed, alone[seed], again, max_steps, "while other episodes ran: envs share state.")
 
 
 async def _check_fresh(make: EnvFactory, seed: int, record: Record, max_steps: int, *, num: int) -> None:
@@ -294,7 +294,7 @@ async def _check_fresh(make: EnvFactory, seed: int, record: Record, max_steps: i
 async def _check_equal(
     make: EnvFactory, seed: int, record: Record, again: Record, max_steps: int, problem: str
 ) -> None:
-    """Name `problem` if fresh envs repeat the episode: chance that shows in some episodes only is no state left behind."""
+    """Name `problem` if fresh envs repeat the episode. Rare randomness would otherwise be reported as left-over state."""
     if again != record:
         await _check_fresh(make, seed, record, max_steps, num=_NUM_FRESH)
         raise failed(make(), f"seed {seed} gave another episode {problem} {_difference(record, again)}")

@@ -40,7 +40,7 @@ _EDGES = {"integer": (0, 1, 7), "number": (0.0, 1.0, -2.5), "boolean": (True, Fa
 
 
 def _example(schema: Mapping[str, Any], rng: random.Random) -> Any:
-    """A value of the schema's type; often what code forgets, such as 0 and an empty text."""
+    """A value of the schema's type; often an edge case, such as 0 and an empty text."""
     match schema:
         case {"enum": values}:
             return rng.choice(values)

@@ -54,6 +54,10 @@ class VLLMInstall:
     """A CPU build, which needs other settings than a GPU build."""
 
 
+class NoVLLM(ConfigError):
+    """There is none; other ConfigErrors are about one that does not work."""
+
+
 def find_vllm() -> VLLMInstall:
     """The vLLM to use: $LUDIC_VLLM_PYTHON, else the one in this environment, else the one that `make vllm` installed."""
     named = os.environ.get(PYTHON_VARIABLE)
@@ -67,7 +71,7 @@ def find_vllm() -> VLLMInstall:
         if python.exists():
             return warn_if_untested(probe(python))
     other = f" (`import vllm` finds {here.origin}, another file)" if here is not None else ""
-    raise ConfigError(
+    raise NoVLLM(
         f"There is no vLLM here: {sys.executable} cannot import it{other}, ${PYTHON_VARIABLE} is not set, and there is no "
         ".venv-vllm in this folder. In a checkout of Ludic, `make vllm` installs the CPU build; on a GPU machine, "
         f"`pip install 'vllm{version_range(TESTED_ON_GPU)}'` into an environment and set {PYTHON_VARIABLE} to its bin/python."
@@ -78,9 +82,7 @@ def probe(python: Path) -> VLLMInstall:
     """Ask an interpreter for its vLLM version, without the seconds that an import would take."""
     found = _ask(python)
     if found is None:
-        raise ConfigError(
-            f"{python} has no vLLM. Install it there, or set {PYTHON_VARIABLE} to an interpreter that has it."
-        )
+        raise NoVLLM(f"{python} has no vLLM. Install it there, or set {PYTHON_VARIABLE} to an interpreter that has it.")
     return found
 
 

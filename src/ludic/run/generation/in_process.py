@@ -153,8 +153,8 @@ def check_preferences(run: ResolvedRun) -> PreferenceBatchSource:
 def _preferences(run: ResolvedRun, template: ChatTemplate) -> PreferenceBatchSource:
     rollouts, place = run.config.rollouts, run.config.stored
     assert place is not None, "generation_of has looked"
-    system = run.config.agent.system_prompt
-    if system is None and run.config.env.id and not rollouts.preferences:
+    flag, system = ("--preferences", None) if rollouts.preferences else ("--data", run.config.agent.system_prompt)
+    if flag == "--data" and system is None and run.config.env.id:
         made = first_env(run)
         system = made.system_prompt_for(made.agent_ids[0])
     return PreferenceBatchSource(
@@ -162,6 +162,6 @@ def _preferences(run: ResolvedRun, template: ChatTemplate) -> PreferenceBatchSou
         template,
         batch_size=rollouts.rollouts_per_update,
         seed=run.seed,
-        flag="--preferences" if rollouts.preferences else "--data",
-        system_prompt=None if rollouts.preferences else system,
+        flag=flag,
+        system_prompt=system,
     )

@@ -68,6 +68,10 @@ class TenantLimits:
     """Tokens of those requests: of training data, or of prompts and completions."""
     max_samplers: int = 64
     """Unnamed sampler weights of one run; the oldest are forgotten first."""
+    max_ended_runs: int = 1024
+    """Runs that ended without a checkpoint; the oldest are forgotten first."""
+    max_session_samplers: int = 1 << 14
+    """Sampling sessions of one session. They end with it."""
     max_sessions: int = 1024
     """Sessions, of which those that have ended are forgotten first, with their runs that left no checkpoint."""
     max_metadata_bytes: int = 1 << 16

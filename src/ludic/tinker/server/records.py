@@ -31,8 +31,8 @@ RequestKind = Literal[
     "load_weights",
     "refused",
 ]
-"""Training requests that change a run or depend on its state. The runs carry them out in the order of their numbers. Of one that
-was refused, its number and the reason are kept."""
+"""Training requests that change a run or depend on its state. The runs carry them out in the order of their numbers.
+`refused` keeps only the number and the reason of a request that was refused."""
 
 _FOLDER_OF: dict[CheckpointKind, str] = {
     "training": "weights",

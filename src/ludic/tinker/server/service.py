@@ -315,7 +315,7 @@ class Service:
                 continue
             _, done = self._begin(run, number, payload)
             done = functools.partial(_kept, run, results[number], done)
-            self._scheduler.submit(self._requests.repeated(run, number, kind, payload, results[number], done))
+            self._enqueue(self._requests.repeated(run, number, kind, payload, results[number], done), payload)
 
     # --- training requests ---
 
@@ -339,19 +339,21 @@ class Service:
 
     def _submit(self, run: OpenRun, number: int, kind: RequestKind, payload: bytes) -> Future:
         future, done = self._begin(run, number, payload)
-        self._scheduler.submit(self._requests.task(run, number, kind, payload, done))
+        self._enqueue(self._requests.task(run, number, kind, payload, done), payload)
         return future
+
+    def _enqueue(self, task: Task, payload: bytes) -> None:
+        self._usage.add(task.tenant, len(payload) // _BYTES_PER_TOKEN)
+        self._scheduler.submit(task)
 
     def _begin(self, run: OpenRun, number: int, payload: bytes) -> tuple[Future, Callable[[Task, Result], None]]:
         """A future, and what the worker calls with its result."""
         name, tenant = request_id(run.record.id, number), run.record.tenant
-        num_tokens = len(payload) // _BYTES_PER_TOKEN
-        self._usage.add(tenant, num_tokens)
         # A request of before a restart may have its result already.
         future = self.futures.get(name, tenant) or self.futures.begin(name, tenant)
 
         def resolve(result: Result) -> None:
-            self._usage.remove(tenant, num_tokens)
+            self._usage.remove(tenant, len(payload) // _BYTES_PER_TOKEN)
             self.futures.resolve(future, result)
 
         def done(task: Task, result: Result) -> None:

@@ -438,6 +438,7 @@ def test_a_server_without_keys_starts_though_its_journals_hold_what_it_cannot_re
             True,
             True,
         ]
+        assert restarted.service._usage._num_requests[LOCAL_TENANT] == 0, "one that cannot be read again does not count"
 
 
 # --- what a tenant leaves ---

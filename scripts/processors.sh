@@ -10,10 +10,10 @@ run_as() {
   local name=$1
   shift
   echo "== $name"
-  local settings=()
+  local settings=("OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}")
   while [ "$1" != -- ]; do settings+=("$1"); shift; done
   shift
-  env "${settings[@]}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$@" || failed="$failed $name"
+  env "${settings[@]}" "$@" || failed="$failed $name"
 }
 
 run_as native -- "$@"

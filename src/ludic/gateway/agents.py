@@ -293,7 +293,7 @@ class AgentCommand(OutsideAgent):
             raise SandboxError(f"The sandbox of the agent command failed: {done.detail}")
         if not done.succeeded:
             why = explain_failure(done, f"The agent command {self.name}")
-            if done.run_status is RunStatus.MEMORY_EXCEEDED:
+            if done.run_status is RunStatus.MEMORY_EXCEEDED and self._launcher.has_groups:
                 why += f" It may use {self._limits.memory_mb} MB; raise --agent-memory."
             raise RuntimeError(_failed(why, done.stderr))
         return done.stdout

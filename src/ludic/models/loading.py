@@ -25,6 +25,10 @@ from ludic.types import ConfigError, MissingExtra, UnknownName
 
 TINY_LENGTH = 4096
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_MAX_PACKED = 16  # weights that a quantised file packs into one element
+_SLACK = 2**24  # weights that any machine has room for
+_RERAISED = (ConfigError, ImportError, MemoryError, torch.OutOfMemoryError)
+"""Errors that say themselves what to do, or that another file would not change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ def load_model(
             )
             if wrong:
                 raise ValueError(f"{wrong[0]} is not {tuple(shapes[wrong[0]])}, as in a model of its config.")
-    except (ConfigError, ImportError):
+    except _RERAISED:
         raise
     except Exception as error:  # noqa: BLE001 - a stranger's file can break the readers in any way
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -127,13 +131,9 @@ def _shapes_of(config: Any, stored: list[int]) -> dict[str, torch.Size]:
     with torch.device("meta"):
         weights = dict(auto_class(config).from_config(copy.deepcopy(config)).named_parameters())
     num_weights = sum(weight.numel() for weight in weights.values())
-    if stored and num_weights > _PACKED * sum(stored) + _FEW:
+    if stored and num_weights > _MAX_PACKED * sum(stored) + _SLACK:
         raise ValueError(f"its config makes {num_weights:,} weights, but its files hold {sum(stored):,}.")
     return {name: weight.shape for name, weight in weights.items()}
-
-
-_PACKED, _FEW = 16, 2**24
-"""Most weights that a quantised file packs into one element; what no machine is short of."""
 
 
 def load_gguf_tokenizer(source: str) -> Any:
@@ -144,6 +144,8 @@ def load_gguf_tokenizer(source: str) -> Any:
     try:
         with _cached_gguf():
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
+    except _RERAISED:
+        raise
     except Exception as error:
         raise ConfigError(f"Cannot read the tokenizer of {source}: {type(error).__name__}: {error}") from error
 

@@ -57,8 +57,9 @@ async def mcp_tools(
                 except Exception as error:  # noqa: BLE001 - raised here, the package would wrap it in exception groups
                     failure = error
         except ExceptionGroup as error:  # of the package, when the connection ends otherwise than agreed
-            failure = failure or error
-        if failure is not None and (not has_started or isinstance(failure, ExceptionGroup)):
+            if failure is None:
+                raise ConfigError(_why_failed(command, error, said, start_timeout_s, has_started)) from error
+        if failure is not None and not has_started:
             raise ConfigError(_why_failed(command, failure, said, start_timeout_s, has_started)) from failure
     if failure is not None:
         raise failure

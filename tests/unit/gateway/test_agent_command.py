@@ -7,12 +7,14 @@ import shutil
 import signal
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from ludic.gateway import agents
 from ludic.gateway.agents import AgentCall, AgentCommand, split_command
 from ludic.sandbox import bubblewrap, is_bubblewrap_available
 from ludic.sandbox.cgroup import memory_groups
@@ -147,6 +149,16 @@ async def test_a_command_and_its_children_share_the_memory_that_they_may_use(mak
     assert await make("python two.py", memory_mb=400).answer(server.call()) == ""
     with pytest.raises(RuntimeError, match="ran out of memory. It may use 200 MB; raise --agent-memory"):
         await make("python two.py", memory_mb=200).answer(server.call())
+
+
+@pytest.mark.skipif(not is_bubblewrap_available(), reason="bubblewrap cannot be used here")
+async def test_without_a_memory_cgroup_the_refused_flag_is_not_advised(make, server, here, monkeypatch):
+    monkeypatch.setattr(bubblewrap, "memory_groups", lambda: None)
+    monkeypatch.setattr(agents, "AGENT_LIMITS", replace(agents.AGENT_LIMITS, memory_mb=100))
+    (here / "full.py").write_text("import os\nheld = bytearray(b'x' * (120 << 20))\nos.kill(os.getpid(), 9)\n")
+    with pytest.raises(RuntimeError, match="ran out of memory") as raised:
+        await make("python full.py").answer(server.call())
+    assert "--agent-memory" not in str(raised.value)
 
 
 @pytest.mark.skipif(not is_bubblewrap_available(), reason="bubblewrap cannot be used here")

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from ludic.inference import HFChatTemplate
-from ludic.models.loading import character_tokenizer, load_model, tiny_llama, word_tokenizer
-from ludic.types import ConfigError
+from ludic.models.loading import character_tokenizer, load_gguf_tokenizer, load_model, tiny_llama, word_tokenizer
+from ludic.types import ConfigError, MissingExtra
 from tests.tiny_families import family_model
 
 TINY = Path(__file__).parents[3] / "examples" / "tic_tac_toe" / "tiny" / "config.json"
@@ -135,6 +136,26 @@ def test_weights_that_a_file_lacks_are_named_and_never_random(copied):
     with_header(copied, lambda header: header.update({"x.weight": header.pop("model.norm.weight")}))
     with pytest.raises(ConfigError, match=rf"{copied} lacks 1 weights of a LlamaForCausalLM.*: model.norm.weight"):
         load_model(copied, device="cpu")
+
+
+@pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError])
+def test_too_little_memory_is_not_blamed_on_the_model_folder(saved, kind, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise kind("no room")
+
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", fail)
+    with pytest.raises(kind, match="no room"):
+        load_model(saved, device="cpu")
+
+
+def test_a_gguf_tokenizer_without_its_package_names_the_extra(tmp_path, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise MissingExtra("smollm2", "This tokenizer")
+
+    (tmp_path / "a.gguf").touch()
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
+    with pytest.raises(MissingExtra, match="This tokenizer"):
+        load_gguf_tokenizer(str(tmp_path / "a.gguf"))
 
 
 EMBEDDING = "model.embed_tokens.weight"

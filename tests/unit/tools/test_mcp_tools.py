@@ -160,6 +160,14 @@ async def test_a_server_that_breaks_the_protocol_is_one_error_with_its_command(d
             raise AssertionError("there is nothing to call")
 
 
+async def test_an_exception_group_of_the_body_is_raised_unchanged():
+    mine = ExceptionGroup("mine", [ValueError("my own")])
+    with pytest.raises(ExceptionGroup, match="mine") as raised:
+        async with mcp_tools(SERVER):
+            raise mine
+    assert raised.value is mine
+
+
 async def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(MissingExtra, match=r"ludic-rl\[mcp\]"):

@@ -157,7 +157,7 @@ class _Server:
         self._service, self._keys, self._limits, self._config = service, keys, limits, config
         self._load = Load(limits)
         self._reading = asyncio.Lock()
-        """Held while a pass is read, which may take thirty times its size."""
+        """Held while the protobuf of a pass is parsed, which may take thirty times its size."""
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -255,7 +255,7 @@ class _Server:
         return accept
 
     async def forward_backward(self, request: web.Request) -> web.Response:
-        """Accepts a pass. Of one that is too large only this is kept: the SDK has used its number up."""
+        """Accept a pass. If it is too large, only the reason is kept, because the SDK has already used the number."""
         async with self._load.body(request) as data:
             async with self._reading:
                 head, problem = await asyncio.to_thread(messages.read_head, data)

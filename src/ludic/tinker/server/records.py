@@ -31,8 +31,8 @@ RequestKind = Literal[
     "load_weights",
     "refused",
 ]
-"""Training requests that change a run or depend on its state. The runs carry them out in the order of their numbers. Of one that
-was refused, its number and the reason are kept."""
+"""Training requests that change a run or depend on its state. The runs carry them out in the order of their numbers.
+`refused` keeps only the number and the reason of a request that was refused."""
 
 _FOLDER_OF: dict[CheckpointKind, str] = {
     "training": "weights",
@@ -68,6 +68,10 @@ class TenantLimits:
     """Tokens of those requests: of training data, or of prompts and completions."""
     max_samplers: int = 64
     """Unnamed sampler weights of one run; the oldest are forgotten first."""
+    max_ended_runs: int = 1024
+    """Runs that ended without a checkpoint; the oldest are forgotten first."""
+    max_session_samplers: int = 1 << 14
+    """Sampling sessions of one session. They end with it."""
     max_sessions: int = 1024
     """Sessions, of which those that have ended are forgotten first, with their runs that left no checkpoint."""
     max_metadata_bytes: int = 1 << 16

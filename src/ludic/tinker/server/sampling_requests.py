@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ludic.tinker.server.futures import Failure, Future, Futures, Result, request_id
-from ludic.tinker.server.records import CheckpointPath, Refused, Sampler, Store, Usage
+from ludic.tinker.server.records import CheckpointPath, Refused, Sampler, Store, TenantLimits, Usage
 from ludic.tinker.server.requests import find_checkpoint, sampler_id
 from ludic.tinker.server.sampling import Samplers
 from ludic.tinker.server.scheduler import as_failure
@@ -46,10 +46,11 @@ class SamplingRequests:
         store: Store,
         offer: Offer,
         *,
+        limits: TenantLimits,
         clock: Callable[[], float],
     ) -> None:
         self._samplers, self._futures, self._usage = samplers, futures, usage
-        self._store, self._offer, self._clock = store, offer, clock
+        self._store, self._offer, self._limits, self._clock = store, offer, limits, clock
         self.running: dict[str, asyncio.Task[None]] = {}
         """By the id of the request."""
 
@@ -60,6 +61,12 @@ class SamplingRequests:
             return self._samplers.find(name, tenant)
         except Refused:
             sampler = self._new_sampler(tenant, name, body.session_id, body.model_path, body.base_model)
+        if len(self._samplers.of_session(body.session_id)) >= self._limits.max_session_samplers:
+            raise Refused(
+                403,
+                f"This session has {self._limits.max_session_samplers} sampling sessions, as many as this server allows. End it "
+                "(ServiceClient.close) and use a new ServiceClient.",
+            )
         self._store.add_sampler(sampler)
         self._samplers.add(sampler)
         return sampler

@@ -60,7 +60,7 @@ class Task:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class UnreadPass(Task):
-    """A pass as its bytes. Reading them may take a hundred times their size, so at most a batch of each run is read."""
+    """A pass as its bytes. As rows they may take a hundred times their size, so at most a batch of each run is read."""
 
     read: Callable[[], Task]
     """The pass, or a task whose result says why it cannot be read."""

@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 _LORA_ALPHA = 32.0
 """Tinker's, whatever the rank."""
 _BYTES_PER_TOKEN = 16
-"""Of training data, about: a token's id, its target and a weight."""
+"""Bytes of training data per token, roughly: id, target, weight."""
 _MAX_REASON = 1000
-"""Characters that are kept of why a session ended."""
+"""Longest reason kept for a session's end, in characters."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +77,9 @@ class Service:
         self._sessions: dict[str, _OpenSession] = {}
         self._runs: dict[str, OpenRun] = {}
         self._usage = Usage(self.limits)
-        self.sampling = SamplingRequests(samplers, self.futures, self._usage, store, offer, clock=clock)
+        self.sampling = SamplingRequests(
+            samplers, self.futures, self._usage, store, offer, limits=self.limits, clock=clock
+        )
         self._loop = asyncio.get_running_loop()
         self._scheduler = Scheduler(base.compute, token_budget=token_budget)
         self._requests = TrainingRequests(
@@ -152,10 +154,13 @@ class Service:
         for run in [run for run in self._runs.values() if run.record.session == session_id]:
             self._end_run(run)
         for sampler in self.samplers.of_session(session_id):
-            self.samplers.remove(sampler.id)
-            self.store.remove_sampler(sampler.id)
+            self._remove_sampler(sampler)
             self.futures.close_channels(f"{sampler.id}/")
         self.store.end_session(session_id, reason, detail)
+
+    def _remove_sampler(self, sampler: Sampler) -> None:
+        self.samplers.remove(sampler.id)
+        self.store.remove_sampler(sampler.id)
 
     def sweep(self) -> None:
         """End sessions whose clients are gone, and drop results that were not retrieved. Call it now and then."""
@@ -210,6 +215,7 @@ class Service:
 
     def _create(self, record: Run, kind: RequestKind, payload: bytes) -> Future:
         """A run begins with its request 0. The store drops a run without one: its client was not answered and asks again."""
+        self.store.forget_ended_runs(record.tenant, keep=self.limits.max_ended_runs)
         self.store.add_run(record)
         self.store.accept(record.id, 0, kind, payload)
         return self._submit(self._open(record, next_number=0), 0, kind, payload)
@@ -309,7 +315,7 @@ class Service:
                 continue
             _, done = self._begin(run, number, payload)
             done = functools.partial(_kept, run, results[number], done)
-            self._scheduler.submit(self._requests.repeated(run, number, kind, payload, results[number], done))
+            self._enqueue(self._requests.repeated(run, number, kind, payload, results[number], done), payload)
 
     # --- training requests ---
 
@@ -333,19 +339,21 @@ class Service:
 
     def _submit(self, run: OpenRun, number: int, kind: RequestKind, payload: bytes) -> Future:
         future, done = self._begin(run, number, payload)
-        self._scheduler.submit(self._requests.task(run, number, kind, payload, done))
+        self._enqueue(self._requests.task(run, number, kind, payload, done), payload)
         return future
+
+    def _enqueue(self, task: Task, payload: bytes) -> None:
+        self._usage.add(task.tenant, len(payload) // _BYTES_PER_TOKEN)
+        self._scheduler.submit(task)
 
     def _begin(self, run: OpenRun, number: int, payload: bytes) -> tuple[Future, Callable[[Task, Result], None]]:
         """A future, and what the worker calls with its result."""
         name, tenant = request_id(run.record.id, number), run.record.tenant
-        num_tokens = len(payload) // _BYTES_PER_TOKEN
-        self._usage.add(tenant, num_tokens)
         # A request of before a restart may have its result already.
         future = self.futures.get(name, tenant) or self.futures.begin(name, tenant)
 
         def resolve(result: Result) -> None:
-            self._usage.remove(tenant, num_tokens)
+            self._usage.remove(tenant, len(payload) // _BYTES_PER_TOKEN)
             self.futures.resolve(future, result)
 
         def done(task: Task, result: Result) -> None:
@@ -379,6 +387,9 @@ class Service:
         while len(run.unnamed) > keep:
             path = run.unnamed.pop(0)
             self.samplers.drop(path)
+            for sampler in self.samplers.of_session(run.record.session):
+                if sampler.path == str(path):
+                    self._remove_sampler(sampler)
             with contextlib.suppress(Refused):  # the tenant has deleted it
                 self.store.delete_checkpoint(path)
 

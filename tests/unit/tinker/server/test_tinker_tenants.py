@@ -263,7 +263,7 @@ def test_oldest_unnamed_sampler_weights_are_forgotten(server):
         training = client.create_lora_training_client(NAME, rank=1).result()
         samplers = [training.save_weights_and_get_sampling_client().result() for _ in range(3)]
         assert len(samplers[2].compute_logprobs(prompt(1, 2)).result()) == 2
-        with pytest.raises(tinker.RequestFailedError, match="no checkpoint"):
+        with pytest.raises(tinker.NotFoundError, match="no sampling session"):
             samplers[0].compute_logprobs(prompt(1, 2)).result()
 
 
@@ -438,6 +438,7 @@ def test_a_server_without_keys_starts_though_its_journals_hold_what_it_cannot_re
             True,
             True,
         ]
+        assert restarted.service._usage._num_requests[LOCAL_TENANT] == 0, "one that cannot be read again does not count"
 
 
 # --- what a tenant leaves ---
@@ -460,6 +461,25 @@ def test_sessions_that_have_ended_make_room_and_open_ones_are_counted(server, ra
     assert full.status_code == 403 and f"You have {num_open + 1} sessions open" in full.json()["detail"]
     raw.post(f"sessions/{fresh}/finish", {})
     assert raw.post("create_session", {}).status_code == 200
+
+
+def test_ended_runs_and_samplers_of_an_open_session_are_bounded(server, raw, run, monkeypatch):
+    session, service = run.split(":")[0], server.service
+    monkeypatch.setattr(service, "limits", replace(service.limits, max_ended_runs=2))
+    monkeypatch.setattr(service.sampling, "_limits", replace(service.limits, max_session_samplers=3))
+    for number in range(1, 7):
+        made = raw.run(session, number)
+        if number == 2:
+            saved = raw.post("save_weights", {"model_id": made, "seq_id": 1, "path": "a"}).json()
+            raw.result(saved["request_id"])
+        raw.post("unload_model", {"model_id": made})
+    kept = {known.id for known in service.store.runs.listed("anna") if known.session == session}
+    assert kept == {run, *(f"{session}:train:{number}" for number in (2, 4, 5, 6))}
+    assert not service.store.folder.joinpath("runs", f"{session}:train:1").exists()
+    wanted = {"session_id": session, "base_model": NAME}
+    answers = [raw.post("create_sampling_session", {**wanted, "sampling_session_seq_id": n}) for n in (0, 1, 2, 3, 2)]
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 403, 200]
+    assert "has 3 sampling sessions" in answers[3].json()["detail"]
 
 
 def test_metadata_are_limited(raw, run):

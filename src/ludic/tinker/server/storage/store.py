@@ -207,8 +207,17 @@ class DiskStore:
         self.sessions.remove(session_id)
         for run in self.runs.listed(tenant):
             if run.session == session_id and not self.checkpoints.listed(tenant, run.id):
-                self.runs.remove(run.id)
-                shutil.rmtree(self._run_folder(run.id), ignore_errors=True)
+                self._forget_run(run.id)
+
+    def forget_ended_runs(self, tenant: str, *, keep: int) -> None:
+        """Forget the tenant's runs that ended without a checkpoint, except for the newest `keep`."""
+        saved = {checkpoint.path.run for checkpoint in self.checkpoints.listed(tenant)}
+        for run in [run for run in self.runs.listed(tenant) if run.is_ended and run.id not in saved][keep:]:
+            self._forget_run(run.id)
+
+    def _forget_run(self, run_id: str) -> None:
+        self.runs.remove(run_id)
+        shutil.rmtree(self._run_folder(run_id), ignore_errors=True)
 
     def add_run(self, run: Run) -> None:
         assert run.spec.seed is not None, "after a restart the adapter is made again from its seed"

@@ -124,11 +124,13 @@ class FakeTinker:
                 raise Refused(int(fault), f"{name} was told to answer {fault}")
             if request.headers.get("X-API-Key") != self.api_key:
                 raise Refused(401, "Invalid API key")
-            endpoint = getattr(self, f"_on_{name.split('/')[0]}", None)
+            kind, _, id = name.partition("/")
+            endpoint = getattr(self, f"_on_{kind}", None)
             if endpoint is None:
                 raise Refused(404, f"There is no {name}")
             if name == "retrieve_future":
                 return self._on_retrieve_future(body, accepts_proto=_PROTO in request.headers.get("Accept", ""))
+            body = body if body or not id else {"id": id}
             answer = endpoint(body, fault.removeprefix("fail: ") if fault.startswith("fail: ") else "")
             return _hang_up(request) if fault == "lose" else web.json_response(answer)
         except Refused as refused:
@@ -266,6 +268,11 @@ class FakeTinker:
         name = self._new_sampler_name()
         self._samplers[name] = known[path or base]
         return {"type": "create_sampling_session", "sampling_session_id": name}
+
+    def _on_samplers(self, body: dict[str, Any], fault: str) -> dict[str, Any]:
+        if body["id"] not in self._samplers:
+            raise Refused(404, f"There is no {body['id']}")
+        return {"sampler_id": body["id"], "base_model": next(iter(self.base_models)), "model_path": None}
 
     def _new_sampler_name(self) -> str:
         return f"sampler-{len(self._samplers)}"

@@ -87,7 +87,7 @@ async def test_every_metric_of_a_source_is_listed(name, settings):
 
 
 def test_every_kind_of_a_gateways_calls_is_listed():
-    assert {f"gateway/{kind}_rate" for kind in GATEWAY_KINDS} | {"gateway/calls"} == {
+    assert {f"gateway/{kind}_rate" for kind in GATEWAY_KINDS} | {"gateway/calls", "gateway/raised_rate"} == {
         name for name in METRICS if name.startswith("gateway/")
     }
 

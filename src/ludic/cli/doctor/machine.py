@@ -245,9 +245,11 @@ def vllm() -> Finding:
     from ludic.inference.vllm.versions import TESTED_ON_CPU, TESTED_ON_GPU, is_listed, version_range
     from ludic.types import ConfigError
 
-    logging.getLogger("ludic.inference.vllm").setLevel(logging.ERROR)  # the version is part of the finding
     is_set = f"${PYTHON_VARIABLE} names its Python"
+    log = logging.getLogger("ludic.inference.vllm")
+    level = log.level
     try:
+        log.setLevel(logging.ERROR)  # the version is part of the finding
         found = find_vllm()
     except ConfigError as error:
         is_missing = isinstance(error, NoVLLM)
@@ -258,6 +260,8 @@ def vllm() -> Finding:
         repair += " (in a clone without a GPU: make vllm)"
         says = f"not found here, nor in .venv-vllm ({is_set}); only --engine vllm needs it"
         return Finding(name="vLLM", status="missing", says=says, repair=repair)
+    finally:
+        log.setLevel(level)
     says = f"{found.version}, {'a build for CPUs, ' if found.is_cpu else ''}{found.python}"
     if is_listed(found.version):
         return Finding(name="vLLM", status="ok", says=says)

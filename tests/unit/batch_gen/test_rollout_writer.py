@@ -3,6 +3,7 @@ import gzip
 import json
 import os
 import threading
+import time
 import tracemalloc
 
 import pytest
@@ -305,6 +306,22 @@ def test_lines_of_a_compressed_file_are_found_again_in_any_order(tmp_path):
     assert len({line.member for line in found}) > 2
     for number in (3999, 0, 2000, 1999, 3999):
         assert found[number].read() == written[number]
+
+
+def test_lines_of_a_file_made_by_gzip_are_found_again_without_a_pass_for_each(tmp_path):
+    path = tmp_path / "x.jsonl.gz"  # one member of 20 MB
+    written = [f'{{"n": {number}, "same": "{"x" * 5000}"}}\n'.encode() for number in range(4000)]
+    path.write_bytes(gzip.compress(b"".join(written), 1))
+    start = time.perf_counter()
+    found = [line for line, _ in read_lines(path)]
+    one_pass = time.perf_counter() - start
+    assert [line.read() for line in found] == written
+    for number in (3999, 0, 2000, 1999):
+        assert found[number].read() == written[number]
+    start = time.perf_counter()
+    for line in found[-100:]:
+        line.read()
+    assert time.perf_counter() - start < 20 * one_pass
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])

@@ -46,16 +46,19 @@ class NotWritten(LudicError, OSError):
     """A file cannot be written; the message says why and what to do."""
 
     advice: ClassVar[str] = "free some, or choose another disk (ludic train: --runs)"
+    """What to do where the room is too little."""
 
     @classmethod
-    def of(cls, path: Path, error: Exception, state: str = "", advice: str = "") -> Self:
-        """`state`: a sentence about what there is all the same. `advice`: what to do where the room is too little."""
+    def of(cls, path: Path, error: Exception, state: str = "") -> Self:
+        """`state`: a sentence about what there is all the same."""
         there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         free = shutil.disk_usage(there).free / 2**20
-        return cls(
+        made = cls(
             f"Could not write {path}: {type(error).__name__}: {error}. {state}{free:.0f} MiB are free there: if that is too "
-            f"little, {advice or cls.advice}."
+            f"little, {cls.advice}."
         )
+        made.errno = getattr(error, "errno", None)
+        return made
 
 
 @contextmanager

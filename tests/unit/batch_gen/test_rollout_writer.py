@@ -1,4 +1,5 @@
 import asyncio
+import errno
 import gzip
 import json
 import os
@@ -400,11 +401,11 @@ def test_a_write_that_failed_half_way_does_not_spoil_the_next(tmp_path, monkeypa
         return real(fd, data[:5], place)
 
     monkeypatch.setattr(os, "pwrite", full_disk)
-    with pytest.raises(OSError, match=r"Could not write .*No space left on device\. \d+ MiB are free"):
+    with pytest.raises(OSError, match=r"Could not write .*No space left on device\. \d+ MiB are free") as full:
         writer.append(lines_of(2)[0])
     monkeypatch.undo()
     writer.append(lines_of(3)[0])
-    assert texts(path) == lines_of(1, 3)
+    assert texts(path) == lines_of(1, 3) and full.value.errno == errno.ENOSPC
 
 
 def test_fuzz_damage_in_a_compressed_file_costs_the_lines_of_its_member_only(tmp_path, monkeypatch, caplog, fuzz):

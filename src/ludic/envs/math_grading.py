@@ -320,7 +320,9 @@ _WITH_POINT = re.compile(rf"(?:{_INTEGER})?\.\d+(?![\deE]|\s*\\(?:overline|bar|%
 
 def _as_fraction(decimal: re.Match[str]) -> str:
     value = Fraction(decimal[0].replace(",", ""))
-    return rf"{{\frac{{{value.numerator}}}{{{value.denominator}}}}}"
+    fraction = rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+    # In braces only where they are needed: an equation with braces right after its sign is not read.
+    return f"{{{fraction}}}" if decimal.string[: decimal.start()].endswith(("^", "_", r"\sqrt")) else fraction
 
 
 _REPEATING = re.compile(r"(?P<sign>-?)(?P<fixed>\d+\.\d*)\\(?:overline|bar)\{(?P<cycle>\d+)\}", re.ASCII)

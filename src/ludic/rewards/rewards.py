@@ -23,13 +23,12 @@ from ludic.types import (
     Rollout,
     Scorer,
     ScorerContractError,
-    Stateful,
     Step,
     UnknownName,
     components_of,
     is_parse_failure,
 )
-from ludic.types.interfaces import UnsavedState, load_into
+from ludic.types.interfaces import UnsavedState, is_saved, load_into
 from ludic.types.steps import MAX_REWARD, OWN_COMPONENTS, SCORES, own_scores
 
 RewardFunction = Callable[..., Any]
@@ -63,7 +62,7 @@ class Rewards:
         """The states of scorers that have one, by name, as they are now: a source generates on from it later."""
         if self._places is not None:  # they have scored something
             self._unsaved.warn()
-        return {name: deepcopy(own.state_dict()) for name, own in self._own.items() if isinstance(own, Stateful)}
+        return {name: deepcopy(own.state_dict()) for name, own in self._own.items() if is_saved(own)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in state.keys() & self._own.keys():

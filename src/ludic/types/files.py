@@ -35,7 +35,7 @@ MAX_LINE_BYTES = 1 << 26
 _LEVEL = 6
 _BLOCK = 1 << 20
 """More than a member has, so that its checksum is verified before one of its lines is returned."""
-_PIECE = 1 << 24
+_PIECE = 1 << 22
 """Text that is decompressed at once."""
 _GZIP = 16 + zlib.MAX_WBITS
 _HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
@@ -46,16 +46,19 @@ class NotWritten(LudicError, OSError):
     """A file cannot be written; the message says why and what to do."""
 
     advice: ClassVar[str] = "free some, or choose another disk (ludic train: --runs)"
+    """What to do where the room is too little."""
 
     @classmethod
-    def of(cls, path: Path, error: Exception, state: str = "", advice: str = "") -> Self:
-        """`state`: a sentence about what is intact. `advice`: what to do where the room is too little."""
+    def of(cls, path: Path, error: Exception, state: str = "") -> Self:
+        """`state`: a sentence about what is intact."""
         there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         free = shutil.disk_usage(there).free / 2**20
-        return cls(
+        made = cls(
             f"Could not write {path}: {type(error).__name__}: {error}. {state}{free:.0f} MiB are free there: if that is too "
-            f"little, {advice or cls.advice}."
+            f"little, {cls.advice}."
         )
+        made.errno = getattr(error, "errno", None)
+        return made
 
 
 @contextmanager
@@ -176,12 +179,9 @@ class Line:
             with self.path.open("rb") as file:
                 file.seek(self.offset)
                 return file.read(self.length)
-        stat, end = self.path.stat(), self.offset + self.length
-        text = _first_piece(self.path, self.member, stat.st_size, stat.st_mtime_ns)
-        if end <= len(text):
-            return text[self.offset : end]
-        # Of a larger member than a LineWriter makes, no more than a line is held at once.
-        return next((found for line, found in read_lines(self.path, start=self.member) if line == self), b"")
+        stat = self.path.stat()
+        text = _member_text(self.path, self.member, stat.st_size, stat.st_mtime_ns)
+        return text.read(self.offset, min(self.length, MAX_LINE_BYTES))
 
 
 def read_lines(path: str | Path, *, start: int = 0, longest: int = MAX_LINE_BYTES) -> Iterator[tuple[Line, bytes]]:
@@ -280,13 +280,45 @@ def _inflated(file: IO[bytes], block: bytes, member: _StoredMember) -> Iterator[
     member.size -= len(member.rest)
 
 
+class _MemberText:
+    """The text of a gzip member. Other programs make a file one member: no more than a piece of it is held, and for each piece
+    the decompressor that continues there."""
+
+    def __init__(self, path: Path, start: int) -> None:
+        self._path = path
+        self._places = {0: (start, zlib.decompressobj(_GZIP))}
+        """Offset of a piece in the text → its offset in the file, and the decompressor."""
+        self._last = (-1, b"")
+
+    def read(self, offset: int, length: int) -> bytes:
+        found, begin = b"", max(known for known in list(self._places) if known <= offset)
+        while begin < offset + length and (piece := self._piece(begin)):
+            found += piece[max(0, offset - begin) : offset + length - begin]
+            begin += len(piece)
+        return found
+
+    def _piece(self, begin: int) -> bytes:
+        known, text = self._last
+        if known == begin:
+            return text
+        place, inflate = self._places[begin]
+        inflate, piece = inflate.copy(), bytearray()
+        with self._path.open("rb") as file:
+            file.seek(place)
+            try:
+                while len(piece) < _PIECE and not inflate.eof and (block := file.read(_PIECE >> 10)):
+                    piece += inflate.decompress(block)  # deflate makes at most 1,032 bytes of one
+            except zlib.error:
+                return b""
+            self._places[begin + len(piece)] = (file.tell(), inflate)
+        self._last = (begin, bytes(piece))
+        return self._last[1]
+
+
 @lru_cache(maxsize=8)
-def _first_piece(path: Path, start: int, size: int, mtime_ns: int) -> bytes:
-    """The first 16 MB of a member's text: usually all that a LineWriter puts into one. Cached, since its lines are usually read
-    one after the other; `size` and `mtime_ns` detect a change."""
-    with path.open("rb") as file:
-        file.seek(start)
-        return next(next(_members(file)).text, b"")
+def _member_text(path: Path, start: int, size: int, mtime_ns: int) -> _MemberText:
+    """Cached, since lines are usually read one after the other; `size` and `mtime_ns` detect a change."""
+    return _MemberText(path, start)
 
 
 # --- repairing --------------------------------------------------------------------------------------------------

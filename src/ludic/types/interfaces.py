@@ -6,7 +6,8 @@ import logging
 import pickle
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
+from enum import Enum
+from types import FunctionType, SimpleNamespace
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from ludic.types.rollout import Rollout
@@ -109,6 +110,11 @@ def load_into(part: object, state: dict[str, Any]) -> None:
         part.load_state_dict(state)
 
 
+def is_saved(part: object) -> bool:
+    """Whether checkpoints hold the state of a user's object. Weights of a torch module, such as a reward model, are none of it."""
+    return isinstance(part, Stateful) and not (hasattr(part, "parameters") and hasattr(part, "forward"))
+
+
 class UnsavedState:
     """Notices that a user's object changes while it has no `state_dict`: checkpoints do not hold it."""
 
@@ -130,34 +136,50 @@ class UnsavedState:
         self._before = []
 
 
-def own_parts(part: Any, path: str) -> dict[str, Any]:
+def own_parts(part: Any, path: str, seen: set[int] | None = None) -> dict[str, Any]:
     """The user's objects in a rule or a loss by their path; those of Ludic, such as ScaledCredit and CorrectedLoss, hold others."""
+    seen = set() if seen is None else seen
+    if id(part) in seen or isinstance(part, (type, Enum)):
+        return {}
+    seen.add(id(part))
     if isinstance(part, (list, tuple)):
         inner = dict(enumerate(part))
     elif isinstance(part, Mapping):
         inner = dict(part)
     elif type(part).__module__.startswith("ludic."):
-        inner = {name: getattr(part, name, None) for name in getattr(type(part), "__slots__", ())}
-        inner |= getattr(part, "__dict__", {})
+        inner = _attributes(part)
     else:
-        return {path: part} if hasattr(part, "__dict__") else {}
-    return {key: own for name, one in inner.items() for key, own in own_parts(one, f"{path}.{name}").items()}
+        return {path: part}
+    return {key: own for name, one in inner.items() for key, own in own_parts(one, f"{path}.{name}", seen).items()}
 
 
-def _digests(part: object) -> dict[str, str]:
-    """Of each attribute that can be pickled."""
+def _attributes(part: object) -> dict[Any, Any]:
+    state: Any = object.__getstate__(part)
+    plain, slots = state if isinstance(state, tuple) else (state, None)
+    return {**(plain or {}), **(slots or {})}
+
+
+def _digests(part: object) -> dict[Any, str]:
+    """Of each attribute."""
     found = {}
-    for name, value in getattr(part, "__dict__", {}).items():
+    for name, value in _attributes(part).items():
         digest = hashlib.blake2b()
-        with contextlib.suppress(Exception):  # such as a lock or a connection
-            _Pickler(SimpleNamespace(write=digest.update)).dump(value)
+        pickler = _Pickler(SimpleNamespace(write=digest.update))
+        pickler.fast = True  # equal values are equal, whether or not two parts are one object
+        try:
+            pickler.dump(value)
             found[name] = digest.hexdigest()
+        except Exception:  # noqa: BLE001 - such as a lock, or a list that holds itself; no run ends for a warning
+            with contextlib.suppress(Exception):
+                found[name] = repr(value)
     return found
 
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
-        """A tensor counts by its version: its numbers, perhaps gigabytes, are not read."""
+        """A tensor counts by its version: its numbers, perhaps gigabytes, are not read. A class or function is itself."""
+        if isinstance(obj, (type, FunctionType)):
+            return id(obj)
         return (id(obj), obj._version) if hasattr(type(obj), "data_ptr") else None
 
 

@@ -1,8 +1,10 @@
 import asyncio
+import errno
 import gzip
 import json
 import os
 import threading
+import time
 import tracemalloc
 
 import pytest
@@ -307,6 +309,22 @@ def test_lines_of_a_compressed_file_are_found_again_in_any_order(tmp_path):
         assert found[number].read() == written[number]
 
 
+def test_lines_of_a_file_made_by_gzip_are_found_again_without_a_pass_for_each(tmp_path):
+    path = tmp_path / "x.jsonl.gz"  # one member of 20 MB
+    written = [f'{{"n": {number}, "same": "{"x" * 5000}"}}\n'.encode() for number in range(4000)]
+    path.write_bytes(gzip.compress(b"".join(written), 1))
+    start = time.perf_counter()
+    found = [line for line, _ in read_lines(path)]
+    one_pass = time.perf_counter() - start
+    assert [line.read() for line in found] == written
+    for number in (3999, 0, 2000, 1999):
+        assert found[number].read() == written[number]
+    start = time.perf_counter()
+    for line in found[-100:]:
+        line.read()
+    assert time.perf_counter() - start < 20 * one_pass
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
 def test_of_a_line_beyond_the_bound_the_beginning_is_read_and_the_next_is_found(tmp_path, suffix, monkeypatch):
     monkeypatch.setattr(files, "_BLOCK", 64)
@@ -383,11 +401,11 @@ def test_a_write_that_failed_half_way_does_not_spoil_the_next(tmp_path, monkeypa
         return real(fd, data[:5], place)
 
     monkeypatch.setattr(os, "pwrite", full_disk)
-    with pytest.raises(OSError, match=r"Could not write .*No space left on device\. \d+ MiB are free"):
+    with pytest.raises(OSError, match=r"Could not write .*No space left on device\. \d+ MiB are free") as full:
         writer.append(lines_of(2)[0])
     monkeypatch.undo()
     writer.append(lines_of(3)[0])
-    assert texts(path) == lines_of(1, 3)
+    assert texts(path) == lines_of(1, 3) and full.value.errno == errno.ENOSPC
 
 
 def test_fuzz_damage_in_a_compressed_file_costs_the_lines_of_its_member_only(tmp_path, monkeypatch, caplog, fuzz):

@@ -3,8 +3,9 @@
 import random
 import subprocess
 import sys
-from typing import Literal
+from typing import Annotated, Literal
 
+import msgspec
 import pytest
 
 from ludic.envs import EnvCheckFailed, EnvReport, SingleAgentEnv, check_env
@@ -133,6 +134,24 @@ class DividesByZero(Keys):
         return 1 / num_doors
 
 
+class PutsNothing(Keys):
+    def episode_tools(self, agent_id):
+        return [self.take, self.put]
+
+    def put(self, where: tuple[int, Literal["left"]], what: dict) -> str:
+        """Put something somewhere."""
+        raise TypeError("nothing to put")
+
+
+class TitlesFollowAPattern(Keys):
+    def episode_tools(self, agent_id):
+        return [self.take, self.title]
+
+    def title(self, text: Annotated[str, msgspec.Meta(pattern="^Key [0-9]+$")]) -> str:
+        """Give the key a title."""
+        return text
+
+
 class RefusesArguments(Keys):
     def episode_tools(self, agent_id):
         return [self.take, self.look]
@@ -220,6 +239,21 @@ async def test_only_the_first_steps_of_an_endless_env_are_checked_where_they_are
         await check_env(NeverEnds, max_steps=5)
 
 
+async def test_a_tool_that_generated_arguments_do_not_reach_is_named():
+    with pytest.warns(UserWarning, match="TitlesFollowAPattern: the tool title was not checked"):
+        await check_env(TitlesFollowAPattern)
+
+
+async def test_failed_checks_install_one_hook_and_do_not_keep_their_errors(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    hooks = set()
+    for _ in range(3):
+        with pytest.raises(EnvCheckFailed):
+            await check_env(ActiveBeforeReset)
+        hooks.add(sys.excepthook)
+    assert len(hooks) == 1 and hooks.pop().before is sys.__excepthook__
+
+
 @pytest.mark.parametrize(
     ("env", "reason"),
     [
@@ -234,6 +268,7 @@ async def test_only_the_first_steps_of_an_endless_env_are_checked_where_they_are
             DividesByZero,
             r"the tool per_door failed with ZeroDivisionError: division by zero \(arguments: {'num_doors': 0}\)",
         ),
+        (PutsNothing, r"the tool put failed with TypeError: nothing to put \(arguments: .*'left'\], 'what': {}}\)"),
         (WrongReference, "the reference calls the tool 'grab'; there are take"),
         (IntegerObs, "int, not text"),
         (BoolReward, r"\(bool\), not a finite number"),

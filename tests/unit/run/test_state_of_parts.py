@@ -1,13 +1,20 @@
 """Credit rules, losses and scorers of a user that change while a run trains: what a resumed run knows of them."""
 
+import logging
+from collections import defaultdict
+
 import pytest
+import torch
 
 import ludic.run
+from ludic.rewards import Rewards, as_scorer
 from ludic.training import RLAlgorithm
 from ludic.training.credit_assignment.combine import ScaledCredit
 from ludic.training.loggers import read_metrics
 from ludic.training.losses import Loss, Needs
 from ludic.training.losses.composite import CompositeLoss, LossTerm
+from ludic.types import StopReason
+from ludic.types.interfaces import UnsavedState, own_parts
 
 
 class Counts:
@@ -97,3 +104,65 @@ def test_a_resumed_run_has_the_state_of_rule_loss_and_scorer_or_says_that_it_has
     assert (resumed == rows(tmp_path / "whole")) is is_saved
     names = [] if is_saved else ["Rule", "Shrinking", "rising"]
     assert sorted(text.partition(" has changed since the start (num)")[0] for text in warned) == sorted(names * 2)
+
+
+class Slotted:
+    __slots__ = ("num",)
+
+    def __init__(self):
+        self.num = 0
+
+
+class Holding:
+    def __init__(self, value):
+        self.value = value
+
+
+def warnings_after(part, change, caplog):
+    noticed = UnsavedState([part])
+    change(part)
+    with caplog.at_level(logging.WARNING):
+        noticed.warn()
+    return [r.getMessage() for r in caplog.records if "has no state_dict" in r.getMessage()]
+
+
+def itself():
+    held = {}
+    held["itself"] = held
+    return held
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        (Slotted(), lambda part: setattr(part, "num", 1)),
+        (Holding(defaultdict(lambda: 0)), lambda part: part.value.update(a=1)),
+        (Holding(itself()), lambda part: part.value.update(a=1)),
+        (Holding([1.5]), lambda part: part.value.append(2.5)),
+    ],
+)
+def test_a_change_of_any_attribute_is_noticed(part, change, caplog):
+    assert len(warnings_after(part, change, caplog)) == 1
+
+
+@pytest.mark.parametrize("value", [defaultdict(lambda: 0), itself(), torch.zeros(2), torch.nn.Linear(2, 2)])
+def test_what_did_not_change_is_not_warned_of(value, caplog):
+    assert not warnings_after(Holding(value), lambda part: None, caplog)
+
+
+def test_an_equal_list_of_other_objects_is_no_change(caplog):
+    same = "".join(["a", "b"])
+    assert not warnings_after(Holding([same, same]), lambda part: setattr(part, "value", ["ab", "".join("ab")]), caplog)
+
+
+def test_own_parts_are_found_in_a_mapping_that_contains_itself_and_enums_and_classes_are_none():
+    held = itself() | {"why": StopReason.TERMINATED, "kind": Rule, "rule": (rule := Rule())}
+    held["itself"] = held
+    assert [part for part in own_parts(held, "x").values() if hasattr(part, "__dict__")] == [rule]
+
+
+def test_weights_of_a_reward_model_are_no_state_of_the_run():
+    class RewardModel(torch.nn.Linear):
+        __name__ = "model"
+
+    assert Rewards([as_scorer(RewardModel(2, 2), "model")]).state_dict() == {}

@@ -57,7 +57,7 @@ async def check_env(make: EnvFactory, *, seeds: tuple[int, ...] = (0, 1, 2), max
     """
     if not callable(make):
         raise ConfigError(f"check_env makes many envs; give it the class or a function, not an object ({make!r:.60}).")
-    clock, is_bounded, max_steps = StepClock(), max_steps is None, max_steps or _MAX_STEPS
+    clock, must_end, max_steps = StepClock(), max_steps is None, max_steps or _MAX_STEPS
     _check_roles(make())
     alone = {seed: await _play(make(), seed, _some_action, max_steps, clock=clock) for seed in seeds}
     last = [outcome for record in alone.values() if len(record) > 1 for outcome in record[-1][1].values()]
@@ -67,7 +67,7 @@ async def check_env(make: EnvFactory, *, seeds: tuple[int, ...] = (0, 1, 2), max
             f"no checked episode ended within {max_steps} steps, so its end was not checked. Return terminated, or truncated after "
             "a number of moves; offer legal_actions or reference_action; or check the first N steps with max_steps=N.",
         )
-        if is_bounded:
+        if must_end:
             raise problem
         warnings.warn(str(problem), stacklevel=2)
     kind = type(make())

@@ -119,11 +119,24 @@ def one_line_in_scripts(check: Callable[P, Awaitable[T]]) -> Callable[P, Corouti
         try:
             return await check(*args, **kwargs)
         except Exception as error:
-            failed, told, before = error, _told(error), sys.excepthook
-            sys.excepthook = lambda *raised: sys.stderr.write(told) if raised[1] is failed else before(*raised)
+            error._told = _told(error)  # type: ignore[attr-defined]
+            if not isinstance(sys.excepthook, _Hook):
+                sys.excepthook = _Hook(sys.excepthook)
             raise
 
     return checked
+
+
+@dataclass(frozen=True, slots=True)
+class _Hook:
+    before: Callable[..., object]
+
+    def __call__(self, *raised: Any) -> None:
+        told = getattr(raised[1], "_told", None)
+        if told is None:
+            self.before(*raised)
+        else:
+            sys.stderr.write(told)
 
 
 def _told(error: Exception) -> str:

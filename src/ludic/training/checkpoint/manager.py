@@ -60,6 +60,12 @@ _REPLACED = ".replaced-"
 _FOLDER = re.compile(rf"(?:{re.escape(_REPLACED)})?step_([0-9]{{1,18}})")
 
 
+class _NotSaved(NotWritten):
+    advice = (
+        "free some, choose another output_dir, lower max_to_keep, or set save_optimizer=False (`--no-save-optimizer`)"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _SaveJob:
     """All that is needed to write a rank's files and finish the checkpoint."""
@@ -171,11 +177,7 @@ class CheckpointManager:
     def _not_written(self, target: Path, error: Exception) -> "CheckpointError":
         intact = self.latest()
         before = "There is no earlier one. " if intact is None else f"{intact.name} is intact and can be loaded. "
-        advice = (
-            f"free some, choose another output_dir, lower max_to_keep (now {self.config.max_to_keep}), or set "
-            "save_optimizer=False (`--no-save-optimizer`)"
-        )
-        return CheckpointError(str(NotWritten.of(target, error, before, advice)))
+        return CheckpointError(str(_NotSaved.of(target, error, before)))
 
     def _together(self, action: Callable[[], Result]) -> list[Result]:
         """Call `action` on every rank; returns the results of all."""

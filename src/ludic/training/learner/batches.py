@@ -23,7 +23,7 @@ from ludic.training.learner.packing import balanced_shares, fit_length
 from ludic.training.learner.stop import StopRequested
 from ludic.training.losses import BatchFacts, Loss
 from ludic.types import BatchSource, ConfigError, LudicError, Reducer, RequestsExhausted, SAWBatch, SAWItem, Stateful
-from ludic.types.interfaces import own_parts
+from ludic.types.interfaces import is_saved, own_parts
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ def _parts(algo: RLAlgorithm, source: BatchSource | None) -> dict[str, Stateful]
         **own_parts(algo.loss, "loss"),
         "batch_source": source,
     }
-    return {name: part for name, part in parts.items() if isinstance(part, Stateful)}
+    return {name: part for name, part in parts.items() if is_saved(part)}
 
 
 # --- over ranks ---

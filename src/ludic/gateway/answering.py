@@ -16,7 +16,7 @@ from ludic.gateway.wire.canonical import ClientMessage, JSONObject, PieceKind, R
 from ludic.inference import ByteTemplate, ChatTemplate, HFChatTemplate, Prompt
 from ludic.inference.serving.request import check_prompt
 from ludic.inference.serving.response import TextStream, overlap
-from ludic.inference.templates.chat import shows_tools, tools_as_text, with_tools
+from ludic.inference.templates.chat import require_text_calls, shows_tools, tools_as_text, with_tools
 from ludic.inference.templates.conversation import decode_reply
 from ludic.inference.templates.tool_calls import READABLE_CALLS
 from ludic.types import (
@@ -102,6 +102,8 @@ def _sent_messages(node: Node, template: ChatTemplate, forest: Forest) -> list[M
         )
     if _writes_tools(template):
         return messages
+    if node.tools:
+        require_text_calls(template)
     return with_tools(_without_tools(messages, before), node.tools)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from aiohttp import web
 
 from ludic.inference.serving.limits import Connection, ServerLimits, listen, url_of
-from ludic.inference.vllm.command import is_loopback
+from ludic.types.urls import is_loopback
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

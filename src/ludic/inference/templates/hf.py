@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -453,25 +454,28 @@ def tool_parser_for(tokenizer: Any) -> ToolParser | None:
 
 
 class _RecentTexts:
-    """Keeps the tokens of the texts that came last, up to a number of characters in all."""
+    """Keeps the tokens of the texts that were used last, up to a number of characters in all."""
 
     MAX_CHARS: ClassVar[int] = 1 << 24
+    ENTRY_CHARS: ClassVar[int] = 512
+    """What an entry takes besides its text, in characters."""
 
     def __init__(self, encode: Callable[[str], TokenArray]) -> None:
         self._encode, self._lock = encode, threading.Lock()
-        self._ids: dict[str, TokenArray] = {}
+        self._ids: OrderedDict[str, TokenArray] = OrderedDict()
         self._num_chars = 0
 
     def __call__(self, text: str) -> TokenArray:
-        if (known := self._ids.get(text)) is not None:
-            return known
+        with self._lock:
+            if (known := self._ids.get(text)) is not None:
+                self._ids.move_to_end(text)
+                return known
         ids = self._encode(text)
         with self._lock:
-            self._num_chars += 0 if text in self._ids else len(text)
+            self._num_chars += 0 if text in self._ids else len(text) + self.ENTRY_CHARS
             self._ids[text] = ids
             while self._num_chars > self.MAX_CHARS:
-                self._num_chars -= len(oldest := next(iter(self._ids)))
-                del self._ids[oldest]
+                self._num_chars -= len(self._ids.popitem(last=False)[0]) + self.ENTRY_CHARS
         return ids
 
 

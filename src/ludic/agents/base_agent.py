@@ -95,7 +95,7 @@ class Agent:
     _advertised: ToolSchemas | None = None
     """Tool schemas in every prompt; a plain agent has none."""
     _as_text: ToolSchemas = ()
-    """Those that the system message describes, because the template has no place for tools."""
+    """Tool schemas that the system message describes, because the template has no place for tools."""
 
     def __init__(
         self,

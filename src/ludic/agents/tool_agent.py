@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
 from ludic.agents.base_agent import Agent, AgentActResult, AgentActStep, ModelCall
-from ludic.inference.templates.chat import shows_tools
+from ludic.inference.templates.chat import require_text_calls, shows_tools
 from ludic.inference.templates.tool_calls import READABLE_CALLS, ToolParseResult
 from ludic.parsers import ParseResult
 from ludic.tools import Tool, ToolResult, as_tool
@@ -65,6 +65,8 @@ class ToolAgent(Agent):
         self._check_tools(len(internal) + self._num_external)
         listed = self.tool_schemas if self._tools_in_prompt else []
         self._as_text = listed if listed and not shows_tools(self.chat_template, listed) else []
+        if self._as_text:
+            require_text_calls(self.chat_template)
         self._advertised = listed if listed and not self._as_text else None
 
     def _check_tools(self, num_given: int) -> None:

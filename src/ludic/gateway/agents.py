@@ -195,7 +195,7 @@ AGENT_LIMITS = SandboxLimits(
 )
 """Of one sandboxed command, its children included."""
 _ADDRESS_SPACE_MB = 64 << 10
-"""Of each process where no cgroup limits memory: Node reserves 10 GB for one instance of WebAssembly, and uses a few MB of it."""
+"""Limit of each process where no cgroup limits memory: Node reserves 10 GB for one instance of WebAssembly, and uses a few MB."""
 _NO_LIMIT_MB = 1 << 27  # more than any process can address
 
 
@@ -215,7 +215,7 @@ class AgentCommand(OutsideAgent):
         binds: Sequence[str | Path] = (),
         memory_mb: int | None = None,
     ) -> None:
-        """`memory_mb`: of the command and its children together. Default: that of AGENT_LIMITS."""
+        """`memory_mb` limits the command and its children together; default: AGENT_LIMITS."""
         self._argv = split_command(command)
         self.name = Path(self._argv[0]).name
         self._launcher: BubblewrapLauncher | None = None

@@ -16,7 +16,7 @@ from ludic.gateway.wire.canonical import ClientMessage, JSONObject, PieceKind, R
 from ludic.inference import ByteTemplate, ChatTemplate, HFChatTemplate, Prompt
 from ludic.inference.serving.request import check_prompt
 from ludic.inference.serving.response import TextStream, overlap
-from ludic.inference.templates.chat import shows_tools, tools_as_text, with_tools
+from ludic.inference.templates.chat import require_text_calls, shows_tools, tools_as_text, with_tools
 from ludic.inference.templates.conversation import decode_reply
 from ludic.inference.templates.tool_calls import READABLE_CALLS
 from ludic.types import (
@@ -48,13 +48,14 @@ class Rendered(NamedTuple):
 
     sent: list[Message]
     tokens: TokenArray
-    """All, or those that follow the parent's."""
+    """Tokens of the whole prompt, or of what follows the parent's."""
     text: str | None
-    """Of all; None if the tokens follow the parent's."""
+    """Text of the whole prompt; None if `tokens` continue the parent's."""
 
 
 def render(node: Node, template: ChatTemplate, forest: Forest, room: int) -> Rendered:
-    """Messages and tokens of a node. Changes nothing, so it may run in a thread. PromptTooLong if `room` is too small by far."""
+    """Messages and tokens of a node. Changes nothing, so it may run in a thread. Raises PromptTooLong if the text is far too
+    long for `room`."""
     parent, sent = node.parent, _sent_messages(node, template, forest)
     num_known = 0 if parent is None else len(parent.prompt_messages) + 1
     new_tools = node.tools if parent is None or parent.tools != node.tools else []
@@ -102,6 +103,8 @@ def _sent_messages(node: Node, template: ChatTemplate, forest: Forest) -> list[M
         )
     if _writes_tools(template):
         return messages
+    if node.tools:
+        require_text_calls(template)
     return with_tools(_without_tools(messages, before), node.tools)
 
 

@@ -169,7 +169,8 @@ class GatewayProtocol(InteractionProtocol):
         except Exception as error:
             if session.error is not None and not isinstance(error, ConfigError | PolicyGone):
                 raise session.error from error  # what the agent met as a status 500 ends the run, not the episode
-            is_its_own = not isinstance(error, LudicError) and not session.model_failed
+            model_answers = not session.model_failed and not session.is_answering  # else its own client timed out
+            is_its_own = not isinstance(error, LudicError) and model_answers
             if self._failed_reward is None or not is_its_own or not self.unfinished:
                 raise
             session.counts["raised"] += 1

@@ -166,7 +166,7 @@ class Session:
     error: Exception | None = None
     """Why no call can succeed any more: a wrong set-up, or the policy is gone. The episode must raise it."""
     model_failed: bool = False
-    """The last call got no answer, by no fault of the agent."""
+    """The last call to end got no answer, by no fault of the agent; it may have been given up because the model was slow."""
     is_closed: bool = False
     group: str | None = None
     """Sessions with the same one attempt the same task, and are compared."""
@@ -193,9 +193,14 @@ class Session:
     # --- called by the server ---
 
     @property
+    def is_answering(self) -> bool:
+        """Whether a call is in progress."""
+        return bool(self._running)
+
+    @property
     def idle_s(self) -> float:
         """Seconds since it was last used; 0 while a call is in progress."""
-        return 0.0 if self._running else time.monotonic() - self.last_used
+        return 0.0 if self.is_answering else time.monotonic() - self.last_used
 
     def begin(self, request: ModelRequest, *, key: str | None = None, is_retry: bool = False) -> Call:
         """Start a call, or join the one with the same key if this is a retry of it."""
@@ -383,6 +388,7 @@ class Session:
             # In a thread: a long text takes seconds, in which other sessions are answered.
             rendered = await asyncio.to_thread(render, node, policy.chat_template, forest, policy.max_total_tokens)
         except BaseException as error:
+            self.model_failed = isinstance(error, asyncio.CancelledError)
             self._drop(node, "undelivered" if isinstance(error, asyncio.CancelledError) else "failed")
             raise
         prompt = take_prompt(node, rendered)
@@ -418,7 +424,7 @@ class Session:
             limit = "in time" if self.timeout_s is None else f"within timeout_s={self.timeout_s:g}"
             raise RequestRefused(504, "model_timeout", f"The model did not answer {limit}. {error}".strip()) from error
         except BaseException as error:
-            self.model_failed = not isinstance(error, asyncio.CancelledError | RequestRefused | PromptTooLong)
+            self.model_failed = not isinstance(error, RequestRefused | PromptTooLong)
             self._drop(node, "undelivered" if isinstance(error, asyncio.CancelledError) else "failed")
             if isinstance(error, ConfigError | PolicyGone) and self.error is None:
                 self.error = error

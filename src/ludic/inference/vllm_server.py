@@ -20,7 +20,6 @@ from ludic.inference.vllm.command import (
     check_port,
     find_vllm,
     free_port,
-    is_loopback,
     server_command,
 )
 from ludic.inference.vllm.control import CONTROL_VARIABLE, TOKEN_FILE
@@ -34,6 +33,7 @@ from ludic.inference.vllm.process import (
 )
 from ludic.inference.vllm.versions import TESTED_ON_CPU, TESTED_ON_GPU, version_range
 from ludic.types import ConfigError, LudicError
+from ludic.types.urls import is_loopback
 
 __all__ = [
     "start_vllm_server", "wait_for_vllm_health", "collect_proc_output", "is_healthy",

@@ -46,7 +46,8 @@ class Forward(Protocol):
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether the result is independent on this processor, as tried with the shapes of the model's matrix products."""
+        """Whether the result is independent on this processor, as tried with the shapes of the model's matrix products. Mixtures
+        promise nothing: False, without a try."""
         ...
 
     def logits(self, ids_T: Tensor, positions_T: Tensor, state: AttentionState, where_N: Tensor) -> Tensor:

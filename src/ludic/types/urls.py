@@ -1,13 +1,16 @@
 """Secrets of HTTP: URLs with logins (http://user:password@host), hidden in messages and read from the environment.
 
 Flags, settings, logs, error messages and metrics can be read by others, so they must not contain a login: `shown_url` for
-messages, `refuse_login` for settings, `login_of` for requests. Servers compare what a client sent with `is_same_secret`.
+messages, `refuse_login` for settings, `login_of` for requests. Servers compare what a client sent with `is_same_secret`,
+and want no secret where `is_loopback`.
 """
 
 import base64
 import hmac
+import ipaddress
 import os
 import re
+import socket
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from ludic.types.errors import ConfigError
@@ -88,6 +91,17 @@ def is_same_secret(given: str | bytes, wanted: str | bytes) -> bool:
     """Whether both are the same bytes, compared in constant time. A client may send any text: nothing raises."""
     one, other = (each if isinstance(each, bytes) else each.encode(errors="surrogatepass") for each in (given, wanted))
     return hmac.compare_digest(one, other)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server that listens on `host`."""
+    try:
+        if host == "localhost":  # /etc/hosts can point it anywhere
+            places = [str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+            return all(ipaddress.ip_address(place).is_loopback for place in places)
+        return ipaddress.ip_address(host).is_loopback
+    except (ValueError, OSError):  # another host name may point anywhere
+        return False
 
 
 def _place(url: str) -> str:

@@ -16,9 +16,8 @@ from aiohttp import web
 
 from ludic.inference.serving.app import AppServer
 from ludic.inference.serving.limits import ServerLimits
-from ludic.inference.vllm.command import is_loopback
 from ludic.types import ConfigError
-from ludic.types.urls import is_same_secret
+from ludic.types.urls import is_loopback, is_same_secret
 from ludic.view import api
 from ludic.view.index import RunIndex, Runs
 

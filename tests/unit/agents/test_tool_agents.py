@@ -5,7 +5,7 @@ import pytest
 
 from ludic.agents import ReActAgent, ToolAgent
 from ludic.context import FullDialog
-from ludic.inference import ByteTemplate, HermesToolParser, InferenceSpec, SamplingParams, ScriptedClient
+from ludic.inference import ByteTemplate, HermesToolParser, InferenceSpec, SamplingParams, ScriptedClient, XMLToolParser
 from ludic.tools import Tool, calculator
 from ludic.types import ConfigError
 from tests.fakes import RecordingClient, make_agent
@@ -207,11 +207,18 @@ async def test_calls_of_one_message_run_in_order():
     assert [r["content"] for r in first.tool_results] == ["ok", "7"]
 
 
-async def test_tools_stand_in_the_system_message_where_the_template_has_no_place_for_them():
-    class Silent(ByteTemplate):
-        def apply(self, messages, *, tools=None, add_generation_prompt=True):
-            return super().apply(messages, add_generation_prompt=add_generation_prompt)
+class Silent(ByteTemplate):
+    def apply(self, messages, *, tools=None, add_generation_prompt=True):
+        return super().apply(messages, add_generation_prompt=add_generation_prompt)
 
+
+def test_tools_in_the_system_message_need_a_parser_of_the_form_that_it_asks_for():
+    with pytest.raises(ConfigError, match=r"no place for tools.*HermesToolParser\(\)"):
+        react([], chat_template=Silent(tool_parser=XMLToolParser()))
+    react([], chat_template=Silent(tool_parser=XMLToolParser()), tools_in_prompt=False)
+
+
+async def test_tools_stand_in_the_system_message_where_the_template_has_no_place_for_them():
     template = Silent(tool_parser=HermesToolParser())
     agent = react([call("add", a=1, b=2), "<a>3</a>"], chat_template=template)
     first, final = (await agent.act()).steps

@@ -120,7 +120,11 @@ RESPONSES_REFUSED = [
     ("top_logprobs", 3, "top_logprobs"),
     ("tool_choice", "required", "tool_choice"),
     ("tool_choice", {"type": "function", "name": "add"}, "tool_choice"),
-    ("tools", [{"type": "custom", "name": "patch"}], r"tools\[0\].type: Invalid value 'custom'. Only functions"),
+    (
+        "tools",
+        [{"type": "custom", "name": "patch"}],
+        r"tools\[0\].type: Invalid value 'custom'. It is function or namespace",
+    ),
     ("tools", [{"type": "namespace", "name": "", "tools": []}], r"tools\[0\].name"),
     ("tools", [{"type": "namespace", "name": "a", "tools": [{"type": "namespace"}]}], r"tools\[0\].tools\[0\].type"),
     ("tools", [{"type": "namespace", "name": "a", "tools": [FUNCTION] * (MAX_TOOLS + 1)}], "tools has 257 tools"),

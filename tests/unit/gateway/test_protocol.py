@@ -14,7 +14,7 @@ from ludic.batch_gen import RolloutEngine
 from ludic.envs import DatasetQAEnv
 from ludic.gateway.agents import AgentFunction, answer_text, is_agent_function
 from ludic.gateway.protocol import GatewayProtocol, TaskEnv, _hosts, close_gateways, read_rewards
-from ludic.gateway.session import Policy, SessionLimits
+from ludic.gateway.session import RETRY_GRACE_S, Policy, SessionLimits
 from ludic.inference import ByteTemplate, HermesToolParser, ScriptedClient
 from ludic.interaction import InteractionProtocol
 from ludic.parsers import boxed_parser
@@ -262,6 +262,27 @@ async def test_what_is_not_the_agents_own_error_gets_no_failed_reward():
     for made in (protocol(without_a_call, failed_reward=0.0), protocol(asks_again, model_breaks, failed_reward=0.0)):
         (rollout,) = await record(made)
         assert rollout.stop is StopReason.FAILED and not rollout.total_reward
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 2 * RETRY_GRACE_S], ids=["still running", "cancelled"])
+async def test_an_agent_whose_client_times_out_gets_no_failed_reward(wait_s: float):
+    class Slow(ScriptedClient):
+        async def complete_tokens(self, request):
+            await asyncio.sleep(60.0 if "again" in str(request.prompt_text) else 0.0)
+            return await super().complete_tokens(request)
+
+    async def agent(task, *, base_url, api_key, model):
+        access = {"base_url": base_url, "api_key": api_key, "model": model}
+        await ask(task, **access)
+        try:
+            await asyncio.wait_for(ask("again", **access), 0.2)
+        finally:
+            await asyncio.sleep(wait_s)
+
+    template = ByteTemplate(tool_parser=HermesToolParser())
+    made = GatewayProtocol(agent, client=Slow(("4",)), model="small", chat_template=template, failed_reward=0.0)
+    (rollout,) = await record(made)
+    assert rollout.stop is StopReason.FAILED and rollout.failure.error == "TimeoutError"
 
 
 async def test_an_agent_that_ran_out_of_context_gets_its_failed_reward():

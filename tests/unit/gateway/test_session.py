@@ -102,6 +102,19 @@ async def test_a_retry_of_a_failed_call_is_sampled_again():
     assert session.counts["failed"] == 1
 
 
+async def test_a_call_that_cannot_be_rendered_is_no_failure_of_the_model():
+    def reply(request: TokenCompletionRequest) -> str:
+        raise OSError("away")
+
+    session = make_session(reply, ByteTemplate())
+    with pytest.raises(OSError):
+        await ask(session, user("Hi"))
+    assert session.model_failed
+    with pytest.raises(ConfigError, match="cannot be read"):
+        await ask(session, user("Add."), tools=TOOLS)
+    assert not session.model_failed
+
+
 async def test_a_call_whose_client_is_gone_is_cancelled_and_not_trained(monkeypatch):
     monkeypatch.setattr(session_module, "RETRY_GRACE_S", 0.01)
     client = SlowClient()

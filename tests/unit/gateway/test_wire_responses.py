@@ -5,6 +5,7 @@ from hypothesis import given, settings
 
 from ludic.gateway.wire.canonical import ModelRequest
 from ludic.gateway.wire.responses import Responses, put_items
+from ludic.types import ConfigError
 from tests.unit.gateway.dialects import (
     FULL,
     REQUEST,
@@ -41,6 +42,10 @@ def function_call(call_id: str, id: str | None = None) -> dict:
 
 def reasoning(text: str, id: str | None = None) -> dict:
     return {"type": "reasoning", "id": id, "summary": [{"type": "summary_text", "text": text}]}
+
+
+def space(name: str, tool: str) -> dict:
+    return {"type": "namespace", "name": name, "tools": [{**FUNCTION, "name": tool}]}
 
 
 # --- reading -----------------------------------------------------------------------------------------------------
@@ -118,6 +123,26 @@ def test_hosted_tools_are_left_out_and_named():
     hosted = [{"type": "web_search", "external_web_access": False}, {"type": "mcp", "server_label": "x"}]
     request = read(tools=[hosted[0], FUNCTION, *hosted])
     assert request.tools == [TOOL] and request.without_effect == ("tools.web_search", "tools.mcp")
+
+
+def test_hosted_tools_in_a_namespace_are_left_out_and_named():
+    space = {"type": "namespace", "name": "a", "tools": [FUNCTION, {"type": "web_search"}]}
+    request = read(tools=[space])
+    assert [tool["function"]["name"] for tool in request.tools] == ["a__add"]
+    assert request.without_effect == ("tools.web_search",)
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [space("a", "b__c"), space("a__b", "c")],
+        [space("a", "b"), {**FUNCTION, "name": "a__b"}],
+        [space("a", "b"), space("a__", "b")],
+    ],
+)
+def test_tools_with_the_same_name_after_flattening_are_refused(tools: list):
+    with pytest.raises(ConfigError, match=r"tools: two are called 'a__b.*'; rename one"):
+        read(tools=tools)
 
 
 def test_tools_of_a_namespace_are_functions_and_calls_name_the_namespace():

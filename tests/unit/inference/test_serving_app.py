@@ -53,6 +53,24 @@ async def text(answer: "aiohttp.client._RequestContextManager") -> str:
         return await response.text()
 
 
+@pytest.mark.parametrize(
+    ("host", "headers", "expected"),
+    [
+        ("127.0.0.1", {"Host": "evil.example"}, 403),
+        ("127.0.0.1", {"Origin": "https://evil.example"}, 403),
+        ("0.0.0.0", {"Origin": "https://evil.example"}, 403),
+        ("0.0.0.0", {"Host": "gpu7:8000", "Origin": "http://gpu7:8000"}, 200),
+        ("0.0.0.0", {"Host": "gpu7:8000"}, 200),
+    ],
+)
+async def test_without_a_token_no_page_of_another_origin_is_answered_wherever_it_listens(host, headers, expected):
+    here = Running()
+    url = await here.server.start(host, 0)
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/now", headers=headers) as answer:
+        assert answer.status == expected
+    await here.server.close()
+
+
 async def test_a_request_in_progress_ends_and_later_ones_are_refused():
     async with running() as (here, session):
         assert await text(session.get("/now")) == "now"  # leaves an idle connection

@@ -113,11 +113,23 @@ def test_a_tokenizer_class_with_its_own_decoding_keeps_it():
 
 def test_recent_texts_are_bounded_by_their_characters(monkeypatch):
     monkeypatch.setattr(_RecentTexts, "MAX_CHARS", 10)
+    monkeypatch.setattr(_RecentTexts, "ENTRY_CHARS", 0)
     encoded: list[str] = []
     tokens_of = _RecentTexts(lambda text: encoded.append(text) or np.zeros(len(text)))
     for text in ("aaaa", "bbbb", "aaaa", "cccc", "bbbb", "aaaa", "x" * 11, "x" * 11, "dddd", "dddd"):
         assert len(tokens_of(text)) == len(text)
-    assert encoded == ["aaaa", "bbbb", "cccc", "aaaa", "x" * 11, "x" * 11, "dddd"]
+    assert encoded == ["aaaa", "bbbb", "cccc", "bbbb", "aaaa", "x" * 11, "x" * 11, "dddd"]
+
+
+def test_recent_texts_count_what_an_entry_takes_besides_its_text(monkeypatch):
+    monkeypatch.setattr(_RecentTexts, "MAX_CHARS", 2 * _RecentTexts.ENTRY_CHARS + 10)
+    encoded: list[str] = []
+    tokens_of = _RecentTexts(lambda text: encoded.append(text) or np.zeros(len(text)))
+    for text in "abaca":
+        tokens_of(text)
+    assert encoded == ["a", "b", "c"]
+    tokens_of("b")
+    assert encoded == ["a", "b", "c", "b"]
 
 
 def test_long_texts_have_the_tokens_of_the_tokenizer():

@@ -11,9 +11,10 @@ from ludic.cli.args import Switch, parse
 from ludic.cli.servers.stopping import serve_until_stopped
 from ludic.envs.workers import EnvServer
 from ludic.envs.workers.server import TOKEN_VARIABLE
-from ludic.inference.vllm.command import check_port, is_loopback
+from ludic.inference.vllm.command import check_port
 from ludic.run.config.entries import at_least
 from ludic.types import ConfigError
+from ludic.types.urls import is_loopback
 
 
 @dataclass(frozen=True)

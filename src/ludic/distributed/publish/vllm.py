@@ -5,7 +5,6 @@ send while the servers are paused: gloo over TCP between machines, nccl between 
 refusal of two processes on one GPU ("Duplicate GPU detected"): no machine with two GPUs was available.
 """
 
-import ipaddress
 import os
 import shutil
 import sys
@@ -36,6 +35,7 @@ from ludic.inference.vllm.transfer import (
     share_cuda_block,
 )
 from ludic.types import ConfigError, PolicyPublisher
+from ludic.types.urls import is_loopback
 
 Transport: TypeAlias = Literal["auto", "shared_memory", "cuda_ipc", "gloo", "file", "nccl"]
 
@@ -89,11 +89,7 @@ def make_communicator(
 
 def is_here(server: str) -> bool:
     """Whether a server's address is certainly this machine's."""
-    host = urlsplit(server).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return is_loopback(urlsplit(server).hostname or "")
 
 
 class BlockCommunicator:

@@ -69,7 +69,7 @@ class ModelRequest:
     without_effect: tuple[str, ...] = ()
     """Names of accepted fields that change nothing here."""
     namespaces: Mapping[str, JSONObject] = field(default_factory=dict)
-    """Of tools that came in a namespace: the name in `tools` -> {"namespace": …, "name": the one in it}."""
+    """Places of the tools that came in a namespace: the name in `tools` -> {"namespace": …, "name": the one in it}."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -189,7 +189,7 @@ _CONSTRAINTS = ("response_format", "text.format", "output_config.format", "outpu
 
 
 def drop_constraints(body: JSONObject) -> tuple[str, ...]:
-    """Take the fields out of a body that a grammar would enforce, a format of the answer or a forced tool; returns their names."""
+    """Remove the fields that a grammar would enforce (answer formats, forced tools); returns their names."""
     dropped = []
     for path in _CONSTRAINTS:
         outer, _, name = path.rpartition(".")

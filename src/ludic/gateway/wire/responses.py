@@ -3,6 +3,7 @@
 Reasoning is an item whose summary is the whole text.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -38,10 +39,12 @@ from ludic.inference.serving.request import (
     read_fields,
     unsupported,
 )
+from ludic.types import ConfigError
 
 _TAKES = TAKES | {
     "role": "It is system, developer, user or assistant.",
     "type": "It is message, reasoning, function_call, function_call_output or item_reference; this server reads only text.",
+    "tools.type": "It is function or namespace; tools that OpenAI's servers run are left out.",
 }
 _HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp")
 """Tools that OpenAI's servers run; of some there are versions, such as web_search_2025_08_26."""
@@ -177,8 +180,23 @@ def _flat_tools(tools: Sequence[_Tool | _Namespace]) -> tuple[list[_Tool], dict[
     return functions, places
 
 
-def _is_hosted(tool: Any) -> bool:
-    return isinstance(tool, dict) and str(tool.get("type")).startswith(_HOSTED)
+def _check_names(functions: Sequence[_Tool]) -> None:
+    for name, count in Counter(function.name for function in functions).items():
+        if count > 1:
+            raise ConfigError(f"tools: two are called {name!r:.100}; rename one.")
+
+
+def _without_hosted(tools: list[Any], hosted: dict[str, None]) -> list[Any]:
+    """The tools without those that OpenAI's servers run, whose fields `hosted` gets."""
+    own = []
+    for tool in tools:
+        if isinstance(tool, dict) and str(tool.get("type")).startswith(_HOSTED):
+            hosted[f"tools.{tool['type']}"] = None
+        elif isinstance(tool, dict) and isinstance(tool.get("tools"), list):
+            own.append({**tool, "tools": _without_hosted(tool["tools"], hosted)})
+        else:
+            own.append(tool)
+    return own
 
 
 def _ids(item: _OfModel) -> list[str]:
@@ -211,10 +229,11 @@ class Responses:
 
     def read(self, body: JSONObject) -> ModelRequest:
         items, tools = body.get("input"), body.get("tools")
+        hosted: dict[str, None] = {}
         if isinstance(items, list):  # the type of a message may be missing
             body = {**body, "input": [_with_type(item) for item in items]}
         if isinstance(tools, list):
-            body = {**body, "tools": [tool for tool in tools if not _is_hosted(tool)]}
+            body = {**body, "tools": _without_hosted(tools, hosted)}
         fields, without_effect = read_fields(body, _Fields, ACCEPTED, UNSUPPORTED, _TAKES)
         if fields.text is not None:
             if fields.text.get("format") not in (None, _TEXT["format"]):
@@ -231,12 +250,14 @@ class Responses:
             messages = _read_items(fields.input)
         if fields.instructions is not None:
             messages.insert(0, ClientMessage(role="system", content=flat(fields.instructions)))
-        without_effect += dict.fromkeys(f"tools.{tool['type']}" for tool in tools or () if _is_hosted(tool))
+        without_effect += hosted
         functions, namespaces = _flat_tools(fields.tools)
+        read = read_tools(functions, fields.tool_choice, without_effect)
+        _check_names(functions)
         request = ModelRequest(
             messages=messages,
             model=fields.model,
-            tools=read_tools(functions, fields.tool_choice, without_effect),
+            tools=read,
             max_tokens=fields.max_output_tokens,
             stop=(fields.stop,) if isinstance(fields.stop, str) else fields.stop,
             sampling=fields.sampling(),

@@ -48,6 +48,7 @@ from ludic.types import (
     TokenCompletionRequest,
     token_array,
 )
+from ludic.types.errors import encodable
 from ludic.types.sampling import MAX_COUNT
 from ludic.types.urls import is_same_secret
 
@@ -289,10 +290,7 @@ class _Server:
             return token_array(prompt)
         if self._engine.tokenizer is None:
             raise ConfigError("This server has no tokenizer; send the prompt as token ids.")
-        text, tokenizer = (
-            prompt.encode("utf-8", "replace").decode("utf-8"),
-            self._engine.tokenizer,
-        )  # no lone surrogates
+        text, tokenizer = encodable(prompt), self._engine.tokenizer
 
         def ids_of(text: str) -> list[int]:
             ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]

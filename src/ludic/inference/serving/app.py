@@ -3,8 +3,9 @@
 The end has two parts. `drain` refuses new requests and waits for those in progress; `close` ends what is left. Servers differ in
 their handlers only: all of them start and end here.
 
-A browser lets any web page send requests to servers of this machine. So one that wants no token answers only requests that name
-this machine (a name that an attacker's DNS points here is another) and that no page of another origin sends.
+A browser lets any web page send requests to servers that its machine reaches. A server without a token answers only requests that
+no page of another origin sends and, if it listens on this machine only, that name this machine (a name that an attacker's DNS
+points here is another).
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from pathlib import Path
 from aiohttp import web
 
 from ludic.inference.serving.limits import Connection, ServerLimits, listen, url_of
-from ludic.inference.vllm.command import is_loopback
+from ludic.types.urls import is_loopback
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -31,7 +32,7 @@ class AppServer:
         """`has_token`: whether clients must send a secret."""
         self._has_token = has_token
         self._is_local = False
-        """Whether it answers to this machine only, because it wants no token."""
+        """Whether it listens on this machine only."""
         app.middlewares.insert(0, self._count)
         app.middlewares.append(self._refuse)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CANCELLED_S)
@@ -43,7 +44,7 @@ class AppServer:
 
     async def start(self, host: str, port: int, *, unix_socket: str | Path | None = None) -> str:
         """Listen on an address, and on a Unix socket if one is given. Returns the URL; port 0 takes a free one."""
-        self._is_local = is_loopback(host) and not self._has_token
+        self._is_local = is_loopback(host)
         await self._runner.setup()
         try:
             self._listener = await listen(self._runner, host, port, self._limits)
@@ -106,18 +107,22 @@ class AppServer:
     async def _refuse(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if self._is_draining:
             raise web.HTTPServiceUnavailable(reason="This server is stopping")
-        if self._is_local and request.remote:  # no page can reach a Unix socket, which has no address
-            _check_sender(request.headers.get("Host", "localhost"), request.headers.get("Origin"))
+        if request.remote and not self._has_token:  # no page can reach a Unix socket, which has no address
+            host = request.headers.get("Host", "localhost")
+            if self._is_local:
+                _check_host(host)
+            if request.headers.get("Origin") not in (None, f"http://{host}"):
+                raise web.HTTPForbidden(
+                    reason="This server has no key or token, so it answers to no page of another origin"
+                )
         return await handler(request)
 
 
-def _check_sender(host: str, origin: str | None) -> None:
-    """Refuse what a browser sends for a page of another server."""
+def _check_host(host: str) -> None:
+    """Refuse a name that may be an attacker's."""
     name, _, port = host.rpartition(":")
     name = name if port.isdecimal() else host
     if name != "localhost" and not is_loopback(name.strip("[]")):
         raise web.HTTPForbidden(
             reason=f"This server has no key or token, so it answers to localhost only and not to {host!r:.100}"
         )
-    if origin not in (None, f"http://{host}"):
-        raise web.HTTPForbidden(reason="This server has no key or token, so it answers to no page of another origin")

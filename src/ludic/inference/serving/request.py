@@ -5,10 +5,9 @@ by `SamplingParams`, for every engine.
 """
 
 import difflib
-import json
 import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -278,7 +277,7 @@ def check_num_logprobs(name: str, value: int | None) -> None:
 # --- lengths ---
 
 _SURE = 16
-"""Characters: a text of fewer for each token of the limit is tokenised as a whole. Few texts have more than 5."""
+"""A text of fewer characters per token of the limit is tokenised whole. Few texts have more than 5."""
 _PIECE = 1 << 15
 
 
@@ -288,9 +287,8 @@ def check_length(num_tokens: Callable[[str], int], text: str, room: int) -> None
     for start in range(0, len(text) if len(text) > _SURE * room else 0, _PIECE):
         num_found += num_tokens(text[start : start + _PIECE])
         if num_found > 2 * room:  # tokens do not end where pieces do
-            raise PromptTooLong(
-                num_found, room, f"These are only the first of its {len(text)} characters. {PromptTooLong.RAISE}"
-            )
+            counted = f"That counts only the first {min(start + _PIECE, len(text))} of its {len(text)} characters."
+            raise PromptTooLong(num_found, room, f"{counted} {PromptTooLong.RAISE}")
 
 
 def check_prompt(template: ChatTemplate, messages: Sequence[Message], tools: Sequence[JSONObject], room: int) -> None:
@@ -299,7 +297,20 @@ def check_prompt(template: ChatTemplate, messages: Sequence[Message], tools: Seq
     def num_tokens(piece: str) -> int:
         return len(template.apply([{"role": "user", "content": piece}]).prompt_token_ids)
 
-    check_length(num_tokens, json.dumps([*messages, *tools], ensure_ascii=False), room)
+    check_length(num_tokens, "".join(_texts([*messages, *tools])), room)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The keys and values of messages and tools."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+    else:
+        yield str(value)
 
 
 # --- JSON ---

@@ -104,6 +104,16 @@ def tools_as_text(tools: ToolSchemas) -> str:
     )
 
 
+def require_text_calls(template: ChatTemplate) -> None:
+    """Raise unless calls in the form of `tools_as_text` can be read."""
+    if not template.parse_tool_calls('<tool_call>{"name": "f", "arguments": {}}</tool_call>').tool_calls:
+        raise ConfigError(
+            "The chat template has no place for tools, so the system message describes them and asks for calls as "
+            '<tool_call>{"name": …}</tool_call>, which the template\'s tool parser does not read. Give it one that does: '
+            "tool_parser=HermesToolParser()."
+        )
+
+
 def with_tools(messages: Sequence[Message], tools: ToolSchemas) -> list[Message]:
     """The messages for a template without tools: the system message describes them."""
     if not tools:

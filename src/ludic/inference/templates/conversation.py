@@ -240,15 +240,21 @@ CUT = "\ud800"
 """A lone surrogate: `ControlTokens.guarded` leaves none of the texts' own."""
 
 
+TURN_MARKERS = ("<｜User｜>", "<｜Assistant｜>")
+"""DeepSeek R1's, which its distilled models' tokenizers do not call special."""
+
+
 class ControlTokens:
     """Keeps the texts of messages and tools from becoming control tokens, which only a template may write.
 
-    A control token is an added token that the tokenizer calls special, or one of `more`. Where a text holds one, `guarded` puts a
-    cut behind its first character, which templates print as they find it; `encode` encodes the pieces between the cuts one by one.
+    A control token is an added token that the tokenizer calls special, or one of `more` or TURN_MARKERS. Where a text holds one,
+    `guarded` puts a cut behind its first character, which templates print as they find it; `encode` encodes the pieces between
+    the cuts one by one.
     """
 
     def __init__(self, tokenizer: Any, more: Collection[str] = ()) -> None:
         self._tokenizer = tokenizer
+        more = {*TURN_MARKERS, *more}
         added = [token for token in tokenizer.added_tokens_decoder.values() if token.special or token.content in more]
         texts = [token.content for token in added if len(token.content.strip()) > 1]  # white space is no control token
         # By first character: one alternative per token would be slow for a text full of "<".

@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -37,6 +38,7 @@ from ludic.types.messages import TEMPLATE, text_of
 # Placeholder for a reply while its surroundings are rendered. Letters and digits only, so that no template's
 # trimming, escaping or thinking rules change it.
 _REPLY = "LudicReplyGoesHere7f3a9c"
+_SYSTEM: Message = {"role": "system", "content": "Be brief"}
 _HELLO: Message = {"role": "user", "content": "Hello"}
 _STAND_IN: Message = {"role": "assistant", "content": _REPLY}
 _REPLIED: Message = {"role": "assistant", "content": "Hi"}
@@ -52,6 +54,10 @@ END_OF_TURN = (
     "<|end_of_msg|>",
 )  # fmt: skip
 """Known end-of-turn tokens."""
+_TURN_MARKER = re.compile(
+    r"(?!.*(?:think|thought|answer|arg_|tool.?call|tool.?sep)|</?tool)(?:<.+>|\[.+\])", re.IGNORECASE
+)
+"""An added token that is not markup of a reply, nor of a tool's result in a user's text."""
 
 
 class HFChatTemplate(ChatTemplate):
@@ -73,9 +79,7 @@ class HFChatTemplate(ChatTemplate):
             )
         self.tokenizer = tokenizer
         self.tool_parser = tool_parser
-        # The members of a group begin with the same prompt, and tokenising it is the most expensive part of a call.
         self._control = ControlTokens(tokenizer, (*END_OF_TURN, *end_of_turn))
-        self._encode = _RecentTexts(self._control.encode)
         added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.content}
         self._texts: dict[int, str] = {i: token.content for i, token in added.items()}
         self._special_ids = {i for i, token in added.items() if token.special}
@@ -89,6 +93,9 @@ class HFChatTemplate(ChatTemplate):
         self._no_tools: dict[str, Any] = {}
         if self._try_render([_HELLO], None, True) is None:
             self._no_tools = {"tools": []}
+        self._control = ControlTokens(tokenizer, (*END_OF_TURN, *end_of_turn, *self._turn_markers()))
+        # The members of a group begin with the same prompt, and tokenising it is the most expensive part of a call.
+        self._encode = _RecentTexts(self._control.encode)
         self._closing, self._at_the_end = self._find_closing()
         prompt = self._render([_HELLO], None, True)
         self._check_generation_prompt(prompt)
@@ -316,6 +323,16 @@ class HFChatTemplate(ChatTemplate):
 
     # --- template properties, determined once ---
 
+    def _turn_markers(self) -> set[str]:
+        """Added tokens that the template writes around messages and that the tokenizer does not call special: DeepSeek R1's
+        `<｜User｜>`."""
+        found = {text for i, text in self._texts.items() if i not in self._special_ids and _TURN_MARKER.fullmatch(text)}
+        result: Message = {"role": "tool", "tool_call_id": "call00000", "name": "look_up", "content": "Hi"}
+        rounds = ([_SYSTEM, _HELLO], [_HELLO, _REPLIED, _HELLO], [_HELLO, _CALL, result, _REPLIED])
+        tried = [self._try_render(one, tools, True) for one in rounds for tools in (None, _CALL_TOOLS)] if found else []
+        written = "".join(text for text in tried if text is not None)
+        return {text for text in found if text in written}
+
     def _find_closing(self) -> tuple[str, str]:
         """What the template writes after a reply in any case, and what it writes only at the conversation's end.
 
@@ -437,25 +454,28 @@ def tool_parser_for(tokenizer: Any) -> ToolParser | None:
 
 
 class _RecentTexts:
-    """Keeps the tokens of the texts that came last, up to a number of characters in all."""
+    """Keeps the tokens of the texts that were used last, up to a number of characters in all."""
 
     MAX_CHARS: ClassVar[int] = 1 << 24
+    ENTRY_CHARS: ClassVar[int] = 512
+    """What an entry takes besides its text, in characters."""
 
     def __init__(self, encode: Callable[[str], TokenArray]) -> None:
         self._encode, self._lock = encode, threading.Lock()
-        self._ids: dict[str, TokenArray] = {}
+        self._ids: OrderedDict[str, TokenArray] = OrderedDict()
         self._num_chars = 0
 
     def __call__(self, text: str) -> TokenArray:
-        if (known := self._ids.get(text)) is not None:
-            return known
+        with self._lock:
+            if (known := self._ids.get(text)) is not None:
+                self._ids.move_to_end(text)
+                return known
         ids = self._encode(text)
         with self._lock:
-            self._num_chars += 0 if text in self._ids else len(text)
+            self._num_chars += 0 if text in self._ids else len(text) + self.ENTRY_CHARS
             self._ids[text] = ids
             while self._num_chars > self.MAX_CHARS:
-                self._num_chars -= len(oldest := next(iter(self._ids)))
-                del self._ids[oldest]
+                self._num_chars -= len(self._ids.popitem(last=False)[0]) + self.ENTRY_CHARS
         return ids
 
 

@@ -68,7 +68,7 @@ class _Found:
 def _json_or_none(text: str) -> Any:
     try:
         return parse_json(text, strict=False)  # models put raw newlines into strings
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
 
 

@@ -5,7 +5,6 @@ able to import it. Every flag is vLLM's own; a flag that the user gives is never
 """
 
 import importlib.util
-import ipaddress
 import logging
 import os
 import socket
@@ -22,6 +21,7 @@ from ludic.inference.vllm.versions import TESTED_ON_CPU, TESTED_ON_GPU, is_liste
 from ludic.types import ConfigError
 from ludic.types.die_with_parent import PIPE_VARIABLE
 from ludic.types.files import parse_json
+from ludic.types.urls import is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -309,17 +309,6 @@ def check_host(host: str, api_key: str | None, insecure: bool) -> None:
             f"Listening on {host!r} lets every client that reaches this machine use the model. Give an --api-key "
             "(or LUDIC_API_KEY), use 127.0.0.1, or pass --insecure if you trust the network."
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that listens on `host`."""
-    try:
-        if host == "localhost":  # /etc/hosts can point it anywhere
-            places = [str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
-            return all(ipaddress.ip_address(place).is_loopback for place in places)
-        return ipaddress.ip_address(host).is_loopback
-    except (ValueError, OSError):  # another host name may point anywhere
-        return False
 
 
 def free_port() -> int:

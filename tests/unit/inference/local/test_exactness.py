@@ -110,7 +110,7 @@ def test_the_engine_says_once_that_a_mixture_of_experts_does_not_keep_rows(caplo
     monkeypatch.setattr("ludic.models.attention._said", set())
     for _ in range(2):
         cpu_forward(copy_of(family_model("qwen3_moe", attention="eager")), SETTINGS)
-    assert caplog.text.count("round a row in another way in batches of other sizes") == 1
+    assert caplog.text.count("the same result in batches of other sizes") == 1
 
 
 async def test_requests_that_end_in_one_step_wake_the_event_loop_once(monkeypatch):

@@ -13,8 +13,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from ludic.inference import ByteTemplate
 from ludic.inference.serving.limits import ServerLimits
-from ludic.types import ChatResponse, ConfigError
+from ludic.inference.serving.request import check_prompt
+from ludic.types import ChatResponse, ConfigError, PromptTooLong
 from tests.unit.inference.local.test_server import HELLO, TOOL, Reciting, serving, until
 
 pytestmark = pytest.mark.slow
@@ -141,7 +143,7 @@ AT_THE_LIMIT: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("completions", {"metadata": nested(31)}, {"metadata": nested(900)}, "more than 32 levels"),
     ("chat/completions", {"messages": [message()] * 200}, {"messages": [message()] * 4097}, "may have 4096"),
     ("chat/completions", {"tools": [TOOL] * 4}, {"tools": [TOOL] * 257}, "may have 256"),
-    ("chat/completions", {}, {"messages": [message("x" * 10**6)]}, "only the first of its 10000"),
+    ("chat/completions", {}, {"messages": [message("x" * 10**6)]}, "only the first 32768 of its 10000"),
 ]  # fmt: skip
 
 
@@ -159,6 +161,13 @@ async def test_a_request_at_a_limit_is_served_and_one_beyond_it_is_told_the_limi
         status, answer = await post(address, {**base, **bad}, path)
     assert status == 400 and why in answer["error"]["message"] and engine.num_asked == asked
     assert len(answer["error"]["message"]) < 500
+
+
+def test_the_length_of_a_prompt_is_that_of_its_texts_and_not_of_their_json():
+    template = ByteTemplate()
+    check_prompt(template, [message("\n" * 17_000)], [], room=1100)  # 34,000 characters of JSON
+    with pytest.raises(PromptTooLong, match=r"That counts only the first 2\d{3} of its 2\d{3} characters"):
+        check_prompt(template, [message("Hi")], [{"enum": {"x" * 2000: 1}}], room=100)
 
 
 @pytest.mark.parametrize("values", [b"1", b"[]", b'"a"'])

@@ -33,8 +33,8 @@ def cpu_forward(view: Any, settings: RunnerSettings) -> Forward:
     forward: Forward = AdaptedForward(view, pack=pack) if settings.adapters else make_forward(view, pack=pack)
     if not forward.keeps_rows:
         say_once(
-            "On this processor, this model's matrix products round a row in another way in batches of other sizes: the logits of a "
-            "request depend, by rounding, on the requests that are computed with it."
+            "It is not certain that on this processor a row of this model has the same result in batches of other sizes: "
+            "the logits of a request may depend, by rounding, on the requests that are computed with it."
         )
     return forward
 

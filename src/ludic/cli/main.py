@@ -43,7 +43,6 @@ COMMANDS = {
     "envs": ("ludic.cli.listing:envs", "List the environments."),
     "new": ("ludic.cli.new:new", "Make the package of a new environment."),
     "doctor": ("ludic.cli.doctor.command:doctor", "Check what works on this machine, and how to repair the rest."),
-    "completion": ("ludic.cli.terminal.completion:completion", "Write the completion of a shell: bash, zsh, fish."),
     "parts": ("ludic.cli.listing:parts", "List the registered parts of one kind."),
 }
 

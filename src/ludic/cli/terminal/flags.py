@@ -1,5 +1,5 @@
 """The flags of a command as data. `ludic.cli.args.parse` makes them from the dataclass that it gives to tyro; the short help page
-and the shell completion read them.
+and messages about unknown flags read them.
 """
 
 import dataclasses
@@ -14,13 +14,6 @@ import tyro
 
 from ludic.run.settings import docs_of
 
-PARTS = {
-    "target": "env", "env": "env", "agent": "agent", "tools": "tool", "context": "context", "parser": "parser",
-    "protocol": "protocol", "reward": "reward", "algo": "algorithm", "filter": "filter", "curriculum": "curriculum",
-    "logger": "logger",
-}  # fmt: skip
-"""Name of a flag -> the kind of registered parts that it takes (`ludic parts KIND`)."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flag:
@@ -33,24 +26,14 @@ class Flag:
     """What stands for its value in a help text; empty for a switch."""
     default: str
     """Empty where there is none to show."""
-    choices: tuple[str, ...] = ()
-    """All values that it can have, if they are known."""
-    parts: str = ""
-    """Kind of the registered parts that it takes, beside a file of the user's."""
-    is_path: bool = False
     is_positional: bool = False
     is_required: bool = False
-    is_repeated: bool = False
     has_no_form: bool = False
     """Whether --no-NAME exists."""
 
     @property
     def flag(self) -> str:
         return f"--{self.name.replace('_', '-')}"
-
-    @property
-    def takes_value(self) -> bool:
-        return bool(self.metavar)
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -121,12 +104,8 @@ def _flag(field: "dataclasses.Field[Any]", kind: Any, notes: list[Any], doc: str
         help=" ".join(help.split()),
         metavar=metavar,
         default=_shown(default),
-        choices=choices,
-        parts=PARTS.get(field.name, "") if inner is str else "",
-        is_path=inner is Path,
         is_positional=is_positional,
         is_required=field.default is field.default_factory is dataclasses.MISSING,
-        is_repeated=typing.get_origin(kind) in (tuple, dict),
         has_no_form=is_switch and tyro.conf.FlagCreatePairsOff not in notes,
     )
 

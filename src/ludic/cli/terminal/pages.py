@@ -52,7 +52,6 @@ EXAMPLES = {
     "new": "ludic new env my_env",
     "parts": "ludic parts algorithm",
     "doctor": "ludic doctor --json",
-    "completion": "ludic completion fish > ~/.config/fish/completions/ludic.fish",
 }
 """Command -> a command line that its help shows."""
 

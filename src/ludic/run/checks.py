@@ -161,7 +161,7 @@ def check_stored_kind(config: RunConfig, parts: Parts) -> None:
 
 def check_numbers(config: RunConfig, group_size: int) -> None:
     total = config.rollouts.rollouts_per_update
-    max_tokens, max_seq_len = config.agent.max_tokens or 1, config.max_seq_len
+    max_tokens, max_seq_len = config.agent.max_tokens or 1, config.trainer.max_seq_len
     if config.sampling.temperature == 0:
         raise ConfigError(
             "temperature = 0 always takes the likeliest token: all rollouts of a task are the same, and there is nothing to learn "

@@ -116,7 +116,7 @@ class ResolvedRun:
 
 def resolve(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> ResolvedRun:
     """Fill in every default and check the settings as a whole. Nothing is loaded and nothing is written."""
-    parts = parts or Parts()
+    parts, config = parts or Parts(), with_values(config, config.train.limits)
     if config.envs:
         return _resolve_several(config, parts)
     check_stored_kind(config, parts)
@@ -131,8 +131,8 @@ def resolve(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> R
         "reduction": None if parts.algorithm is not None else open_reduction(config.algo),
         "correction": _corrections(config, max_lag, parts),
         "name": name,
+        "max_lag": max_lag,
     }
-    values["max_lag"] = max_lag
     if config.is_pipeline:
         values |= {"queue_key": queue_key, "max_waiting": max_waiting}
     filled = with_values(resolve_play(config, env.suggested), values)
@@ -226,11 +226,8 @@ def config_of_entry(config: RunConfig, entry: EnvEntry) -> RunConfig:
 def _trainer_config(config: RunConfig, max_lag: int, max_steps: int) -> TrainerConfig:
     trainer, schedule = config.trainer, config.trainer.lr_schedule
     end = config.train.steps if schedule is None else max(config.train.steps, schedule.warmup_steps + 1)
-    budget = config.train.micro_token_budget or max(trainer.micro_token_budget, config.max_seq_len)
     return replace(
         trainer,
-        max_seq_len=config.max_seq_len,
-        micro_token_budget=budget,
         lr_schedule=None if schedule is None else replace(schedule, total_steps=end),
         # In a pipeline the source drops samples that are too old, by whole groups; the trainer would drop single ones.
         max_lag=None if config.is_pipeline else max_lag or None,

@@ -1,5 +1,10 @@
 """Settings that do not go together, found before anything is loaded."""
 
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ludic import registry
 from ludic.run.config.run_config import RunConfig
 from ludic.run.given import Parts
 from ludic.types import ConfigError, shown_url
@@ -112,6 +117,34 @@ def check_tasks(config: RunConfig, group_size: int) -> None:
         )
 
 
+OFFERED_TO_LOGGERS = ("folder", "name", "config")
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """ConfigError for a logger that is none, or that could not be made."""
+    for name in dict.fromkeys(names):
+        if name == "none":
+            continue
+        made = registry.loggers.spec(name).load()
+        if not callable(getattr(made, "log", None)):
+            raise ConfigError(f"logger = {name!r} is no class with a method log(step, stats).")
+        needed = [
+            p.name for p in inspect.signature(made).parameters.values() if p.default is p.empty and p.kind in _BY_NAME
+        ]
+        if not is_ours(made) and (missing := [each for each in needed if each not in OFFERED_TO_LOGGERS]):
+            raise ConfigError(
+                f"logger = {name!r} needs {', '.join(missing)}, but a run gives {', '.join(OFFERED_TO_LOGGERS)}. Give the others "
+                "a default."
+            )
+
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def is_ours(part: Callable[..., Any]) -> bool:
+    return part.__module__.startswith("ludic.")
+
+
 PREFERENCE_ALGORITHMS = ("dpo", "ipo", "kto")
 
 
@@ -123,6 +156,10 @@ def check_stored_kind(config: RunConfig, parts: Parts) -> None:
             f"algo = {algo!r} learns from stored preferences; give --preferences FILE.jsonl (docs/algorithms/dpo.md)."
         )
     if parts.algorithm is None and algo == "sft" and stored is None and not config.rollouts.rollouts:
+        if parts.samples is not None:
+            raise ConfigError(
+                "algo = 'sft' reads its answers from a file; write the samples of data= to one: data=\"FILE.jsonl\"."
+            )
         raise ConfigError(
             "algo = 'sft' imitates what is recorded, but a run plays: give --data FILE.jsonl with questions and answers, or "
             "--rollouts FILE.jsonl."

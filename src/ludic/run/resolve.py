@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from ludic import registry
 from ludic.catalog import Suggested
-from ludic.run.checks import check_engine, check_numbers, check_stored_kind, check_tasks
+from ludic.run.checks import check_engine, check_loggers, check_numbers, check_stored_kind, check_tasks
 from ludic.run.config.entries import EnvEntry
 from ludic.run.config.rollouts import DEFAULT_MAX_LAG
 from ludic.run.config.run_config import CHECKPOINTS, RunConfig
@@ -120,8 +120,7 @@ def resolve(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> R
     if config.envs:
         return _resolve_several(config, parts)
     check_stored_kind(config, parts)
-    for name in {*config.run.logger} - {"none"}:
-        registry.loggers.spec(name).load()
+    check_loggers(config.run.logger)
     size, name, lag = _group_size(config.algo, parts), config.run.name or default_name(config), config.rollouts.max_lag
     max_lag = _usual_lag(config) if lag is None else lag
     queue_key = config.pipeline.queue_key or f"ludic:{name}"
@@ -332,6 +331,11 @@ def slug(text: str) -> str:
 
 
 def _check_data(config: RunConfig, env: EnvFactory, parts: Parts) -> None:
+    if env.id and not env.takes_sample and config.stored is not None and config.stored == config.env.data:
+        raise ConfigError(
+            f"algo = 'sft' learns the answers of {config.stored}, and {env.id!r} asks no questions: leave TARGET out, or name "
+            "an env that asks questions."
+        )
     if parts.samples is None and (config.env.id or config.stored is None):
         check_data(env, config.env.data, config.env.set, "--data")
     has_questions = config.eval.eval_data is not None or parts.eval_samples is not None or has_task(env, config.env.set)

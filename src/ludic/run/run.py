@@ -20,6 +20,7 @@ from ludic.batch_gen.pipeline.connection import RedisGone
 from ludic.distributed import WeightPushError
 from ludic.eval import EvalReport
 from ludic.models.loading import LoadedModel
+from ludic.run.checks import check_stored_kind
 from ludic.run.config.run_config import RunConfig
 from ludic.run.dry_run import plan_lines
 from ludic.run.folder import (
@@ -373,6 +374,7 @@ def build(
     parts = Parts(**objects, policies=policies or {})
     config = with_pinned_checkpoints(with_given(config, values), parts)
     if not config.env_ids and config.stored is None:
+        check_stored_kind(config, parts)
         raise ConfigError("No env: give env=, an id (`ludic envs` lists them), file.py:Class, or a class.")
     if callable(reward) and uses_gateway(config.agent, parts):
         parts = replace(parts, reward=reward, scorers=())

@@ -128,17 +128,15 @@ def check_loggers(names: Sequence[str]) -> None:
         made = registry.loggers.spec(name).load()
         if not callable(getattr(made, "log", None)):
             raise ConfigError(f"logger = {name!r} is no class with a method log(step, stats).")
-        needed = [
-            p.name for p in inspect.signature(made).parameters.values() if p.default is p.empty and p.kind in _BY_NAME
-        ]
-        if not is_ours(made) and (missing := [each for each in needed if each not in OFFERED_TO_LOGGERS]):
-            raise ConfigError(
-                f"logger = {name!r} needs {', '.join(missing)}, but a run gives {', '.join(OFFERED_TO_LOGGERS)}. Give the others "
-                "a default."
-            )
-
-
-_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        takes = inspect.signature(made)
+        try:
+            takes.bind(**{each: None for each in OFFERED_TO_LOGGERS if each in takes.parameters})
+        except TypeError as error:
+            if not is_ours(made):
+                offered = ", ".join(OFFERED_TO_LOGGERS)
+                raise ConfigError(
+                    f"logger = {name!r}: {error}. A run gives {offered}; the others need a default."
+                ) from error
 
 
 def is_ours(part: Callable[..., Any]) -> bool:

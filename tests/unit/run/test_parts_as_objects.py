@@ -108,7 +108,7 @@ def test_the_logger_of_the_page_sends_every_step_to_mlflow(tmp_path, monkeypatch
         ("other.py:Kept", "There is no file other.py"),
         ("os:getcwd", "no class with a method log"),
         ("mine.py:Mute", "no class with a method log"),
-        ("mine.py:Greedy", "needs project, but a run gives folder, name, config"),
+        ("mine.py:Greedy", "missing a required argument: 'project'. A run gives folder, name, config;"),
     ],
 )
 def test_a_logger_that_cannot_be_made_is_named_before_anything_is_loaded(tmp_path, monkeypatch, name, message):

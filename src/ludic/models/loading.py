@@ -266,6 +266,19 @@ def _locate(source: str) -> tuple[str, str | None]:
     return source, None
 
 
+def read_model_config(source: str) -> Any:
+    """The description of a folder, a hub id (which is asked), a .gguf file or a config.json, without weights."""
+    from transformers import AutoConfig
+
+    folder, gguf = _locate(source)
+    try:
+        with _cached_gguf():
+            return AutoConfig.from_pretrained(folder, trust_remote_code=False, **({"gguf_file": gguf} if gguf else {}))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"Cannot read how long a context {source!r} takes: {reason} Give --max-seq-len.") from error
+
+
 def require_model(source: str) -> None:
     """UnknownName unless the name is that of a known model, a path that exists, or an id of the hub, which has a slash. The hub is
     not asked."""

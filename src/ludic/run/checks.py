@@ -1,5 +1,10 @@
 """Settings that do not go together, found before anything is loaded."""
 
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ludic import registry
 from ludic.run.config.run_config import RunConfig
 from ludic.run.given import Parts
 from ludic.types import ConfigError, shown_url
@@ -112,6 +117,32 @@ def check_tasks(config: RunConfig, group_size: int) -> None:
         )
 
 
+OFFERED_TO_LOGGERS = ("folder", "name", "config")
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """ConfigError for a logger that is none, or that could not be made."""
+    for name in dict.fromkeys(names):
+        if name == "none":
+            continue
+        made = registry.loggers.spec(name).load()
+        if not callable(getattr(made, "log", None)):
+            raise ConfigError(f"logger = {name!r} is no class with a method log(step, stats).")
+        takes = inspect.signature(made)
+        try:
+            takes.bind(**{each: None for each in OFFERED_TO_LOGGERS if each in takes.parameters})
+        except TypeError as error:
+            if not is_ours(made):
+                offered = ", ".join(OFFERED_TO_LOGGERS)
+                raise ConfigError(
+                    f"logger = {name!r}: {error}. A run gives {offered}; the others need a default."
+                ) from error
+
+
+def is_ours(part: Callable[..., Any]) -> bool:
+    return part.__module__.startswith("ludic.")
+
+
 PREFERENCE_ALGORITHMS = ("dpo", "ipo", "kto")
 
 
@@ -123,6 +154,10 @@ def check_stored_kind(config: RunConfig, parts: Parts) -> None:
             f"algo = {algo!r} learns from stored preferences; give --preferences FILE.jsonl (docs/algorithms/dpo.md)."
         )
     if parts.algorithm is None and algo == "sft" and stored is None and not config.rollouts.rollouts:
+        if parts.samples is not None:
+            raise ConfigError(
+                "algo = 'sft' reads its answers from a file; write the samples of data= to one: data=\"FILE.jsonl\"."
+            )
         raise ConfigError(
             "algo = 'sft' imitates what is recorded, but a run plays: give --data FILE.jsonl with questions and answers, or "
             "--rollouts FILE.jsonl."
@@ -161,7 +196,7 @@ def check_stored_kind(config: RunConfig, parts: Parts) -> None:
 
 def check_numbers(config: RunConfig, group_size: int) -> None:
     total = config.rollouts.rollouts_per_update
-    max_tokens, max_seq_len = config.agent.max_tokens or 1, config.max_seq_len
+    max_tokens, max_seq_len = config.agent.max_tokens or 1, config.trainer.max_seq_len
     if config.sampling.temperature == 0:
         raise ConfigError(
             "temperature = 0 always takes the likeliest token: all rollouts of a task are the same, and there is nothing to learn "

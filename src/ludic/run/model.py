@@ -28,6 +28,7 @@ from ludic.models.loading import (
     character_tokenizer,
     load_gguf_tokenizer,
     load_model,
+    read_model_config,
     require_model,
 )
 from ludic.models.lora import adapted_layers, not_adaptable
@@ -43,7 +44,9 @@ from ludic.models.vision.inputs import (
 from ludic.run.config.model import ModelSettings, is_served
 from ludic.run.config.run_config import CHECKPOINTS, RunConfig
 from ludic.run.folder import CONFIG, METRICS, policy_folders
+from ludic.run.given import Parts
 from ludic.run.policies.entry import PolicyEntry
+from ludic.run.protocols.agents import uses_gateway
 from ludic.run.resolve import default_name
 from ludic.run.settings import read_toml, with_values
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
@@ -196,9 +199,9 @@ def _run_of(folder: Path, settings: ModelSettings) -> RunConfig:
     return read_toml(RunConfig, description)
 
 
-def with_pinned_checkpoints(config: RunConfig) -> RunConfig:
+def with_pinned_checkpoints(config: RunConfig, parts: Parts | None = None) -> RunConfig:
     """Each run folder replaced by its newest checkpoint, so that a resumed run uses the same one. The run's name is fixed too:
-    it is made of the model's name as it was given."""
+    it is made of the model's name as it was given; and the length of samples where it depends on the model."""
     values: dict[str, Any] = {"model": str(checkpoint_in(Path(config.model.model)) or config.model.model)}
     values["name"] = config.run.name or default_name(config)
     if config.model.fork_from is not None:
@@ -214,7 +217,14 @@ def with_pinned_checkpoints(config: RunConfig) -> RunConfig:
     if config.reward.judge is not None and not config.reward.judge_is_served:
         values["judge"] = str(checkpoint_in(Path(config.reward.judge)) or config.reward.judge)
     values["policies"] = {name: _pinned_policy(entry) for name, entry in config.policies.items()}
-    return with_values(config, values)
+    config = with_values(config, values)
+    parts = parts or Parts()
+    if config.train.max_seq_len is None and uses_gateway(config.agent, parts):
+        file = config.run.runs / values["name"] / CONFIG
+        stored = read_toml(RunConfig, file).train.max_seq_len if file.is_file() else None  # of a run that is resumed
+        longest = stored or usual_length(config.model, parts.model)
+        config = with_values(config, {"max_seq_len": min(longest, config.train.micro_token_budget or longest)})
+    return config
 
 
 def _pinned_policy(entry: PolicyEntry) -> PolicyEntry:
@@ -364,26 +374,18 @@ def local_engine(
     )
 
 
-_LONGEST_USUAL = 32_768
+LONGEST_USUAL = 32_768
+"""Tokens of a sample that training usually has memory for."""
 _CONTEXTS = {TINY: TINY_LENGTH, SMOLLM2: 8192}
 
 
 def usual_length(settings: ModelSettings, given: LoadedModel | None = None) -> int:
-    """Tokens of a sample of an agent with its own prompts: all that the model takes, up to what training usually has memory for.
-    The engine takes no more than the model, should its description not be readable here."""
-    from transformers import AutoConfig
-
-    if given is None and settings.model in _CONTEXTS:
-        return _CONTEXTS[settings.model]
-    try:
-        config = (
-            given.model.config
-            if given
-            else AutoConfig.from_pretrained(settings.model, local_files_only=True, trust_remote_code=False)
-        )
-    except (OSError, ValueError):  # a GGUF file, or what loading the weights complains of
-        return _LONGEST_USUAL
-    return min(config.get_text_config().max_position_embeddings, _LONGEST_USUAL)
+    """Tokens of a sample of an agent with its own prompts: all that the model takes, up to `LONGEST_USUAL`."""
+    model = base_settings(settings).model
+    if given is None and model in _CONTEXTS:
+        return _CONTEXTS[model]
+    config = read_model_config(str(checkpoint_in(Path(model)) or model)) if given is None else given.model.config
+    return min(getattr(config.get_text_config(), "max_position_embeddings", LONGEST_USUAL), LONGEST_USUAL)
 
 
 _JUDGE_CONTEXT = 16_384

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from ludic import registry
 from ludic.catalog import Suggested
-from ludic.run.checks import check_engine, check_numbers, check_stored_kind, check_tasks
+from ludic.run.checks import check_engine, check_loggers, check_numbers, check_stored_kind, check_tasks
 from ludic.run.config.entries import EnvEntry
 from ludic.run.config.rollouts import DEFAULT_MAX_LAG
 from ludic.run.config.run_config import CHECKPOINTS, RunConfig
@@ -116,12 +116,11 @@ class ResolvedRun:
 
 def resolve(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> ResolvedRun:
     """Fill in every default and check the settings as a whole. Nothing is loaded and nothing is written."""
-    parts = parts or Parts()
+    parts, config = parts or Parts(), with_values(config, config.train.limits)
     if config.envs:
         return _resolve_several(config, parts)
     check_stored_kind(config, parts)
-    for name in {*config.run.logger} - {"none"}:
-        registry.loggers.spec(name).load()
+    check_loggers(config.run.logger)
     size, name, lag = _group_size(config.algo, parts), config.run.name or default_name(config), config.rollouts.max_lag
     max_lag = _usual_lag(config) if lag is None else lag
     queue_key = config.pipeline.queue_key or f"ludic:{name}"
@@ -131,8 +130,8 @@ def resolve(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> R
         "reduction": None if parts.algorithm is not None else open_reduction(config.algo),
         "correction": _corrections(config, max_lag, parts),
         "name": name,
+        "max_lag": max_lag,
     }
-    values["max_lag"] = max_lag
     if config.is_pipeline:
         values |= {"queue_key": queue_key, "max_waiting": max_waiting}
     filled = with_values(resolve_play(config, env.suggested), values)
@@ -226,11 +225,8 @@ def config_of_entry(config: RunConfig, entry: EnvEntry) -> RunConfig:
 def _trainer_config(config: RunConfig, max_lag: int, max_steps: int) -> TrainerConfig:
     trainer, schedule = config.trainer, config.trainer.lr_schedule
     end = config.train.steps if schedule is None else max(config.train.steps, schedule.warmup_steps + 1)
-    budget = config.train.micro_token_budget or max(trainer.micro_token_budget, config.max_seq_len)
     return replace(
         trainer,
-        max_seq_len=config.max_seq_len,
-        micro_token_budget=budget,
         lr_schedule=None if schedule is None else replace(schedule, total_steps=end),
         # In a pipeline the source drops samples that are too old, by whole groups; the trainer would drop single ones.
         max_lag=None if config.is_pipeline else max_lag or None,
@@ -335,6 +331,11 @@ def slug(text: str) -> str:
 
 
 def _check_data(config: RunConfig, env: EnvFactory, parts: Parts) -> None:
+    if env.id and not env.takes_sample and config.stored is not None and config.stored == config.env.data:
+        raise ConfigError(
+            f"algo = 'sft' learns the answers of {config.stored}, and {env.id!r} asks no questions: leave TARGET out, or name "
+            "an env that asks questions."
+        )
     if parts.samples is None and (config.env.id or config.stored is None):
         check_data(env, config.env.data, config.env.set, "--data")
     has_questions = config.eval.eval_data is not None or parts.eval_samples is not None or has_task(env, config.env.set)

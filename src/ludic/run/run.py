@@ -20,6 +20,7 @@ from ludic.batch_gen.pipeline.connection import RedisGone
 from ludic.distributed import WeightPushError
 from ludic.eval import EvalReport
 from ludic.models.loading import LoadedModel
+from ludic.run.checks import check_stored_kind
 from ludic.run.config.run_config import RunConfig
 from ludic.run.dry_run import plan_lines
 from ludic.run.folder import (
@@ -36,7 +37,7 @@ from ludic.run.folder import (
 )
 from ludic.run.generation import Generation, generation_of, mark_finished
 from ludic.run.given import EnvFactory, Parts, env_factory, no_env
-from ludic.run.model import load_policy, load_reference, use_threads, usual_length, with_pinned_checkpoints
+from ludic.run.model import load_policy, load_reference, use_threads, with_pinned_checkpoints
 from ludic.run.parts.loggers import make_loggers
 from ludic.run.parts.rewards import make_rewards
 from ludic.run.policies.entry import PolicyEntry
@@ -370,14 +371,13 @@ def build(
     values["tools"] = (*config.agent.tools, *values["tools"])
     objects = {_PARTS.get(name, name): part for name, (_, part) in given.items() if part is not None}
     objects |= {"loss": loss, "source": source, "reducers": reducers or {}}
-    config = with_pinned_checkpoints(with_given(config, values))
-    if not config.env_ids and config.stored is None:
-        raise ConfigError("No env: give env=, an id (`ludic envs` lists them), file.py:Class, or a class.")
     parts = Parts(**objects, policies=policies or {})
+    config = with_pinned_checkpoints(with_given(config, values), parts)
+    if not config.env_ids and config.stored is None:
+        check_stored_kind(config, parts)
+        raise ConfigError("No env: give env=, an id (`ludic envs` lists them), file.py:Class, or a class.")
     if callable(reward) and uses_gateway(config.agent, parts):
         parts = replace(parts, reward=reward, scorers=())
-    if config.train.max_seq_len is None and uses_gateway(config.agent, parts):
-        config = with_values(config, {"max_seq_len": usual_length(config.model, parts.model)})
     run = resolve_run(config, factory, parts)
     for own in run.each if reward is not None else ():
         make_rewards(own.config.reward, own.config.agent, parts)  # a wrong one is found now

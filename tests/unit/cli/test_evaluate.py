@@ -14,7 +14,7 @@ from click.testing import Result
 from peft import LoraConfig, get_peft_model
 
 from ludic.cli.eval import run as eval_run
-from ludic.cli.eval.config import PolicySettings
+from ludic.cli.eval.config import PolicySettings, of_run
 from ludic.cli.eval.models import evaluated_models, load, pinned
 from ludic.cli.eval.run import read_command
 from ludic.inference.local import LocalEngine
@@ -491,3 +491,9 @@ def test_help_lists_what_can_be_set(folder):
     assert result.exit_code == 0
     for flag in ("--model", "--base-url", "--pass-k", "--num-tasks", "--resume", "--success-reward"):
         assert flag in result.output
+
+
+def test_a_run_is_evaluated_with_its_own_context(tmp_path):
+    config = with_values(RunConfig(), {"id": "quiz.py:Yes", "max_seq_len": 4096})
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    assert of_run(tmp_path).policy.max_model_len == 4096

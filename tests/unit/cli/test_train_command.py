@@ -38,6 +38,10 @@ LEAVING_NAMES = ["..", "../x", "a/../../x", "a/..", ".", "./x"]
         (["gsm8k", "--data", "nowhere.jsonl"], "Cannot read --data nowhere.jsonl: No such file"),
         (["gsm8k"], "asks about samples; give --data FILE.jsonl"),
         (["tic_tac_toe", "--data", "letter.py"], "has no argument `sample`"),
+        (
+            ["tic_tac_toe", "--algo", "sft", "--data", "qa.jsonl"],
+            "leave TARGET out, or name an env that asks questions",
+        ),
         (["letter.py:Question", "--data", "letter.py"], "Line 2 of letter.py is not JSON"),
         (["tic_tac_toe", "--group-size", "8", "--rollouts-per-update", "100"], "Take 96 or 104"),
         (["tic_tac_toe", "--group-size", "8", "--rollouts-per-update", "4"], "Take 8, or another group size"),

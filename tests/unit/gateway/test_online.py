@@ -136,3 +136,6 @@ def test_training_needs_the_model_in_this_process():
         GatewayArgs(model="tiny", train=True, server="http://127.0.0.1:8000")
     with pytest.raises(ConfigError, match="above 0"):
         GatewayArgs(model="tiny", train=True, temperature=0.0)
+    for length in (-5, 0):
+        with pytest.raises(ConfigError, match=f"max_seq_len = {length}; it must be at least 2"):
+            GatewayArgs(model="tiny", train=True, max_seq_len=length)

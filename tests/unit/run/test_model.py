@@ -19,8 +19,9 @@ from ludic.run.model import load_policy, with_pinned_checkpoints
 from ludic.run.parts.loggers import make_loggers
 from ludic.run.resolve import ResolvedRun, resolve
 from ludic.run.run import build
-from ludic.run.settings import to_toml, with_values
+from ludic.run.settings import differences, read_toml, to_toml, with_values
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
+from ludic.training.config import TrainerConfig
 from ludic.types import ConfigError
 
 ADAPTER = ModelSettings(model="tiny", lora_rank=2)
@@ -139,6 +140,8 @@ async def outside(task, *, base_url, api_key, model):
         (10**6, {}, 32_768, 32_768),
         (20_000, {"max_seq_len": 1024}, 1024, 8192),
         (20_000, {"max_seq_len": 9000, "micro_token_budget": 10_000}, 9000, 10_000),
+        (20_000, {"micro_token_budget": 2048}, 2048, 2048),
+        (20_000, {"config": RunConfig(trainer=TrainerConfig(max_seq_len=4096))}, 4096, 8192),
     ],
 )
 def test_an_outside_agent_may_fill_the_models_context(tmp_path, context, given, length, budget):
@@ -149,10 +152,31 @@ def test_an_outside_agent_may_fill_the_models_context(tmp_path, context, given, 
     settings = {"env": "tic_tac_toe", "model": str(tmp_path / "config.json"), **given}
     run = build(agent=outside, **settings).resolved
     assert (run.trainer.max_seq_len, run.trainer.micro_token_budget) == (length, budget)
-    assert run.config.max_seq_len == length, "it is written to config.toml"
-    assert build(**settings).resolved.trainer.max_seq_len == given.get("max_seq_len", 1024)
+    assert run.config.train.max_seq_len == length, "it is written to config.toml"
+    is_given = "max_seq_len" in str(given)
+    assert build(**settings).resolved.trainer.max_seq_len == (length if is_given else 1024)
     bundled = {name: build(env="tic_tac_toe", agent=outside, model=name).resolved for name in ("tiny", "smollm2-135m")}
     assert [run.trainer.max_seq_len for run in bundled.values()] == [4096, 8192]
+
+
+def test_a_length_given_to_the_trainer_is_kept_in_the_file_of_the_run(tmp_path):
+    (tmp_path / "run.toml").write_text(to_toml(RunConfig(trainer=TrainerConfig(max_seq_len=4096))))
+    assert read_toml(RunConfig, tmp_path / "run.toml").trainer.max_seq_len == 4096
+
+
+@pytest.mark.parametrize("agent", [None, outside])
+def test_a_run_keeps_the_length_that_its_file_has(tmp_path, agent):
+    settings = {"env": "tic_tac_toe", "agent": agent, "model": "tiny", "runs": tmp_path, "name": "old"}
+    before = build(**settings, max_seq_len=1024, micro_token_budget=8192).resolved
+    prepare_folder(before, ResumePoint())
+    assert not differences(before.config, build(**settings).config)
+
+
+def test_a_model_that_cannot_be_read_asks_for_the_length(tmp_path):
+    settings = {"env": "tic_tac_toe", "agent": outside, "model": str(tmp_path)}
+    with pytest.raises(ConfigError, match="Give --max-seq-len"):
+        build(**settings)
+    assert build(**settings, max_seq_len=512).config.trainer.max_seq_len == 512
 
 
 @pytest.mark.parametrize(("agent", "may"), [("agent", False), ("tool_agent", True), ("react", True)])

@@ -61,6 +61,16 @@ class Bare:
 
 
 class Mute: ...
+
+
+class Greedy(Bare):
+    def __init__(self, name, project): ...
+
+
+class Own(Bare):
+    def __init__(self, dir="own", status="own", **rest):
+        with open("own.txt", "w") as file:
+            file.write(f"{dir} {status}")
 """
 
 
@@ -96,23 +106,24 @@ def test_the_logger_of_the_page_sends_every_step_to_mlflow(tmp_path, monkeypatch
         ("tensorbord", "No logger named 'tensorbord'. Did you mean 'tensorboard'?"),
         ("mine.py:Kpet", "Did you mean 'Kept'?"),
         ("other.py:Kept", "There is no file other.py"),
+        ("os:getcwd", "no class with a method log"),
+        ("mine.py:Mute", "no class with a method log"),
+        ("mine.py:Greedy", "missing a required argument: 'project'. A run gives folder, name, config;"),
     ],
 )
-def test_a_logger_that_is_not_there_is_named_before_anything_is_loaded(tmp_path, monkeypatch, name, message):
+def test_a_logger_that_cannot_be_made_is_named_before_anything_is_loaded(tmp_path, monkeypatch, name, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(LOGGERS)
     with pytest.raises(LudicError, match=re.escape(message)):
         build(env=Letter, runs=tmp_path, **SMALL | {"logger": name})
 
 
-def test_a_logger_without_log_is_refused(tmp_path, monkeypatch):
+def test_a_logger_of_a_file_is_given_nothing_but_what_is_promised(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(LOGGERS)
-    with (
-        build(env=Letter, runs=tmp_path, **SMALL | {"logger": "mine.py:Mute"}) as run,
-        pytest.raises(ConfigError, match="makes a Mute without a method log"),
-    ):
+    with build(env=Letter, runs=tmp_path, **SMALL | {"logger": "mine.py:Own"}) as run:
         run.train()
+    assert (tmp_path / "own.txt").read_text() == "own own"
 
 
 def test_a_protocol_a_source_and_reducers_are_used(tmp_path):

@@ -16,6 +16,7 @@ from ludic.run import build
 from ludic.run.generation import check_preferences
 from ludic.training import Trainer, TrainerConfig, make_dpo
 from ludic.training.loggers import read_metrics
+from ludic.types import ConfigError
 from tests.unit.cli.train_parts import RUN, command_in
 
 pytestmark = pytest.mark.slow
@@ -221,3 +222,9 @@ def test_replay_beside_prefetching_is_refused(ludic):
     assert ended.code == 2 and "older samples by itself" in ended.err
     ended = ludic("train", "replay.toml", "--dry-run")
     assert ended.code == 0 and "6 samples of earlier ones" in ended.out
+
+
+def test_sft_says_that_it_takes_no_list():
+    for env in (None, "gsm8k"):
+        with pytest.raises(ConfigError, match="reads its answers from a file"):
+            build(env=env, algo="sft", data=[{"question": "2 + 2", "answer": "4"}], model="tiny")

@@ -99,6 +99,7 @@ class GatewayArgs:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port}; a port is a number from 0 to 65535.")
         at_least(1, max_tokens=self.max_tokens, max_sequences=self.max_sequences, max_model_len=self.max_model_len)
+        at_least(2, max_seq_len=self.max_seq_len)
         at_least(1, sessions_per_update=self.sessions_per_update, steps=self.steps)
         at_least(0, temperature=self.temperature, drain_s=self.drain_s)
         if not self.max_idle_s > 0:
@@ -227,6 +228,7 @@ def _trainer(
     from ludic.distributed import SharedWeightsPublisher
     from ludic.gateway import SessionBatchSource
     from ludic.inference.local import LocalEngine
+    from ludic.run.model import LONGEST_USUAL
     from ludic.training import (
         CheckpointConfig,
         JSONLLogger,
@@ -239,7 +241,7 @@ def _trainer(
 
     assert loaded is not None and isinstance(policy.client, LocalEngine), "--train refuses --server"
     algo = with_episode_credit(registry.algorithms.make(given.algo, **given.algo_set))
-    longest = given.max_seq_len or min(policy.client.max_total_tokens, 32_768)
+    longest = given.max_seq_len or min(policy.client.max_total_tokens, LONGEST_USUAL)
     source = SessionBatchSource(algorithm=algo, sessions_per_batch=given.sessions_per_update)
     metrics = files.enter_context(contextlib.closing(JSONLLogger(given.out / METRICS)))
     trainer = Trainer(

@@ -134,7 +134,7 @@ def serve_run(folder: Path, port: int) -> NoReturn:
     flags = save_for_server(loaded, model, quantization=config.rollouts.server_quantization)
     if not install.is_cpu:
         flags += ["--gpu-memory-utilization", str(config.rollouts.server_memory)]
-    length = ["--max-model-len", str(config.max_seq_len)]
+    length = ["--max-model-len", str(config.trainer.max_seq_len)]
     serve([str(model), "--port", str(port), "--run-folder", str(folder / SERVER), *length, *flags])
 
 

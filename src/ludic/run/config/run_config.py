@@ -105,7 +105,11 @@ class RunConfig:
     def __post_init__(self) -> None:
         schedule = self.trainer.lr_schedule or LRSchedule(total_steps=_OPEN_END)
         norm = self.trainer.max_grad_norm or 0.0  # a file has no word for None
-        object.__setattr__(self, "trainer", replace(self.trainer, lr_schedule=schedule, max_grad_norm=norm))
+        for name, usual in TrainSettings().limits.items():  # a TrainerConfig may say something else
+            if getattr(self.train, name) is None and (given := getattr(self.trainer, name)) != usual:
+                object.__setattr__(self, "train", replace(self.train, **{name: given}))
+        trainer = replace(self.trainer, lr_schedule=schedule, max_grad_norm=norm, **self.train.limits)
+        object.__setattr__(self, "trainer", trainer)
         if self.envs and self.env.id:
             raise ConfigError(
                 f"[[envs]] names the envs of the run, and [env] or the command line names {self.env.id!r}; give one."
@@ -135,11 +139,6 @@ class RunConfig:
         """The file of texts that the run learns from instead of playing: of --preferences, or with sft of --data."""
         answers = self.env.data if self.algo.algo == "sft" and not self.rollouts.rollouts else None
         return self.rollouts.preferences or answers
-
-    @property
-    def max_seq_len(self) -> int:
-        """Tokens of a sample, and of all that the sampler is asked for."""
-        return self.train.max_seq_len or self.trainer.max_seq_len
 
     @property
     def env_ids(self) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ludic.run.config.entries import Arguments, at_least
 from ludic.run.config.model import is_served
@@ -81,7 +81,14 @@ class TrainSettings:
     """Tokens in one forward pass; the gradient does not depend on it. Default: 8192, or max_seq_len where that is more."""
 
     def __post_init__(self) -> None:
-        at_least(1, steps=self.steps, max_seq_len=self.max_seq_len, micro_token_budget=self.micro_token_budget)
+        at_least(1, steps=self.steps, micro_token_budget=self.micro_token_budget)
+        at_least(2, max_seq_len=self.max_seq_len)
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """`max_seq_len` and `micro_token_budget`, with their defaults filled in."""
+        longest = self.max_seq_len or 1024
+        return {"max_seq_len": longest, "micro_token_budget": self.micro_token_budget or max(8192, longest)}
 
 
 @dataclass(frozen=True, kw_only=True)

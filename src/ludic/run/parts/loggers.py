@@ -5,11 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 from ludic import registry
+from ludic.run.checks import is_ours
 from ludic.run.folder import METRICS, wandb_id
 from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import values_of
 from ludic.training import JSONLLogger, TeeLogger
-from ludic.types import ConfigError, TrainingLogger
+from ludic.types import TrainingLogger
 
 SHOWN = (
     "avg_total_reward", "reward/*", "score/*", "!reward/env", "!reward/parser", "accuracy", "mean_reward", "*_rate", "avg_turns",
@@ -36,10 +37,8 @@ def make_loggers(run: ResolvedRun, status: Callable[[], str] | None = None) -> T
     """metrics.jsonl in any case, and what was asked for; consoles also show the line that `status` returns."""
     made: list[TrainingLogger] = [JSONLLogger(run.folder / METRICS), *run.parts.loggers]
     own = [f"{'!' * k.startswith('!')}{name}/*/{k.removeprefix('!')}" for name in run.trained_names for k in SHOWN]
-    offered = {
-        "folder": run.folder,
-        "name": run.folder.name,
-        "config": _plain_values(run),
+    offered = {"folder": run.folder, "name": run.folder.name, "config": _plain_values(run)}
+    for_ours = {
         "keys": own or SHOWN,
         "total_steps": run.steps,
         "status": status,
@@ -49,12 +48,10 @@ def make_loggers(run: ResolvedRun, status: Callable[[], str] | None = None) -> T
     for name in run.config.run.logger:
         if name == "none":
             continue
-        takes = inspect.signature(registry.loggers.spec(name).load()).parameters
-        given = {key: value for key, value in offered.items() if key in takes}
+        logger = registry.loggers.spec(name).load()
+        known = offered | for_ours if is_ours(logger) else offered
+        given = {key: value for key, value in known.items() if key in inspect.signature(logger).parameters}
         if name == "wandb":
             given["init_kwargs"] = {"id": wandb_id(run.folder), "resume": "allow"}
-        found = registry.loggers.make(name, **given)
-        if not callable(getattr(found, "log", None)):
-            raise ConfigError(f"logger = {name!r} makes a {type(found).__name__} without a method log(step, stats).")
-        made.append(found)
+        made.append(registry.loggers.make(name, **given))
     return TeeLogger(*made)

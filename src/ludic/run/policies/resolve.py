@@ -33,7 +33,13 @@ def resolve_run(config: RunConfig, env: EnvFactory, parts: Parts | None = None) 
     alone = with_values(alone, {"group_size": size})
     policies = tuple(_named_policy(alone, policy, entry, env, parts) for policy, entry in config.policies.items())
     whole = resolve(alone, env, parts)
-    filled = {"name": name, "group_size": size, "max_lag": 0, "correction": whole.config.algo.correction}
+    filled = {
+        **config.train.limits,
+        "name": name,
+        "group_size": size,
+        "max_lag": 0,
+        "correction": whole.config.algo.correction,
+    }
     whole = replace(whole, config=with_values(config, filled), policies=policies)
     whole = replace(whole, seatings=seatings(first_env(whole).agent_ids, config.policies, config.env.id))
     _check_seats(whole)

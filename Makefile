@@ -86,7 +86,7 @@ $(VENV_VLLM)/.ready: requirements/vllm.txt requirements/torch.txt requirements/u
 	test -x $(VENV_VLLM)/bin/python || $(VLLM_PYTHON) -m venv $(VENV_VLLM)
 	-$(VENV_VLLM)/bin/$(UV)
 	$(VENV_VLLM)/bin/$(INSTALL_LOCKED) $(HASHED) -r requirements/vllm.txt
-	-OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python tests/integration/warm_vllm.py > /dev/null 2>&1
+	-OMP_NUM_THREADS=1 $(VENV_VLLM)/bin/python plugins/vllm/tests/warm_vllm.py > /dev/null 2>&1
 	touch $@
 
 vllm: $(VENV_VLLM)/.ready

@@ -18,8 +18,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ludic.envs.code_exec import CodeExecConfig, HumanEvalEnv
-from ludic.sandbox import SandboxPool, create_sandbox_pool
+from ludic_sandbox import SandboxPool, create_sandbox_pool
+from ludic_sandbox.code_exec import CodeExecConfig, HumanEvalEnv
 
 Sample = dict[str, Any]
 SHIPPED = Path(__file__).parents[1] / "tests" / "data" / "humaneval.jsonl.gz"

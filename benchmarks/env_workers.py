@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ludic.envs import LudicEnv, SingleAgentEnv
-from ludic.envs.workers import EnvPool, EnvServer
 from ludic.types import StepOutcome
+from ludic_envs.workers import EnvPool, EnvServer
 
 _STEPS = 16
 """Of an episode."""

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from ludic.gateway.server import Gateway
-from ludic.gateway.session import Policy
 from ludic.inference import ByteTemplate, ReturnSpec, SamplingParams
 from ludic.types import ChatResponse, Info, TokenCompletionRequest, VersionRun
+from ludic_serve.gateway.server import Gateway
+from ludic_serve.gateway.session import Policy
 
 QUESTION = "What is the capital of France? Answer in one word, and say nothing else."
 ANSWER = "Paris, I think."

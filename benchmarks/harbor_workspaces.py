@@ -11,7 +11,7 @@ import os
 import time
 from pathlib import Path
 
-from ludic.envs.harbor import HarborFamilyEnv
+from ludic_sandbox.harbor import HarborFamilyEnv
 
 
 def left_behind() -> dict[str, int]:

@@ -25,10 +25,10 @@ import tyro
 from machine import ON_GPU, commit, hardware
 
 from ludic.inference.local import LocalEngine
-from ludic.inference.local.hybrids import runners
-from ludic.inference.local.hybrids.states import Mixers
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.types import ReturnSpec, SamplingParams, SAWItem, TokenCompletionRequest
+from ludic_gpu.hybrids import runners
+from ludic_gpu.hybrids.states import Mixers
 
 VOCAB = 65_536
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -34,7 +34,11 @@ from ludic.cli.eval.models import EvaluatedModel, OpenPolicy, evaluated_models, 
 from ludic.cli.eval.run import make_requests, read_command
 from ludic.envs.gsm8k import GSM8KEnv
 from ludic.eval import outcome_of
-from ludic.judges import (
+from ludic.run.given import env_factory
+from ludic.run.parts.episodes import make_episode_setup
+from ludic.types import Rollout, SamplingParams
+from ludic.types.interfaces import BatchingClient
+from ludic_judges import (
     Agreement,
     Case,
     Criterion,
@@ -48,10 +52,6 @@ from ludic.judges import (
     case_of,
     pair_accuracy,
 )
-from ludic.run.given import env_factory
-from ludic.run.parts.episodes import make_episode_setup
-from ludic.types import Rollout, SamplingParams
-from ludic.types.interfaces import BatchingClient
 
 CORRECT = (
     "The final answer of the reply is the right answer to the task. Score 1 if it is, 0 if it is wrong or missing."

@@ -25,12 +25,6 @@ from ludic.batch_gen import GRPORequestStrategy, RolloutBatchSource, RolloutEngi
 from ludic.context import FullDialog
 from ludic.distributed import SharedWeightsPublisher
 from ludic.envs import SingleAgentEnv
-from ludic.envs.adapters.gymnasium import GymnasiumEnv
-from ludic.envs.adapters.openenv import OpenEnvEnv
-from ludic.envs.adapters.pettingzoo import PettingZooEnv
-from ludic.envs.adapters.reasoning_gym import ReasoningGymEnv
-from ludic.envs.adapters.textarena import TextArenaEnv
-from ludic.envs.adapters.verifiers import VerifiersEnv
 from ludic.eval import evaluate
 from ludic.inference import ByteTemplate
 from ludic.inference.local import LocalEngine
@@ -39,7 +33,6 @@ from ludic.interaction import SingleAgentProtocol
 from ludic.interaction.base import AnyEnv
 from ludic.parsers import ParseResult
 from ludic.tools import Tool
-from ludic.tools.mcp_tools import mcp_tools
 from ludic.training import Trainer, TrainerConfig, make_grpo
 from ludic.types import (
     EnvSpec,
@@ -52,6 +45,13 @@ from ludic.types import (
     SamplingParams,
     StepOutcome,
 )
+from ludic_envs.adapters.gymnasium import GymnasiumEnv
+from ludic_envs.adapters.openenv import OpenEnvEnv
+from ludic_envs.adapters.pettingzoo import PettingZooEnv
+from ludic_envs.adapters.reasoning_gym import ReasoningGymEnv
+from ludic_envs.adapters.textarena import TextArenaEnv
+from ludic_envs.adapters.verifiers import VerifiersEnv
+from ludic_envs.mcp_tools import mcp_tools
 from tests.openenv_server import OpenEnvServer
 from tests.unit.training.bandit import AsciiBandit, ByteTokenizer, tiny_llama
 
@@ -250,7 +250,7 @@ TASKS = {
     "verifiers": Task(
         what="sums of numbers from 0 to 1",
         package="verifiers",
-        open=made(lambda: VerifiersEnv("ludic.envs.adapters.sums_taskset", taskset_args={"largest": 1})),
+        open=made(lambda: VerifiersEnv("ludic_envs.adapters.sums_taskset", taskset_args={"largest": 1})),
         agent=player([str(number) for number in range(3)]),
         stated=1.0,
         best=1.1,

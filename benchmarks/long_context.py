@@ -4,7 +4,7 @@ A step is gradients of the clipped GRPO loss and one optimizer step, bf16 weight
 tokens are one sample (`--samples` cuts them into several). Modes:
 
 - plain, recompute, offload, recompute+offload: transformers' own modules;
-- fused, fused+recompute, fused+offload, fused+recompute+offload: the pass of ludic.models.llama, on a GPU in bf16.
+- fused, fused+recompute, fused+offload, fused+recompute+offload: the pass of ludic_gpu.llama, on a GPU in bf16.
 
 Each mode runs in a separate process. A mode that runs out of memory prints so, and the others go on. `agree` is the largest
 difference of a gradient from the first mode that ran, relative to that gradient's largest entry, over four weights of the first

@@ -1,4 +1,4 @@
-"""The memory formulae of ludic.scaling against one GPU: a few steps of real training, predicted and measured side by side.
+"""The memory formulae of ludic_ops.scaling against one GPU: a few steps of real training, predicted and measured side by side.
 
 Two shapes with random weights in bf16, two micro-batches per step, the optimizer and the loss of the trainer. "Kept" is the memory
 between steps; the peaks are torch.cuda.max_memory_allocated while gradients are accumulated and while the optimizer
@@ -20,11 +20,11 @@ from engine import make, qwen, smollm2
 from training import samples
 
 from ludic.models.execution import compile_layers
-from ludic.scaling import GIB, ModelShape, TrainingSetup, shape_from_config, training_memory
 from ludic.training.learner.gradients import accumulate_gradients
 from ludic.training.learner.optimizer import FullPrecisionAdamW
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import TokenClippedSurrogateLoss
+from ludic_ops.scaling import GIB, ModelShape, TrainingSetup, shape_from_config, training_memory
 
 LENGTH, PROMPT_SHARE, MICRO_BATCHES = 1024, 0.3, 2
 MODELS: dict[str, Callable[[], Any]] = {"135m": smollm2, "1.5b": qwen}
@@ -115,7 +115,7 @@ def main() -> None:
     if options.budget % LENGTH:
         sys.exit(f"--budget {options.budget} is not a multiple of {LENGTH}, the length of the samples.")
     if not torch.cuda.is_available():
-        sys.exit("This compares with a GPU, and there is none. On a CPU, tests/unit/scaling/test_measured.py does it.")
+        sys.exit("This compares with a GPU, and there is none. On a CPU, plugins/ops/tests/test_measured.py does it.")
     print(
         f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {'compiled' if options.compile else 'eager'}, bf16"
     )

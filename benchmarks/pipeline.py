@@ -33,10 +33,6 @@ import redis
 
 from ludic.agents import Agent
 from ludic.batch_gen import GRPORequestStrategy, RolloutEngine
-from ludic.batch_gen.pipeline import PipelineBatchSource, run_pipeline_actor
-from ludic.batch_gen.pipeline.lease import LearnerStatus, Lease
-from ludic.batch_gen.pipeline.queue import ExperienceQueue, PackedGroup, Settlement, new_actor_id
-from ludic.batch_gen.pipeline.wire import decode_group, encode_group
 from ludic.context import FullDialog
 from ludic.envs import SingleAgentEnv
 from ludic.inference import ByteTemplate
@@ -59,6 +55,10 @@ from ludic.types import (
     TokenCompletionRequest,
     VersionRun,
 )
+from ludic_pipeline.queue import PipelineBatchSource, run_pipeline_actor
+from ludic_pipeline.queue.lease import LearnerStatus, Lease
+from ludic_pipeline.queue.queue import ExperienceQueue, PackedGroup, Settlement, new_actor_id
+from ludic_pipeline.queue.wire import decode_group, encode_group
 
 NUM_PROMPT, NUM_SAMPLED = 500, 1500
 GROUP_SIZE = 8

@@ -18,7 +18,6 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ludic.inference.local import LocalEngine
-from ludic.models.experts import recording
 from ludic.training.learner.gradients import accumulate_gradients
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import TokenClippedSurrogateLoss
@@ -31,6 +30,7 @@ from ludic.types import (
     SAWItem,
     TokenCompletionRequest,
 )
+from ludic_gpu.experts import recording
 
 VOCAB = 256
 

@@ -22,15 +22,15 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from ludic.sandbox import (
+from ludic_sandbox import (
     BaseSandboxPool,
     BubblewrapSandboxPool,
     PodmanConfig,
     PodmanSandboxPool,
     SubprocessSandboxPool,
 )
-from ludic.sandbox.bubblewrap import find_interpreter
-from ludic.sandbox.remote.client import RemoteSandboxPool
+from ludic_sandbox.bubblewrap import find_interpreter
+from ludic_sandbox.remote.client import RemoteSandboxPool
 
 PROGRAM = "print(int(input()) + 1)"
 

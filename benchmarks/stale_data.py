@@ -33,7 +33,6 @@ from letter_lines import engine_of, lines, tiny_model
 from ludic import registry
 from ludic.inference.local import LocalEngine
 from ludic.run.config.training import AlgoSettings
-from ludic.run.generation.pipeline import SAMPLE_BAND, TOKEN_BAND
 from ludic.run.resolve import NEGATIVE_MASK, open_reduction
 from ludic.training import RLAlgorithm, Trainer, TrainerConfig
 from ludic.training.credit_assignment import GroupNormalizedReturn
@@ -54,6 +53,7 @@ from ludic.training.losses import (
     TokenTruncation,
 )
 from ludic.training.losses.corrections import make_correction
+from ludic_pipeline.generation import SAMPLE_BAND, TOKEN_BAND
 
 MASKED = ("cispo", "scalerl", "sapo")
 """Presets that are also run with the negative sequence mask."""

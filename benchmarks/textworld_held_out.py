@@ -26,12 +26,12 @@ from typing import Any
 from ludic.agents import Agent
 from ludic.context import FullDialog
 from ludic.envs import DatasetQAEnv
-from ludic.envs.adapters.textworld import TextWorldEnv
 from ludic.inference import HFChatTemplate, ScriptedClient
 from ludic.interaction import SingleAgentProtocol
 from ludic.models.loading import tiny_llama, word_tokenizer
 from ludic.parsers import raw_parser
 from ludic.types import Info, Observation, Rollout, load_rollouts, save_rollouts
+from ludic_envs.adapters.textworld import TextWorldEnv
 
 BETWEEN = " ; "
 

@@ -19,12 +19,12 @@ import torch
 from engine import clock, make, qwen, smollm2, tiny
 
 from ludic.models.adapters import AdapterSpec
-from ludic.tinker.data import rows_of
-from ludic.tinker.server.losses import Row
-from ludic.tinker.server.runs import AdamSettings, PassJob, PassOutput, TrainingBase, TrainingRun
 from ludic.training import Trainer, TrainerConfig, make_grpo
 from ludic.training.learner.gradients import batch_facts
 from ludic.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
+from ludic_tinker.data import rows_of
+from ludic_tinker.server.losses import Row
+from ludic_tinker.server.runs import AdamSettings, PassJob, PassOutput, TrainingBase, TrainingRun
 
 MODELS = {"tiny": tiny, "smollm2": smollm2, "qwen": qwen}
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -24,8 +24,8 @@ import aiohttp
 import numpy as np
 
 from ludic.inference import VLLMChatClient
-from ludic.inference.vllm.wire import GENERATE, generate_body
 from ludic.types import ReturnSpec, SamplingParams, TokenCompletionRequest
+from ludic_vllm.wire import GENERATE, generate_body
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 32
 
@@ -151,8 +151,8 @@ def stored_answers() -> Iterator[str]:
 @contextmanager
 def real_server() -> Iterator[tuple[str, int]]:
     """A tiny Llama on vLLM: (address, vocabulary)."""
-    from ludic.inference.vllm_server import start_vllm_server, wait_for_vllm_health
     from ludic.models.loading import character_tokenizer, tiny_llama
+    from ludic_vllm.vllm_server import start_vllm_server, wait_for_vllm_health
 
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = character_tokenizer()

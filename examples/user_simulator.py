@@ -26,7 +26,6 @@ from ludic.batch_gen import AssignedRequests, RolloutEngine, SharedRollouts, mak
 from ludic.cli.script import run_script
 from ludic.context import FullDialog
 from ludic.distributed import SharedWeightsPublisher
-from ludic.envs.dialogue import ASSISTANT, USER, DialogueEnv
 from ludic.inference import HFChatTemplate, ScriptedClient
 from ludic.inference.local import LocalEngine
 from ludic.interaction import Policies
@@ -34,6 +33,7 @@ from ludic.models.loading import tiny_llama, word_tokenizer
 from ludic.parsers import ParseResult
 from ludic.training import Trainer, TrainerConfig, make_grpo, train_policies
 from ludic.types import ChatClient, InferenceSpec, ReturnSpec, SamplingParams, TokenCompletionRequest
+from ludic_envs.dialogue import ASSISTANT, USER, DialogueEnv
 
 COLOURS = ["red", "green", "blue", "white"]
 WORDS = [*COLOURS, "goal", "please", "what", "hello"]

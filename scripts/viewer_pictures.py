@@ -19,9 +19,9 @@ from urllib.parse import quote
 from PIL import Image
 from playwright.async_api import async_playwright
 
-from ludic.view import api
-from ludic.view.index import Runs
-from ludic.view.server import serve
+from ludic_view import api
+from ludic_view.index import Runs
+from ludic_view.server import serve
 
 SIZE = {"width": 1280, "height": 800}
 

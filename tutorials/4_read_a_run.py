@@ -34,8 +34,8 @@ run.train(steps=STEPS)
 # First what looks wrong. Here replies are cut by design: each is one token.
 
 # %%
-from ludic.view.api import answer
-from ludic.view.index import Runs
+from ludic_view.api import answer
+from ludic_view.index import Runs
 
 runs = Runs("runs")
 for advisory in answer(runs, "/api/runs/to_read/health")["advisories"]:

@@ -3,7 +3,7 @@
 import random
 from statistics import mean
 
-from ludic.envs.adapters.gymnasium import AGENT, GymnasiumEnv
+from ludic_envs.adapters.gymnasium import AGENT, GymnasiumEnv
 
 
 def best_moves(table, gamma=0.9999):

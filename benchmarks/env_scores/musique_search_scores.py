@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 from statistics import fmean
 
-from ludic.envs.musique_search import MuSiQueSearchEnv
-from ludic.tools.search import DocumentSearch
+from ludic_envs.musique_search import MuSiQueSearchEnv
+from ludic_envs.search import DocumentSearch
 
 rows = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
 rewards, searches = [], []

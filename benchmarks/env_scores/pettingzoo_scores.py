@@ -3,8 +3,8 @@
 import random
 from collections import Counter
 
-from ludic.envs.adapters.pettingzoo import PettingZooEnv
 from ludic.envs.tic_tac_toe.board import best_moves
+from ludic_envs.adapters.pettingzoo import PettingZooEnv
 
 TTT, FOUR = "classic.tictactoe_v3", "classic.connect_four_v3"
 for game, players in [(TTT, "rr"), (TTT, "pr"), (TTT, "rp"), (TTT, "pp"), (FOUR, "rr")]:

@@ -3,7 +3,7 @@
 import random
 from statistics import mean
 
-from ludic.envs.picture_grid import PictureGridEnv
+from ludic_envs.picture_grid import PictureGridEnv
 
 env, rng = PictureGridEnv(), random.Random(0)
 players = {

@@ -3,7 +3,7 @@
 import random
 from statistics import mean
 
-from ludic.envs.prisoners_dilemma import PrisonersDilemmaEnv
+from ludic_envs.prisoners_dilemma import PrisonersDilemmaEnv
 
 rng = random.Random(0)
 PLAYERS = {

@@ -3,7 +3,7 @@
 import random
 from statistics import mean
 
-from ludic.envs.adapters.textarena import TextArenaEnv
+from ludic_envs.adapters.textarena import TextArenaEnv
 
 for player in ("random", "halving"):
     env, rng, rewards = TextArenaEnv("GuessTheNumber-v0"), random.Random(0), []

@@ -4,7 +4,7 @@ import random
 from collections import Counter
 from statistics import mean
 
-from ludic.envs.twenty_forty_eight import TwentyFortyEightEnv
+from ludic_envs.twenty_forty_eight import TwentyFortyEightEnv
 
 for player in ("random legal", "corner"):
     env, rng, returns, moves, tiles = TwentyFortyEightEnv(), random.Random(0), [], [], Counter()

@@ -4,11 +4,11 @@ import asyncio
 import random
 from statistics import mean
 
-from ludic.envs.adapters.verifiers import VerifiersEnv
+from ludic_envs.adapters.verifiers import VerifiersEnv
 
 
 async def score(player):
-    env, rng, rewards = VerifiersEnv("ludic.envs.adapters.sums_taskset", answer_field="answer"), random.Random(0), []
+    env, rng, rewards = VerifiersEnv("ludic_envs.adapters.sums_taskset", answer_field="answer"), random.Random(0), []
     for index in range(100):
         env.index = index
         await env.async_reset()

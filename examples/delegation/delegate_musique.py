@@ -23,13 +23,11 @@ from ludic.batch_gen import RolloutEngine
 from ludic.batch_gen.requests.samples import read_samples
 from ludic.cli.script import ScriptFlags, parse_script, run_script, train_script
 from ludic.context import FullDialog
-from ludic.envs.musique_search import MuSiQueSample
 from ludic.inference import ByteTemplate, ChatTemplate, HermesToolParser, ScriptedClient
 from ludic.interaction import Delegate, DelegatingProtocol, InteractionProtocol
 from ludic.interaction.delegating import TaskEnv
 from ludic.parsers import xml_tag_parser
 from ludic.run import build
-from ludic.tools.search import DocumentSearch
 from ludic.training import make_grpo
 from ludic.types import (
     ChatClient,
@@ -42,6 +40,8 @@ from ludic.types import (
     RolloutStepKey,
     save_rollouts,
 )
+from ludic_envs.musique_search import MuSiQueSample
+from ludic_envs.search import DocumentSearch
 
 MAX_DELEGATIONS, MAX_SEARCHES = 6, 2
 PARENT_PROMPT = (

@@ -28,7 +28,6 @@ from ludic.distributed.ranks import Ranks, join_ranks, leave_ranks
 from ludic.models.loading import LoadedModel
 from ludic.run import RunConfig, build
 from ludic.run.folder import latest_checkpoint, write_config
-from ludic.run.generation.vllm import serve_on_vllm
 from ludic.run.model import ServedPolicy, load_policy, local_engine, make_template
 from ludic.run.parts.algorithm import make_algorithm
 from ludic.run.parts.episodes import make_episode_setup
@@ -39,6 +38,7 @@ from ludic.run.sources import make_source
 from ludic.training import Trainer
 from ludic.training.checkpoint.export import export_checkpoint
 from ludic.types import ConfigError
+from ludic_vllm.generation import serve_on_vllm
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from typing import Any
 
 from ludic.batch_gen.requests.samples import read_samples
 from ludic.cli.script import ScriptFlags, parse_script, run_script, train_script
-from ludic.envs.musique_search import MuSiQueSample
 from ludic.run import RunConfig, build
 from ludic.types import ConfigError
+from ludic_envs.musique_search import MuSiQueSample
 
 HUB = "hub:dgslibisey/MuSiQue"
 

@@ -11,9 +11,9 @@ import logging
 
 from shared import settings
 
-from ludic.cli.pipeline.actor import run_actor
 from ludic.cli.script import run_script
 from ludic.run.given import env_factory
+from ludic_pipeline.launch.actor import run_actor
 
 
 def main(args: list[str]) -> int:

@@ -10,9 +10,9 @@ from ludic.envs import SingleAgentEnv
 from ludic.inference import TinkerConfig
 from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import ParseResult
-from ludic.tinker.template import tinker_template
 from ludic.training import CheckpointConfig, PrintLogger, TinkerTrainer, TrainerConfig, make_grpo
 from ludic.types import InferenceSpec, ReturnSpec, SamplingParams, StepOutcome
+from ludic_tinker.template import tinker_template
 
 MODEL = "Qwen/Qwen3-4B-Instruct-2507"
 

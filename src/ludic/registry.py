@@ -28,13 +28,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ludic import plugins
 from ludic.catalog import BUILTINS, PACKAGES, Entry, Suggested
 from ludic.types.errors import (
+    DISTRIBUTION,
     ConfigError,
     LudicError,
     MissingExtra,
@@ -194,12 +195,13 @@ class Registry:
         if self._plugins_loaded:
             return
         self._plugins_loaded = True
-        for point in entry_points(group=f"ludic.{self.kind}s"):
-            owner = point.dist.name if point.dist is not None else "plugin"
-            key = point.name if self._packages.get(point.name) == owner else f"{owner}/{point.name}"
+        for point in plugins.points(f"{self.kind}s"):
+            owner = point.distribution
+            is_ours = owner in (DISTRIBUTION, self._packages.get(point.name))
+            key = point.name if is_ours else f"{owner}/{point.name}"
             if key not in self._entries:
                 bind = self.kind in _GIVEN_AS_FUNCTIONS
-                self._entries[key] = EntrySpec(id=key, kind=self.kind, target=point.value, bind=bind)
+                self._entries[key] = EntrySpec(id=key, kind=self.kind, target=point.target, bind=bind)
                 self._unread.add(key)
 
 

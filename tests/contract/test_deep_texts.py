@@ -12,22 +12,22 @@ pytest.importorskip("tinker", reason="the extra 'tinker' is not installed")
 from ludic.batch_gen.requests.samples import read_samples
 from ludic.batch_gen.store import index_lines
 from ludic.batch_gen.training_traces import read_training_traces
-from ludic.cli.pipeline.launch import ray_resources
-from ludic.envs.adapters.openenv.actions import ActionFormat, UnreadableAction
-from ludic.envs.code_exec.datasets import APPSTestAdapter
-from ludic.envs.harbor.dockerfile import read_dockerfile
-from ludic.envs.harbor.task import HarborTask
-from ludic.inference.http import Answer, json_object
-from ludic.inference.serving.request import parse_object
-from ludic.judges.llm import read_criteria
+from ludic.http.client import Answer, json_object
+from ludic.http.request import parse_object
 from ludic.run.config.run_config import RunConfig
 from ludic.run.settings import read_pair, read_toml
-from ludic.scaling import read_shape
-from ludic.tinker.server.records import Refused
-from ludic.tinker.server.wire.bodies import OptimStep, read_json
 from ludic.training.checkpoint.manifest import CheckpointError, read_object
 from ludic.training.loggers.base import read_metrics
 from ludic.types import ConfigError, load_rollouts
+from ludic_envs.adapters.openenv.actions import ActionFormat, UnreadableAction
+from ludic_judges.llm import read_criteria
+from ludic_ops.scaling import read_shape
+from ludic_pipeline.launch.launch import ray_resources
+from ludic_sandbox.code_exec.datasets import APPSTestAdapter
+from ludic_sandbox.harbor.dockerfile import read_dockerfile
+from ludic_sandbox.harbor.task import HarborTask
+from ludic_tinker.server.records import Refused
+from ludic_tinker.server.wire.bodies import OptimStep, read_json
 
 DEPTH = 100_000
 LIST, OBJECT, TOML = "[" * DEPTH, '{"a":' * DEPTH, "a = " + "[" * DEPTH

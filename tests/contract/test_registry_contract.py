@@ -39,7 +39,7 @@ def need_package(kind: str, id: str) -> None:
 async def test_env_keeps_the_contract(id: str):
     need_package("env", id)
     if id == "openenv":
-        pytest.skip("its example is the address of a server; tests/unit/envs/adapters/test_openenv.py starts one")
+        pytest.skip("its example is the address of a server; plugins/envs/tests/adapters/test_openenv.py starts one")
     example = registry.envs.spec(id).example
     await check_env(lambda: registry.envs.make(id, **example))
 

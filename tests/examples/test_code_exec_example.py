@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ludic.sandbox.bubblewrap import bubblewrap_problem
 from ludic.types import LudicError, load_rollouts
+from ludic_sandbox.bubblewrap import bubblewrap_problem
 from tests import programs
 
 pytest.importorskip("torch", reason="the local extra is not installed")

@@ -14,8 +14,8 @@ from types import ModuleType
 import pytest
 
 from ludic.types import LudicError, load_rollouts
-from ludic.view.api import answer
-from ludic.view.index import Runs
+from ludic_view.api import answer
+from ludic_view.index import Runs
 from tests import forked, programs
 
 pytest.importorskip("torch", reason="the local extra is not installed")

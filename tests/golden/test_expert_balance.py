@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from ludic.models.experts import RouterPass, balance_loss, load_counts
+from ludic_gpu.experts import RouterPass, balance_loss, load_counts
 
 NUM_EXPERTS, NUM_CHOSEN, NUM_LAYERS, NUM_TOKENS = 4, 2, 2, 7
 

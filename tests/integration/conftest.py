@@ -5,8 +5,8 @@ from unittest import mock
 
 import pytest
 
-from ludic.inference.vllm_server import VLLMServerProcess
-from tests.integration.vllm_fixtures import (
+from ludic_vllm.vllm_server import VLLMServerProcess
+from plugins.vllm.tests.vllm_fixtures import (
     LORA,
     RunningServer,
     save_tiny_model,

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from ludic.distributed.context_parallel import ContextParallel
 from ludic.distributed.fsdp import FSDPSettings, load_sharded, shard_model
 from ludic.distributed.ranks import Ranks
 from ludic.models.lora import dense_parameters
@@ -51,6 +50,7 @@ from ludic.training.losses import (
 )
 from ludic.training.losses.base import BatchNormalized
 from ludic.types import RequestsExhausted, SAWBatch, SAWItem
+from ludic_gpu.context_parallel import ContextParallel
 from tests.tiny_families import family_model
 from tests.unit.training.samples import in_three_episodes, random_items, with_prefix
 

@@ -10,7 +10,7 @@ from typing import Any
 from ludic.agents.base_agent import AgentActStep, ModelCall
 from ludic.agents.tool_agent import ToolAgent
 from ludic.parsers import ParseResult
-from ludic.types.files import parse_json
+from ludic.util.files import parse_json
 
 
 class CallAgent(ToolAgent):

@@ -41,7 +41,7 @@ class ReActAgent(ToolAgent):
 class ReToolAgent(ReActAgent):
     """ReAct with a Python sandbox as its tool: at most `max_react_steps` model calls, so one fewer code runs.
 
-    `interpreter` is the tool that runs code; `ludic.tools.python_tool.python_tool(…)` makes one with other limits.
+    `interpreter` is the tool that runs code; `ludic_sandbox.python_tool.python_tool(…)` makes one with other limits.
     """
 
     name = "retool_agent"
@@ -55,7 +55,7 @@ class ReToolAgent(ReActAgent):
         final_answer_prompt: str = "You cannot run any more code. Give your final answer now.",
         **agent_kwargs: Any,
     ) -> None:
-        from ludic.tools.python_tool import python_tool  # only this agent needs the sandbox packages
+        from ludic_sandbox.python_tool import python_tool  # only this agent needs the sandbox packages
 
         super().__init__(
             tools=[interpreter or python_tool(), *(tools or ())],

@@ -1,6 +1,6 @@
 """Writes rollouts to disk during a run and reads them back when it is resumed.
 
-One JSON line per rollout, token arrays included; compressed if the file's name ends in .gz (see ludic.types.files).
+One JSON line per rollout, token arrays included; compressed if the file's name ends in .gz (see ludic.util.files).
 One writer thread encodes and writes the episodes in order, so the event loop never waits for a disk. It writes all lines of an
 episode at once.
 """
@@ -23,8 +23,8 @@ import msgspec
 from ludic.batch_gen.episodes import Episode, EpisodePlan
 from ludic.rewards import Rewards
 from ludic.types import BackendExtensions, ConfigError, InferenceSpec, ReturnSpec, Rollout, SamplingParams
-from ludic.types.files import MEMBER_BYTES, Line, LineWriter, read_lines, repair
 from ludic.types.rollout import json_number, request_meta_in, stored_rollouts
+from ludic.util.files import MEMBER_BYTES, Line, LineWriter, read_lines, repair
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ludic.batch_gen.external_rollouts import ExternalCall, rollout_of_calls
 from ludic.types import ConfigError, Rollout, TokenTrace
-from ludic.types.files import parse_json
+from ludic.util.files import parse_json
 
 logger = logging.getLogger(__name__)
 

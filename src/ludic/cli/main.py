@@ -1,13 +1,10 @@
-"""Entry point of the `ludic` command: the list of subcommands, and the one place where errors become exit codes.
+"""Entry point of the `ludic` command, and the one place where errors become exit codes.
 
-A subcommand is a function from its arguments to an exit code, imported when it is called: `ludic --help` loads none of them, and
-nothing beside the standard library.
+commands.py lists the subcommands. `ludic --help` loads none of them, and only the standard library.
 """
 
 import atexit
 import contextlib
-import difflib
-import importlib
 import importlib.util
 import os
 import sys
@@ -17,41 +14,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ludic import __version__
+from ludic.cli import commands
 from ludic.cli.terminal.colour import harmless, make_log_harmless
 from ludic.cli.terminal.pages import HELP, HELP_ALL, greeting, overview
 
-COMMANDS = {
-    "train": ("ludic.cli.train:train", "Train a model on an environment."),
-    "eval": ("ludic.cli.eval.run:evaluate", "Measure how well a model plays an environment."),
-    "play": ("ludic.cli.play:play", "Play an environment yourself, or watch it being played."),
-    "serve": ("ludic.cli.servers.serve:serve", "Serve a model over HTTP, in the way of OpenAI's API."),
-    "gateway": ("ludic.cli.servers.gateway:gateway", "Serve a model to agents and record their sessions."),
-    "sandbox-server": ("ludic.cli.servers.sandbox_server:sandbox_server", "Run untrusted programs for other machines."),
-    "env-server": ("ludic.cli.servers.env_server:env_server", "Hold environments for runs on other machines."),
-    "export": ("ludic.cli.listing:export", "Write a trained model in the format of Hugging Face."),
-    "optimize-prompt": (
-        "ludic.cli.prompts.command:optimize_prompt",
-        "Search for a better system prompt; no weights are changed.",
-    ),
-    "rescore": ("ludic.cli.rescore:rescore_run", "Score saved rollouts with another reward or judge."),
-    "launch": ("ludic.cli.pipeline.command:launch", "Train with actors and a learner in separate processes."),
-    "actor": ("ludic.cli.pipeline.command:actor", "Play for the learner of a pipeline."),
-    "view": ("ludic.cli.view:view", "Look at runs in a browser: metrics, groups, rollouts, tokens."),
-    "show": ("ludic.cli.view:show", "Show a run's rollouts in the terminal."),
-    "plot": ("ludic.cli.plot:plot", "Draw the curves of runs, in the terminal or as a picture."),
-    "plan": ("ludic.cli.plan:plan", "Say what fits on how many GPUs."),
-    "envs": ("ludic.cli.listing:envs", "List the environments."),
-    "new": ("ludic.cli.new:new", "Make the package of a new environment."),
-    "doctor": ("ludic.cli.doctor.command:doctor", "Check what works on this machine, and how to repair the rest."),
-    "parts": ("ludic.cli.listing:parts", "List the registered parts of one kind."),
-}
-
-
 BASE = ("numpy", "msgspec", "rich", "tyro")
 """The packages of the base install."""
-
-USUAL = ("train", "eval", "play", "view", "show", "plot", "envs", "new", "export", "serve", "gateway", "doctor")
-"""The commands that `ludic --help` has a line for; it names the others."""
 
 
 def find_command(args: Sequence[str]) -> Callable[[list[str]], int]:
@@ -59,24 +27,16 @@ def find_command(args: Sequence[str]) -> Callable[[list[str]], int]:
     if not args:
         return partial(_print_text, greeting(__version__, _what_training_needs()))
     if args[0] in HELP or args[0] == HELP_ALL:
-        return partial(_print_text, overview(COMMANDS, USUAL, all=args[0] == HELP_ALL))
+        return partial(_print_text, overview(commands.commands(), all=args[0] == HELP_ALL))
     if args[0] == "--version":
         return partial(_print_text, f"ludic {__version__}")
-    if args[0] not in COMMANDS:
-        near = difflib.get_close_matches(args[0], COMMANDS, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else "`ludic --help` lists them."
-        from ludic.types.errors import LudicError
-
-        raise LudicError(f"there is no command {args[0]!r}. {hint}")
-    module, _, function = COMMANDS[args[0]][0].partition(":")
-    found: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
-    return found
+    return commands.find(args[0]).load()
 
 
 def _what_training_needs() -> str:
     if all(map(importlib.util.find_spec, ("torch", "transformers"))):
         return ""
-    from ludic.cli.doctor.packages import install
+    from ludic.util.packages import install
 
     return f"First: {install(['train'])}"
 

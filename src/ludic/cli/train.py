@@ -86,11 +86,11 @@ class Report:
 @contextlib.contextmanager
 def reported(run: "Run", *, resume: bool) -> Iterator[Report]:
     """Prints how the run begins and ends around its training, and closes it; errors become advice and an exit code."""
-    from ludic.batch_gen.pipeline.connection import RedisGone
-    from ludic.batch_gen.pipeline.lease import LeaseLost
     from ludic.run import RunFailed
     from ludic.run.folder import how_to_resume, saved_step
     from ludic.run.generation import mark_finished
+    from ludic_pipeline.queue.connection import RedisGone
+    from ludic_pipeline.queue.lease import LeaseLost
 
     try:
         _say(*_opening(run, resume=resume))

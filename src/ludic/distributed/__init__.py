@@ -1,27 +1,27 @@
-"""One model on several ranks (FSDP2, tensor parallel), and the ways in which new weights reach the samplers.
+"""One model on several ranks (FSDP2), and the ways in which new weights reach the samplers.
 
-`training`, `tinker` and `run` import it; it imports `inference` and `models`. Start with ranks.py and fsdp.py, or
-publisher.py and publish/.
+`training` and `run` import it. Start with ranks.py and fsdp.py, or publisher.py and folder.py.
 """
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
-from ludic.distributed.publish.adapter import VllmAdapterPublisher
-from ludic.distributed.publish.folder import FolderFollower, FolderPublisher
-from ludic.distributed.publish.interfaces import ControlPlane, TensorCommunicator, WeightPushError
-from ludic.distributed.publish.vllm import create_vllm_publisher
-from ludic.distributed.publish.vllm_control import VllmControlPlane
-from ludic.distributed.publisher import (
-    BroadcastPolicyPublisher,
-    ClientPublisher,
-    Rank0OnlyPublisher,
-    SharedWeightsPublisher,
-)
-from ludic.inference.vllm.transfer import WeightMetadata
+from ludic.plugins import lazy
 
-InProcessPublisher = SharedWeightsPublisher
-"""The documents' name for it: the embedded inference engine holds the trainer's own parameters."""
+if TYPE_CHECKING:
+    from ludic.distributed.folder import FolderFollower, FolderPublisher
+    from ludic.distributed.interfaces import ControlPlane, TensorCommunicator, WeightPushError
+    from ludic.distributed.publisher import (
+        BroadcastPolicyPublisher,
+        ClientPublisher,
+        InProcessPublisher,
+        Rank0OnlyPublisher,
+        SharedWeightsPublisher,
+    )
+    from ludic.distributed.transfer import WeightMetadata
+    from ludic_tinker.policy import TinkerPolicy
+    from ludic_vllm.publish.adapter import VllmAdapterPublisher
+    from ludic_vllm.publish.control import VllmControlPlane
+    from ludic_vllm.publish.vllm import create_vllm_publisher
 
 __all__ = [
     "SharedWeightsPublisher", "InProcessPublisher", "BroadcastPolicyPublisher", "Rank0OnlyPublisher",
@@ -30,9 +30,16 @@ __all__ = [
     "VllmControlPlane", "VllmAdapterPublisher", "create_vllm_publisher", "TinkerPolicy",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    """Load it lazily: `ludic.tinker` imports this package."""
-    if name != "TinkerPolicy":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module("ludic.tinker.policy").TinkerPolicy
+__getattr__ = lazy(
+    __name__,
+    {
+        "folder": "FolderFollower FolderPublisher",
+        "interfaces": "ControlPlane TensorCommunicator WeightPushError",
+        "publisher": "BroadcastPolicyPublisher ClientPublisher InProcessPublisher Rank0OnlyPublisher SharedWeightsPublisher",
+        "transfer": "WeightMetadata",
+        "ludic_vllm.publish.adapter": "VllmAdapterPublisher",
+        "ludic_vllm.publish.control": "VllmControlPlane",
+        "ludic_vllm.publish.vllm": "create_vllm_publisher",
+        "ludic_tinker.policy": "TinkerPolicy",
+    },
+)

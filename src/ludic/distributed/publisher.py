@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ludic.distributed.publish.interfaces import ControlPlane, KeepsWeights, TensorCommunicator, WeightPushError
+from ludic.distributed.interfaces import ControlPlane, KeepsWeights, TensorCommunicator, WeightPushError
 from ludic.distributed.ranks import RankFailed, Ranks
-from ludic.inference.vllm.transfer import Bucket, WeightMetadata, checksum, describe, sampled, split_into_buckets
+from ludic.distributed.transfer import Bucket, WeightMetadata, checksum, describe, sampled, split_into_buckets
 from ludic.models.lora import DenseWeight
 from ludic.types import ChatClient, ChecksServers, ConfigError, LudicError, PolicyGone
 from ludic.types import PolicyPublisher as PolicyPublisher  # the seeds name it here
@@ -286,3 +286,7 @@ def _gather_until_closed(weights: Mapping[str, DenseWeight], ranks: Ranks) -> No
         if request.name is None:
             return
         weights[request.name].read()
+
+
+InProcessPublisher = SharedWeightsPublisher
+"""The documents' name for it: the embedded inference engine holds the trainer's own parameters."""

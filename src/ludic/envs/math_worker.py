@@ -1,4 +1,4 @@
-"""math-verify in a separate process (ludic.sandbox.worker).
+"""math-verify in a separate process (ludic.util.worker).
 
 math-verify limits its time with signal.alarm, which only works on a main thread, and some sympy computations cannot be stopped from
 inside their process. Answers that need no algebra are decided in ludic.envs.math_grading.
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
-from ludic.sandbox import worker
+from ludic.util import worker
 
 _MODULE = "ludic.envs.math_worker"
 _QUICK_S = 0.3

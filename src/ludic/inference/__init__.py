@@ -1,15 +1,14 @@
 """Inference: requests to a policy, clients, chat templates, token-exact continuation, engines.
 
 `agents`, `batch_gen`, `distributed` and `run` import it. Loads without torch, transformers or vllm, except local/. Start with
-templates/ (tokens), local/ (the embedded engine), vllm/ (servers).
+templates/ (tokens), then local/ (the embedded engine).
 """
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ludic.inference.openai_client import OpenAIChatClient
 from ludic.inference.scripted import ScriptedClient
-from ludic.inference.teachers import LocalTeacher, VLLMTeacher, tokenizer_fingerprint
+from ludic.inference.teachers import LocalTeacher, tokenizer_fingerprint
 from ludic.inference.templates.chat import ByteTemplate, ChatTemplate, TemplateResult
 from ludic.inference.templates.conversation import Conversation, Prompt
 from ludic.inference.templates.hf import HFChatTemplate, tool_parser_for
@@ -21,7 +20,7 @@ from ludic.inference.templates.tool_calls import (
     XMLToolParser,
     make_tool_call,
 )
-from ludic.inference.vllm.client import VLLMChatClient
+from ludic.plugins import lazy
 from ludic.types import (
     BackendExtensions,
     ChatClient,
@@ -36,6 +35,11 @@ from ludic.types import (
     VLLMExtensions,
 )
 
+if TYPE_CHECKING:
+    from ludic_tinker.client import TinkerChatClient, TinkerConfig
+    from ludic_vllm.client import VLLMChatClient
+    from ludic_vllm.teacher import VLLMTeacher
+
 __all__ = [
     "ChatClient", "VersionedClient", "ChatResponse", "TokenCompletionRequest", "SamplingParams", "SamplingConfig",
     "ReturnSpec", "ToolRequest", "InferenceSpec", "BackendExtensions", "VLLMExtensions",
@@ -45,11 +49,11 @@ __all__ = [
     "make_tool_call", "tool_parser_for",
 ]  # fmt: skip
 
-_ABOVE = {"TinkerChatClient": "ludic.tinker.client", "TinkerConfig": "ludic.tinker.client"}
-
-
-def __getattr__(name: str) -> Any:
-    """Load Tinker's names lazily: they live above this package."""
-    if name not in _ABOVE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_ABOVE[name]), name)
+__getattr__ = lazy(
+    __name__,
+    {
+        "ludic_tinker.client": "TinkerChatClient TinkerConfig",
+        "ludic_vllm.client": "VLLMChatClient",
+        "ludic_vllm.teacher": "VLLMTeacher",
+    },
+)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ludic.inference.http import Answer, EndpointError, HttpSessions, Retries, RetryableError, error_of, json_object
+from ludic.http.client import Answer, EndpointError, HttpSessions, Retries, RetryableError, error_of, json_object
 from ludic.inference.templates.chat import ByteTemplate
 from ludic.types import (
     ChatResponse,
@@ -31,7 +31,7 @@ from ludic.types import (
     shown_url,
     token_array,
 )
-from ludic.types.urls import without_login
+from ludic.util.urls import without_login
 
 __all__ = ["EndpointError", "OpenAIChatClient", "messages_of"]
 

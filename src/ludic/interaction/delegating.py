@@ -29,7 +29,7 @@ from ludic.types import (
     ToolCall,
     derive_seed,
 )
-from ludic.types.files import parse_json
+from ludic.util.files import parse_json
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from ludic.inference import TinkerConfig
 from ludic.inference.templates.conversation import ClientPolicy, up_to_stop
 from ludic.minimal.generation import ChatRenderer
 from ludic.minimal.training import TrainingBatch, UpdateResult
-from ludic.tinker.template import CookbookTemplate, tinker_template
 from ludic.training import TinkerTrainer, TrainerConfig, make_dr_grpo
 from ludic.types import SamplingParams
+from ludic_tinker.template import CookbookTemplate, tinker_template
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,8 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ludic.models.recurrent.layers import Mix, recurrent_layers, route_recurrence
 from ludic.types import ConfigError
+from ludic_gpu.recurrent.layers import Mix, recurrent_layers, route_recurrence
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +223,7 @@ _PROBED_LENGTHS = (9, 7)
 def _check_packing(model: Any, own_attention: str) -> None:
     """Raise unless two sequences in one flat row get the logits that each gets alone with the model's own attention."""
     from ludic.models.packed_attention import PackedSequences  # these modules import this one
-    from ludic.models.recurrent.packed import HybridSequences
+    from ludic_gpu.recurrent.packed import HybridSequences
 
     embedding = model.get_input_embeddings().weight
     device = embedding.device

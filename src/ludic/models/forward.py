@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ludic.models.attention import SKIP_MASK, AttentionRules, AttentionState
-from ludic.models.llama.adapters import is_plain_linear
 from ludic.models.packed_linear import (
     MIN_ROWS_PACKED,
     MIN_ROWS_PLAIN,
@@ -27,6 +26,7 @@ from ludic.models.packed_linear import (
     keeps_rows,
 )
 from ludic.models.weights import forward_hooks
+from ludic_gpu.llama.adapters import is_plain_linear
 
 logger = logging.getLogger(__name__)
 

@@ -368,7 +368,7 @@ def _kernels(hidden: Tensor, softcap: float | None, candidates: CandidateMask | 
     """The Triton kernels, where they serve."""
     if not hidden.is_cuda or softcap is not None or candidates is not None:
         return None
-    from ludic.models import head_kernels  # imports triton, which needs a GPU machine
+    from ludic_gpu import head_kernels
 
     return head_kernels
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ludic.models.head import plain_model, whole
-from ludic.models.memory.quantized import dense_linear, is_quantized, merged_linear
-from ludic.models.recurrent.layers import is_recurrent
 from ludic.models.weights import shared_view
 from ludic.types import ConfigError, MissingExtra, derive_seed
+from ludic_gpu.memory.quantized import dense_linear, is_quantized, merged_linear
+from ludic_gpu.recurrent.layers import is_recurrent
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,7 @@ def check_loggers(names: Sequence[str]) -> None:
 
 
 def is_ours(part: Callable[..., Any]) -> bool:
-    return part.__module__.startswith("ludic.")
+    return part.__module__.startswith(("ludic.", "ludic_"))
 
 
 PREFERENCE_ALGORITHMS = ("dpo", "ipo", "kto")

@@ -18,7 +18,7 @@ from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManage
 from ludic.training.checkpoint.manifest import CheckpointError, read_object
 from ludic.training.checkpoint.model_files import ADAPTER_CONFIG, BASE_FINGERPRINT, is_peft
 from ludic.types import ConfigError, MissingExtra
-from ludic.types.files import write_json
+from ludic.util.files import write_json
 
 BASE = "base"
 """Folder, in the export of an adapter, for a base that no other machine has."""

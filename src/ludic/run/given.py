@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 from ludic import registry
 from ludic.catalog import Suggested
 from ludic.envs.check import require_env
-from ludic.envs.workers import EnvPool
-from ludic.envs.workers.server import ServerAddress, connect, suggested_by
 from ludic.interaction.base import AnyEnv
 from ludic.training.learner.stop import run_sync
 from ludic.types import (
@@ -24,15 +22,17 @@ from ludic.types import (
     TrainingLogger,
     UnknownName,
 )
+from ludic_envs.workers import EnvPool
+from ludic_envs.workers.server import ServerAddress, connect, suggested_by
 
 if TYPE_CHECKING:
     from ludic.agents import Agent
-    from ludic.gateway.protocol import RewardFunction
-    from ludic.gateway.session import Policy
     from ludic.interaction import InteractionProtocol
     from ludic.models.loading import LoadedModel
     from ludic.parsers import Parser
     from ludic.training import RLAlgorithm
+    from ludic_serve.gateway.protocol import RewardFunction
+    from ludic_serve.gateway.session import Policy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,9 +17,7 @@ from ludic.inference import ChatTemplate, HFChatTemplate
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot
 from ludic.inference.templates.renderers import renderers_template
-from ludic.inference.templates.vision import VisionTemplate
 from ludic.models import SMOLLM2, TINY
-from ludic.models.experts.adapters import expert_parameters
 from ludic.models.head import plain_model
 from ludic.models.loading import (
     TINY_LENGTH,
@@ -32,15 +30,6 @@ from ludic.models.loading import (
     require_model,
 )
 from ludic.models.lora import adapted_layers, not_adaptable
-from ludic.models.memory.quantized import quantize_linears
-from ludic.models.vision.inputs import (
-    Pictures,
-    freeze_vision,
-    image_processor_of,
-    image_token,
-    load_image_processor,
-    vision_modules,
-)
 from ludic.run.config.model import ModelSettings, is_served
 from ludic.run.config.run_config import CHECKPOINTS, RunConfig
 from ludic.run.folder import CONFIG, METRICS, policy_folders
@@ -54,6 +43,17 @@ from ludic.training.checkpoint.manifest import MANIFEST, CheckpointError, proble
 from ludic.training.checkpoint.model_files import ADAPTER_CONFIG, read_weights
 from ludic.training.checkpoint.state_files import STATE_FILE
 from ludic.types import ChatClient, ConfigError, MissingExtra, PolicyPublisher
+from ludic_gpu.experts.adapters import expert_parameters
+from ludic_gpu.memory.quantized import quantize_linears
+from ludic_gpu.vision.inputs import (
+    Pictures,
+    freeze_vision,
+    image_processor_of,
+    image_token,
+    load_image_processor,
+    vision_modules,
+)
+from ludic_gpu.vision.template import VisionTemplate
 
 # --- weights ---------------------------------------------------------------------------------------------------
 

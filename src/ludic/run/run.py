@@ -16,7 +16,6 @@ from typing import Any, TypeAlias, TypeVar
 
 from ludic import registry
 from ludic.batch_gen import TooManyFailures
-from ludic.batch_gen.pipeline.connection import RedisGone
 from ludic.distributed import WeightPushError
 from ludic.eval import EvalReport
 from ludic.models.loading import LoadedModel
@@ -54,6 +53,7 @@ from ludic.training.learner.stop import StopSignal, run_sync
 from ludic.training.learner.token_recorder import TokenRecorder
 from ludic.training.multi_policy import PolicyTrainers
 from ludic.types import BatchSource, ConfigError, LudicError, PolicyGone, Reducer, Rollout, default_reducers
+from ludic_pipeline.queue.connection import RedisGone
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from ludic.types import ConfigError
-from ludic.types.files import parse_json, parse_toml
+from ludic.util.files import parse_json, parse_toml
 
 T = TypeVar("T")
 

@@ -1,53 +1,10 @@
-"""Sandboxes for untrusted programs: bubblewrap, docker, podman, apptainer; pools of them, limits, results. See docs/sandbox.md.
+"""Sandboxes for untrusted programs; the code is in the plug-in `ludic_sandbox`."""
 
-`envs` and `tools` import it; it imports nothing but `types`. Start with interface.py, then pool.py and bubblewrap.py.
-"""
+from typing import TYPE_CHECKING
 
-from ludic.sandbox.backends import (
-    SandboxBackend,
-    SubprocessConfig,
-    SubprocessSandboxPool,
-    create_sandbox_pool,
-    detect_available_backend,
-    get_backend_info,
-    is_bubblewrap_available,
-    is_docker_available,
-    is_podman_available,
-    is_podman_hpc_available,
-    shared_pool,
-)
-from ludic.sandbox.bubblewrap import BubblewrapConfig, BubblewrapSandboxPool
-from ludic.sandbox.containers import (
-    ApptainerSandboxPool,
-    ContainerConfig,
-    DockerSandboxConfig,
-    DockerSandboxPool,
-    PodmanConfig,
-    PodmanSandboxPool,
-)
-from ludic.sandbox.interface import (
-    Bind,
-    CommandResult,
-    CommandSandbox,
-    CompileResult,
-    CompileStatus,
-    ExecutionResult,
-    RunStatus,
-    Sandbox,
-    SandboxError,
-    SandboxLimits,
-    SandboxPool,
-    SandboxPoolExhaustedError,
-)
-from ludic.sandbox.pool import BaseSandboxPool, LRUCache
+from ludic.plugins import forward
 
-__all__ = [
-    "CompileStatus", "RunStatus", "CompileResult", "ExecutionResult", "CommandResult", "SandboxLimits",
-    "Sandbox", "CommandSandbox", "SandboxPool", "Bind", "SandboxError", "SandboxPoolExhaustedError",
-    "create_sandbox_pool", "shared_pool", "detect_available_backend", "get_backend_info", "SandboxBackend",
-    "is_bubblewrap_available", "is_docker_available", "is_podman_available", "is_podman_hpc_available",
-    "BaseSandboxPool", "LRUCache",
-    "BubblewrapSandboxPool", "BubblewrapConfig", "DockerSandboxPool", "DockerSandboxConfig",
-    "PodmanSandboxPool", "PodmanConfig", "ContainerConfig", "SubprocessSandboxPool", "SubprocessConfig",
-    "ApptainerSandboxPool",
-]  # fmt: skip
+if TYPE_CHECKING:
+    from ludic_sandbox import *  # noqa: F403
+
+__getattr__ = forward(__name__, "ludic_sandbox")

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from ludic.sandbox.arithmetic import BINARY, is_small_power, parse
+from ludic.tools.arithmetic import BINARY, is_small_power, parse
 
 Number = Fraction | float
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from ludic.types.errors import ConfigError
-from ludic.types.files import parse_json
+from ludic.util.files import parse_json
 
 
 def _innermost(fn: Any) -> Any:

@@ -36,7 +36,7 @@ _NAMES_BY_MODULE = {
     "ludic.training.trainer": "Trainer TrainingLoop",
     "ludic.training.learner.interface": "Learner",
     "ludic.training.multi_policy": "train_policies common_step",
-    "ludic.tinker.learner": "TinkerTrainer",
+    "ludic_tinker.learner": "TinkerTrainer",
     "ludic.training.config": "TrainerConfig",
     "ludic.training.checkpoint.manager": "CheckpointConfig CheckpointManager",
     "ludic.training.loggers": "PrintLogger RichLiveLogger TeeLogger WandbLogger JSONLLogger TensorBoardLogger TrackioLogger",

@@ -143,7 +143,7 @@ from ludic.types.tokens import (
     spread_of,
     token_array,
 )
-from ludic.types.urls import shown_url
+from ludic.util.urls import shown_url
 
 __all__ = [
     "JSON", "Message", "MessageSpan", "Content", "MessageView", "ToolCall", "Image", "ImageSpan", "content_of", "images_in",

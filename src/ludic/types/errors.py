@@ -92,6 +92,17 @@ class MissingExtra(LudicError, ImportError):
         self.extras = extras
 
 
+class MissingPlugin(MissingExtra):
+    """A plug-in of Ludic is not installed; `package` is its import name."""
+
+    def __init__(self, package: str, needed_for: str) -> None:
+        extra = package.removeprefix("ludic_")
+        LudicError.__init__(
+            self, f"{needed_for} is in the plug-in {package}, which is not installed. {how_to_install(extra)}"
+        )
+        self.package, self.extras = package, extra
+
+
 class MissingPackage(LudicError, ImportError):
     """A package that is no extra of Ludic, because it is heavy or pins old versions, is not installed."""
 
@@ -294,6 +305,7 @@ _INSTALLED = tuple(
     f"{Path(folder).resolve()}{os.sep}"
     for folder in (
         str(Path(__file__).parents[1]),
+        str(Path(__file__).parents[3] / "plugins"),
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     )
 )

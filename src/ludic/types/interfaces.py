@@ -120,7 +120,11 @@ class UnsavedState:
 
     def __init__(self, parts: Iterable[object]) -> None:
         """Called at the start of the run."""
-        own = (part for part in parts if not (isinstance(part, Stateful) or type(part).__module__.startswith("ludic.")))
+        own = (
+            part
+            for part in parts
+            if not (isinstance(part, Stateful) or type(part).__module__.startswith(("ludic.", "ludic_")))
+        )
         self._before = [(part, _digests(part)) for part in own]
 
     def warn(self) -> None:
@@ -146,7 +150,7 @@ def own_parts(part: Any, path: str, seen: set[int] | None = None) -> dict[str, A
         inner = dict(enumerate(part))
     elif isinstance(part, Mapping):
         inner = dict(part)
-    elif type(part).__module__.startswith("ludic."):
+    elif type(part).__module__.startswith(("ludic.", "ludic_")):
         inner = _attributes(part)
     else:
         return {path: part}

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ludic.types.errors import ConfigError, EnvContractError, Failure, LudicError
-from ludic.types.files import Line, LineWriter, parse_json, read_lines
 from ludic.types.messages import Message, MessageView, Pictures, images_in, name_pictures, restore_pictures
 from ludic.types.metrics import added
 from ludic.types.steps import (
@@ -31,6 +30,7 @@ from ludic.types.steps import (
     scores_of,
 )
 from ludic.types.tokens import TokenLog, TokenTrace
+from ludic.util.files import Line, LineWriter, parse_json, read_lines
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class Rollout:
 
     @property
     def call_counts(self) -> Mapping[str, int]:
-        """How the model calls of a gateway session continued each other (`ludic.gateway.session`); empty for others."""
+        """How the model calls of a gateway session continued each other (`ludic_serve.gateway.session`); empty for others."""
         given = self.meta.get("gateway")
         return given if isinstance(given, Mapping) else {}
 

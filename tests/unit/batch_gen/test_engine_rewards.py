@@ -3,13 +3,13 @@
 import pytest
 
 from ludic.batch_gen import RolloutBatchSource, TooManyFailures
-from ludic.batch_gen.pipeline.episodes import GroupRunner, RecentFailures
-from ludic.batch_gen.pipeline.wire import decode_group, encode_group
 from ludic.rewards import FunctionScorer, Rewards
 from ludic.training import RLAlgorithm, TrainerConfig
 from ludic.training.learner.batches import NothingToTrainOn, fetch
 from ludic.training.losses import MaskedCausalLMCrossEntropyLoss
 from ludic.types import ConfigError, PolicyGone, StopReason, load_rollouts
+from ludic_pipeline.queue.episodes import GroupRunner, RecentFailures
+from ludic_pipeline.queue.wire import decode_group, encode_group
 from tests.unit.batch_gen.parts import TotalReward, make_engine, request
 
 ALGORITHM = RLAlgorithm(name="total", credit_assigner=TotalReward(), loss=MaskedCausalLMCrossEntropyLoss())

@@ -4,7 +4,6 @@ from contextlib import aclosing
 import pytest
 
 from ludic.batch_gen import Progress, RolloutEngine, TooManyFailures
-from ludic.batch_gen.pipeline.wire import decode_group, encode_group
 from ludic.eval import Grading, evaluate
 from ludic.inference import ScriptedClient
 from ludic.interaction import InteractionProtocol
@@ -19,6 +18,7 @@ from ludic.types import (
     StopReason,
     TokenTrace,
 )
+from ludic_pipeline.queue.wire import decode_group, encode_group
 from tests.unit.batch_gen.parts import SeededEnv, TotalReward, make_engine, other_tasks, request, summary
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from ludic.run.config.run_config import RunConfig
 from ludic.run.settings import read_toml
-from ludic.sandbox import is_bubblewrap_available
 from ludic.training.loggers import read_metrics
 from ludic.types import load_rollouts
+from ludic_sandbox import is_bubblewrap_available
 from tests import warm_python
 from tests.unit.cli.train_parts import AGENT, RUN, SMALL, command_in
 

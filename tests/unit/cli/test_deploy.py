@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from ludic.cli.args import parse_run
-from ludic.cli.pipeline.command import ActorArgs, LaunchArgs
 from ludic.cli.train import TrainArgs
 from ludic.training.loggers import read_metrics
+from ludic_pipeline.launch.command import ActorArgs, LaunchArgs
 from tests import warm_python
 from tests.unit.cli.train_parts import ENV
 

@@ -18,7 +18,6 @@ from ludic.cli.eval.config import PolicySettings, of_run
 from ludic.cli.eval.models import evaluated_models, load, pinned
 from ludic.cli.eval.run import read_command
 from ludic.inference.local import LocalEngine
-from ludic.inference.local.server import serve
 from ludic.models.loading import tiny_llama, word_tokenizer
 from ludic.run.config.env_and_agent import AgentSettings, EnvSettings
 from ludic.run.config.model import ModelSettings
@@ -27,6 +26,7 @@ from ludic.run.resolve import slug
 from ludic.run.settings import to_toml, with_values
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
 from ludic.types import ConfigError, LudicError, load_rollouts
+from ludic_serve.openai_server import serve
 from tests.unit.cli.runner import invoke
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the local extra is not installed")
 
 from ludic.distributed import FolderFollower, FolderPublisher  # noqa: E402
-from ludic.distributed.publish.folder import published_files  # noqa: E402
+from ludic.distributed.folder import published_files  # noqa: E402
 from ludic.types import ChecksServers, ConfigError  # noqa: E402
 from tests.unit.inference.local.tiny_models import (  # noqa: E402
     Gate,
@@ -218,7 +218,7 @@ def test_an_unreadable_newest_version_does_not_bring_back_an_old_one(folder):
 
 
 def test_a_version_deleted_after_listing_is_skipped(folder, monkeypatch):
-    import ludic.distributed.publish.folder as module
+    import ludic.distributed.folder as module
 
     server = StillServer(new_model())
     publisher = FolderPublisher(folder, keep=1)

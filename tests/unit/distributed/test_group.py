@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ludic.distributed import WeightPushError
-from ludic.distributed.publish.vllm import finish
-from ludic.inference.vllm.transfer import Meeting, address_towards, broadcast, join, open_store, reach_store
+from ludic.distributed.transfer import Meeting, address_towards, broadcast, join, open_store, reach_store
+from ludic_vllm.publish.vllm import finish
 
 
 def test_a_worker_receives_what_the_trainer_sends():

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from ludic.sandbox import CommandResult, CompileResult, CompileStatus, RunStatus
 from ludic.types import ConfigError, Snapshot
 from ludic_rustorio import RustorioEnv
 from ludic_rustorio.env import source_of
@@ -16,6 +15,7 @@ from ludic_rustorio.game import DEMO, read_game
 from ludic_rustorio.judge import verdict_of
 from ludic_rustorio.source_rules import refusal
 from ludic_rustorio.toolchain import find_toolchain
+from ludic_sandbox import CommandResult, CompileResult, CompileStatus, RunStatus
 
 pytestmark = pytest.mark.slow
 

@@ -11,12 +11,12 @@ from aiohttp import web
 
 from ludic.inference import ByteTemplate
 from ludic.inference.local import LocalEngine
-from ludic.inference.local.server import serve
 from ludic.inference.openai_client import EndpointError, OpenAIChatClient, messages_of
 from ludic.interaction import SingleAgentProtocol
 from ludic.models.loading import tiny_llama, word_tokenizer
 from ludic.parsers import raw_parser
 from ludic.types import ConfigError, InferenceSpec, OutOfRoom, ReturnSpec, SamplingParams, TokenCompletionRequest
+from ludic_serve.openai_server import serve
 from tests.fakes import CountingEnv, make_agent
 
 WORDS = ["count=0", "count=1", "inc", "dec", "Say", "inc."]

@@ -47,7 +47,7 @@ def make_template(name: str) -> tuple[ChatTemplate, Any]:
         return renderers_template(tokenizer, name), lambda ids: tokenizer.decode(list(ids))
     if name.startswith("cookbook "):
         pytest.importorskip("tinker_cookbook", reason="tinker-cookbook is not installed")
-        from ludic.tinker.template import tinker_template
+        from ludic_tinker.template import tinker_template
 
         tokenizer = make_tokenizer("qwen")
         made = tinker_template("", tokenizer, name.removeprefix("cookbook "))

@@ -9,9 +9,9 @@ from aiohttp import web
 
 from ludic.inference import OpenAIChatClient
 from ludic.inference.local import LocalEngine
-from ludic.inference.local.server import serve
 from ludic.models.loading import tiny_llama, word_tokenizer
 from ludic.types import ConfigError, ReturnSpec, SamplingParams, TokenCompletionRequest
+from ludic_serve.openai_server import serve
 
 MESSAGES = [{"role": "user", "content": "one two"}]
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=8)

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ludic.http.request import read_tools
 from ludic.inference import (
     Conversation,
     HermesToolParser,
@@ -26,11 +27,10 @@ from ludic.inference import (
     XMLToolParser,
     make_tool_call,
 )
-from ludic.inference.local.server import ServerLimits, _Server
-from ludic.inference.serving.request import read_tools
 from ludic.inference.templates.conversation import ChatDialogue
 from ludic.run.model import make_template
 from ludic.types import ConfigError, TemplateError
+from ludic_serve.openai_server import ServerLimits, _Server
 from tests.chat_templates import make_tokenizer
 from tests.extended import cases
 

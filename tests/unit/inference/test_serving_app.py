@@ -8,8 +8,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from ludic.inference.serving.app import AppServer
-from ludic.inference.serving.limits import ServerLimits
+from ludic.http.app import AppServer
+from ludic.http.limits import ServerLimits
 
 pytestmark = pytest.mark.slow
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from aiohttp import web
 
+from ludic.http.client import EndpointError
 from ludic.inference import LocalTeacher, VLLMTeacher, tokenizer_fingerprint
-from ludic.inference.http import EndpointError
 from ludic.inference.local import LocalEngine
 from ludic.types import ConfigError, TeacherScorer
-from tests.unit.inference.vllm_fake import FakeVLLM, client_of
+from plugins.vllm.tests.vllm_fake import FakeVLLM, client_of
 from tests.unit.training.bandit import ByteTokenizer, tiny_llama
 
 

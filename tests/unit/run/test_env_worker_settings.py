@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from ludic.envs.workers import EnvServer
 from ludic.run import build
 from ludic.run.config.env_and_agent import EnvSettings
 from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError, load_rollouts
-from tests.integration.test_env_workers import nothing_left, start_server
-from tests.unit.envs.workers import parts
-from tests.unit.envs.workers.test_env_pool import without_ids
+from ludic_envs.workers import EnvServer
+from plugins.envs.tests.test_env_workers import nothing_left, start_server
+from plugins.envs.tests.workers import parts
+from plugins.envs.tests.workers.test_env_pool import without_ids
 
 pytestmark = pytest.mark.slow
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ludic.batch_gen.rescoring import rescore
 from ludic.models.loading import make_tiny
 from ludic.rewards import Rewards, as_scorer
 from ludic.run import RunConfig, build
 from ludic.training import TrainerConfig
 from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError
+from ludic_judges.rescoring import rescore
 from tests.unit.run.test_run import SMALL, Letter
 
 pytestmark = pytest.mark.slow

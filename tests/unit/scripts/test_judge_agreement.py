@@ -12,8 +12,8 @@ pytest.importorskip("torch", reason="the train extra is not installed")
 from benchmarks import judge_agreement
 
 from ludic.types import Rollout
-from tests.unit.judges.cases import judge_model, rollout, section_in
-from tests.unit.judges.test_group_judges import shown
+from plugins.judges.tests.cases import judge_model, rollout, section_in
+from plugins.judges.tests.test_group_judges import shown
 
 SAMPLES = [{"question": f"What is {n} + {n}?", "answer": f"#### {2 * n}"} for n in range(4)]
 

@@ -17,13 +17,13 @@ from ludic.batch_gen.build_batch import GATEWAY_KINDS
 from ludic.batch_gen.requests.streams import RisingDifficultyCurriculum
 from ludic.inference import LocalTeacher
 from ludic.inference.local import LocalEngine
-from ludic.judges import GroupJudge, PairwiseJudge
 from ludic.rewards import Rewards
 from ludic.training import make_grpo
 from ludic.training.metric_names import METRICS
+from ludic_judges import GroupJudge, PairwiseJudge
+from plugins.judges.tests.cases import judge_model
+from plugins.judges.tests.test_group_judges import by_length, longer_wins
 from tests.extended import cases
-from tests.unit.judges.cases import judge_model
-from tests.unit.judges.test_group_judges import by_length, longer_wins
 from tests.unit.training.bandit import BanditRequests, bandit_trainer, tiny_llama, unexplained
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,6 @@ from ludic.batch_gen.episodes import Episode, EpisodePlan, FailureLimit
 from ludic.batch_gen.requests.curriculum import UniformCurriculum
 from ludic.eval import outcomes_of
 from ludic.eval.ratings import matches_of
-from ludic.gateway.threads import session_rollouts
 from ludic.interaction import InteractionProtocol
 from ludic.training.credit_assignment import EpisodeCredit, EpisodicReturn, GroupNormalizedReturn
 from ludic.training.critic.gae import TokenGAE
@@ -16,8 +15,9 @@ from ludic.training.filters import filter_zero_variance_groups, keep_few_per_gro
 from ludic.training.learner.gradients import batch_facts
 from ludic.training.learner.metrics import batch_stats
 from ludic.types import ConfigError, Rollout, SAWBatch, by_session, save_rollouts
+from ludic_serve.gateway.threads import session_rollouts
+from plugins.serve.tests.sessions import ask, assistant, make_session, user
 from tests.unit.batch_gen.parts import SeededEnv, request
-from tests.unit.gateway.sessions import ask, assistant, make_session, user
 from tests.unit.training.hand_made import rollout, session
 
 GRPO = EpisodeCredit(GroupNormalizedReturn(2))

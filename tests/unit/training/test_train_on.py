@@ -11,7 +11,6 @@ import pytest
 from ludic.agents import ReActAgent
 from ludic.batch_gen import OfflineBatchSource, make_chat_template_step_to_item, stitch_rollout
 from ludic.batch_gen.message_spans import with_message_spans
-from ludic.batch_gen.pipeline.wire import UnreadableGroup, decode_group, encode_group
 from ludic.inference import ByteTemplate, HermesToolParser
 from ludic.interaction import SingleAgentProtocol
 from ludic.run import build
@@ -20,6 +19,7 @@ from ludic.training.algorithms import make_echo, make_rft, make_sft
 from ludic.training.filters import observe_roles, train_on_messages, train_on_roles
 from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError, MessageSpan, Rollout, SAWBatch, SAWItem, TokenTrace, save_rollouts
+from ludic_pipeline.queue.wire import UnreadableGroup, decode_group, encode_group
 from tests.fakes import CountingEnv, ScriptedClient, make_agent
 from tests.unit.batch_gen.parts import RL
 from tests.unit.run.test_run import SMALL, Letter

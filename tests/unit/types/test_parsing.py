@@ -2,7 +2,7 @@
 
 import pytest
 
-from ludic.types.files import parse_json, parse_toml
+from ludic.util.files import parse_json, parse_toml
 
 DEEP = 100_000
 

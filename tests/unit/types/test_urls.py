@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludic.cli.eval.config import PolicySettings
-from ludic.inference.http import EndpointError
+from ludic.http.client import EndpointError
 from ludic.inference.openai_client import OpenAIChatClient
-from ludic.inference.vllm.client import VLLMChatClient
-from ludic.run.config.pipeline import PipelineSettings
 from ludic.run.config.rollouts import RolloutSettings
 from ludic.run.config.training import AlgoSettings
 from ludic.types import ConfigError, shown_url
-from ludic.types.urls import LOGINS_VARIABLE, holds_login, is_same_secret, login_of, without_login
+from ludic.util.urls import LOGINS_VARIABLE, holds_login, is_same_secret, login_of, without_login
+from ludic_pipeline.settings import PipelineSettings
+from ludic_vllm.client import VLLMChatClient
 
 WITH_LOGINS = [
     "redis://hunter2@host:6379/0",

@@ -11,11 +11,11 @@ from typing import Any
 
 from ludic.envs.env import world_of
 from ludic.envs.single_agent_env import SingleAgentEnv
-from ludic.sandbox import SandboxPool, shared_pool
 from ludic.types import ConfigError, Info, Observation, Snapshot, StepOutcome, new_id
 from ludic_rustorio.game import build_game, read_game
 from ludic_rustorio.judge import Judge, Limits, Status, Verdict
 from ludic_rustorio.toolchain import find_toolchain
+from ludic_sandbox import SandboxPool, shared_pool
 
 _KIND = "rustorio"
 _VERSION = 1

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ludic.sandbox import Bind
 from ludic.types import ConfigError
 from ludic_rustorio.toolchain import Toolchain
+from ludic_sandbox import Bind
 
 DEMO = Path(__file__).with_name("demo")
 _INSIDE = "/game"

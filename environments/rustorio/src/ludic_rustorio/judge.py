@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from ludic.sandbox import CommandResult, CommandSandbox, RunStatus, SandboxError, SandboxPool
 from ludic.types import ConfigError
 from ludic_rustorio.game import BuiltGame, Game
 from ludic_rustorio.source_rules import refusal
 from ludic_rustorio.toolchain import Toolchain
+from ludic_sandbox import CommandResult, CommandSandbox, RunStatus, SandboxError, SandboxPool
 
 _MAX_MESSAGE = 20_000
 _REPORT = Path(__file__).with_name("report.rs").read_text(encoding="utf-8")

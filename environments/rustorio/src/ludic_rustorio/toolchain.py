@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from ludic.sandbox import Bind
 from ludic.types import ConfigError
+from ludic_sandbox import Bind
 
 _INSIDE = "/toolchain"
 _ADVICE = (

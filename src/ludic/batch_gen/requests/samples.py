@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ludic.types import ConfigError, MissingExtra
-from ludic.types.files import parse_json
+from ludic.util.files import parse_json
 
 Sample: TypeAlias = dict[str, Any]
 HUB = "hub:"

@@ -45,7 +45,7 @@ class StoredItem:
 
     @classmethod
     def read(cls, text: str) -> "StoredItem":
-        from ludic.batch_gen.pipeline.wire import decode_group  # only saved samples need the extra 'pipeline'
+        from ludic_pipeline.queue.wire import decode_group  # only saved samples need the extra 'pipeline'
 
         (item,) = decode_group(base64.b64decode(text))
         return cls(item, text)
@@ -53,7 +53,7 @@ class StoredItem:
     @property
     def text(self) -> str:
         if self._text is None:
-            from ludic.batch_gen.pipeline.wire import encode_group
+            from ludic_pipeline.queue.wire import encode_group
 
             self._text = base64.b64encode(encode_group([self.item])).decode("ascii")
         return self._text

@@ -37,8 +37,8 @@ from ludic.types import (
     is_parse_failure,
     was_rejected_as_cut_off,
 )
-from ludic.types.files import Line
 from ludic.types.rollout import stored_rollout
+from ludic.util.files import Line
 
 logger = logging.getLogger(__name__)
 

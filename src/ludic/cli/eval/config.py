@@ -16,7 +16,7 @@ from ludic.run.given import EnvFactory, check_data
 from ludic.run.resolve import resolve_play
 from ludic.run.settings import read_toml
 from ludic.types import ConfigError
-from ludic.types.urls import PUT_LOGIN, refuse_login
+from ludic.util.urls import PUT_LOGIN, refuse_login
 
 DEFAULT_MODEL = SMOLLM2
 

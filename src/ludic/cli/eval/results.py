@@ -24,9 +24,9 @@ from ludic.run.resolve import slug
 from ludic.run.settings import differences, read_toml, to_toml, with_values
 from ludic.types import ConfigError, LudicError
 from ludic.types.rollout import json_number, plain_fields
-from ludic.view import api
-from ludic.view.export import export_page
-from ludic.view.index import Runs
+from ludic_view import api
+from ludic_view.export import export_page
+from ludic_view.index import Runs
 
 logger = logging.getLogger(__name__)
 PAGE = "page.html"

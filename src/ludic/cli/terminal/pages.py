@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ludic.cli.terminal.colour import paint
 
 if TYPE_CHECKING:
+    from ludic.cli.commands import Command
     from ludic.cli.terminal.flags import Flag
 
 HELP = frozenset({"-h", "--help"})
@@ -31,29 +32,6 @@ FIRST_STEPS = (
     ("ludic view", "Look at the run in a browser: rewards, episodes, tokens."),
 )
 """Five things to do, in an order in which all of them work."""
-
-EXAMPLES = {
-    "train": "ludic train tic_tac_toe --model smollm2-135m --lora-rank 16 --name ttt",
-    "eval": "ludic eval tic_tac_toe --model tiny --num-tasks 50",
-    "play": "ludic play tic_tac_toe --seed 3",
-    "serve": "ludic serve --model smollm2-135m --port 8000",
-    "gateway": "ludic gateway --model tiny --save sessions.jsonl",
-    "sandbox-server": "ludic sandbox-server --workers 4",
-    "env-server": "ludic env-server tic_tac_toe --workers 4",
-    "export": "ludic export runs/ttt my-model",
-    "optimize-prompt": "ludic optimize-prompt tic_tac_toe --model smollm2-135m --dry-run",
-    "rescore": "ludic rescore runs/ttt --reward length",
-    "launch": "ludic launch tic_tac_toe --model smollm2-135m --actors 2",
-    "actor": "ludic actor runs/ttt --actor-index 1",
-    "view": "ludic view runs/ttt",
-    "show": "ludic show runs/ttt --worst",
-    "plot": "ludic plot runs/ttt --metric train/avg_total_reward",
-    "plan": "ludic plan 7b --gpus 8",
-    "new": "ludic new env my_env",
-    "parts": "ludic parts algorithm",
-    "doctor": "ludic doctor --json",
-}
-"""Command -> a command line that its help shows."""
 
 
 def width() -> int:
@@ -78,13 +56,13 @@ def greeting(version: str, missing: str) -> str:
     return "\n".join([*lines, "", "`ludic --help` lists all commands."])
 
 
-def overview(commands: Mapping[str, tuple[str, str]], usual: Sequence[str], *, all: bool) -> str:
+def overview(commands: Mapping[str, "Command"], *, all: bool) -> str:
     """`ludic --help`: the usual commands with a line each, the others by name; with `all`, a line for each of them."""
-    shown = list(commands) if all else list(usual)
+    shown = [name for name, command in commands.items() if all or command.is_usual]
     column = max(map(len, shown))
     lines = ["usage: ludic [--version] [--help] COMMAND …", "", "Reinforcement learning of LLM agents.", ""]
     for name in shown:
-        summary = _cut(commands[name][1], width() - column - 4)
+        summary = _cut(commands[name].summary, width() - column - 4)
         lines.append(f"  {paint(name.ljust(column), 'command')}  {summary}")
     others = [name for name in commands if name not in shown]
     if others:
@@ -101,7 +79,10 @@ def help_page(prog: str, description: str, flags: Sequence["Flag"], usual: Seque
     order += [] if usual else [flag for flag in flags if flag.is_positional or flag.is_required]
     order += [] if usual else [flag for flag in flags if flag not in order]
     head = [*_usage(prog, flags, columns), "", *_first_sentences(description, columns), ""]
-    example = EXAMPLES.get(prog.removeprefix("ludic "), "")
+    from ludic.cli.commands import commands
+
+    command = commands().get(prog.removeprefix("ludic "))
+    example = "" if command is None else command.example
     if example:
         head += [f"example: {paint(example, 'command')}", ""]
     foot = textwrap.wrap(f"`{prog} {HELP_ALL}` has the other flags, {len(flags)} in all, and the whole texts.", columns)

@@ -1,42 +1,10 @@
-"""Programming problems: the agent writes code, tests in a sandbox decide. See docs/envs/code_exec.md.
+"""Programming problems; the code is in the plug-in `ludic_sandbox`."""
 
-The registry makes the tasks (env.py). Start with env.py, then runner.py (programs by stdin) and assert_runner.py (functions).
-"""
+from typing import TYPE_CHECKING
 
-from ludic.envs.code_exec.assert_runner import AssertRunner
-from ludic.envs.code_exec.batch import BatchExecutionSpec
-from ludic.envs.code_exec.cases import (
-    BatchTestResult,
-    CodeExecConfig,
-    Feedback,
-    TestCase,
-    TestResult,
-    compute_hash,
-    hash_tests,
-)
-from ludic.envs.code_exec.datasets import (
-    APPS_SYSTEM_PROMPT,
-    APPSTestAdapter,
-    HumanEvalTestAdapter,
-    MBPPTestAdapter,
-    ProgramTestAdapter,
-    TestAdapter,
-)
-from ludic.envs.code_exec.env import APPSEnv, CodeExecEnv, HumanEvalEnv, MBPPEnv, ProgrammingEnv
-from ludic.envs.code_exec.runner import (
-    CodeRunner,
-    ExactMatchVerifier,
-    FloatTolerantVerifier,
-    OutputVerifier,
-    StdinStdoutRunner,
-    Verdict,
-    WhitespaceNormalizedVerifier,
-)
+from ludic.plugins import forward
 
-__all__ = [
-    "TestCase", "TestResult", "BatchTestResult", "BatchExecutionSpec", "compute_hash", "hash_tests",
-    "CodeRunner", "StdinStdoutRunner", "AssertRunner",
-    "OutputVerifier", "Verdict", "ExactMatchVerifier", "WhitespaceNormalizedVerifier", "FloatTolerantVerifier",
-    "TestAdapter", "ProgramTestAdapter", "APPSTestAdapter", "APPS_SYSTEM_PROMPT", "HumanEvalTestAdapter", "MBPPTestAdapter",
-    "CodeExecConfig", "Feedback", "CodeExecEnv", "ProgrammingEnv", "APPSEnv", "HumanEvalEnv", "MBPPEnv",
-]  # fmt: skip
+if TYPE_CHECKING:
+    from ludic_sandbox.code_exec import *  # noqa: F403
+
+__getattr__ = forward(__name__, "ludic_sandbox.code_exec")

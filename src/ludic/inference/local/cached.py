@@ -18,7 +18,7 @@ from ludic.inference.local.runner import Read, RunnerSettings, sampled_from
 from ludic.inference.local.sampling import PromptScores, Scoring, scores_of
 from ludic.inference.local.sequence import Chunk, Sequence
 from ludic.models.head import plain_model
-from ludic.models.vision.inputs import Pictures, VisionDecoder, is_vision_model
+from ludic_gpu.vision.inputs import Pictures, VisionDecoder, is_vision_model
 
 _PROBED, _PROBED_PROMPT = 12, 4
 """Tokens of the probe that compares the cache with a plain forward pass, and how many of them are its prompt."""

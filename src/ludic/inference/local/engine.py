@@ -26,10 +26,8 @@ from ludic.inference.local.worker import Worker
 from ludic.inference.templates.conversation import decode_reply
 from ludic.models.adapters.adapter import LoraAdapter
 from ludic.models.adapters.forward import AdapterNames, PackedAdapter
-from ludic.models.bitwise.decoder import BitwiseDecoder
 from ludic.models.head import plain_model
 from ludic.models.loading import load_model
-from ludic.models.vision.inputs import image_processor_of, is_vision_model
 from ludic.models.weights import FiniteCheck, not_finite
 from ludic.types import (
     ChatResponse,
@@ -41,6 +39,8 @@ from ludic.types import (
     derive_seed,
     token_array,
 )
+from ludic_gpu.bitwise.decoder import BitwiseDecoder
+from ludic_gpu.vision.inputs import image_processor_of, is_vision_model
 
 
 class LocalEngine:

@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ludic.inference.local.bitwise import check_sampling
 from ludic.inference.local.sequence import Sequence
 from ludic.types import (
     ConfigError,
@@ -17,6 +16,7 @@ from ludic.types import (
     SamplingParams,
     TokenCompletionRequest,
 )
+from ludic_gpu.bitwise_engine import check_sampling
 
 
 class RequestAborted(LudicError, RuntimeError):

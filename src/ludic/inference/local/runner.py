@@ -18,12 +18,12 @@ from ludic.inference.local.sequence import Chunk, Sampled, Sequence
 from ludic.models.adapters.forward import AdaptedForward
 from ludic.models.attention import NAME as ATTENTION_NAME
 from ludic.models.attention import NotRoutable, has_sinks, route_attention, say_once
-from ludic.models.experts import Routers
 from ludic.models.head import plain_model
-from ludic.models.recurrent.layers import recurrent_layers
-from ludic.models.vision.inputs import is_vision_model
 from ludic.models.weights import shared_view
 from ludic.types import ConfigError
+from ludic_gpu.experts import Routers
+from ludic_gpu.recurrent.layers import recurrent_layers
+from ludic_gpu.vision.inputs import is_vision_model
 
 Read = Callable[[], list[Sampled]]
 """Waits for a launched computation and returns its tokens."""
@@ -132,7 +132,7 @@ def choose_backend(
         if (records_experts or has_adapters) and recurrent_layers(model):
             raise NotRoutable("it has recurrent layers")
         if recurrent_layers(model):
-            from ludic.inference.local.hybrids.runners import HybridBackend
+            from ludic_gpu.hybrids.runners import HybridBackend
 
             return HybridBackend(model, length)
         return PagedBackend(
@@ -198,20 +198,20 @@ class PagedBackend:
         view.set_attn_implementation(ATTENTION_NAME)
         shape, blocks = self._shape, (settings.num_blocks, settings.block_size)
         if self._is_bitwise:
-            from ludic.inference.local.bitwise import BitwiseRunner
+            from ludic_gpu.bitwise_engine import BitwiseRunner
 
             return BitwiseRunner(view, shape, *blocks)
         routers = None if shape.experts is None else Routers(view)
         if settings.adapters and shape.device.type != "cpu" and not self._fuses_adapters:
-            from ludic.inference.local.cuda.adapted import AdaptedRunner
+            from ludic_gpu.cuda.adapted import AdaptedRunner
 
             return AdaptedRunner(AdaptedForward(view, pack=False), shape, *blocks)
         if shape.device.type == "cpu":
             from ludic.inference.local.cpu.runner import CPURunner, cpu_forward
 
             return CPURunner(cpu_forward(view, settings), shape, *blocks, routers=routers)
-        from ludic.inference.local.cuda.forward import fused_bytes  # imports triton, which needs a GPU machine
-        from ludic.inference.local.cuda.runner import CUDARunner
+        from ludic_gpu.cuda.forward import fused_bytes  # imports triton, which needs a GPU machine
+        from ludic_gpu.cuda.runner import CUDARunner
 
         pack = settings.pack_weights
         if pack is None:
@@ -227,7 +227,7 @@ class PagedBackend:
 
 
 def _can_fuse(model: Any) -> bool:
-    from ludic.inference.local.cuda.forward import can_fuse  # imports triton, which needs a GPU machine
+    from ludic_gpu.cuda.forward import can_fuse  # imports triton, which needs a GPU machine
 
     return can_fuse(model) and rope_limit(model.config.get_text_config()) is None
 

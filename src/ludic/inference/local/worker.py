@@ -21,10 +21,10 @@ from ludic.inference.local.runner import Backend, Read, RecordsExperts, Runner, 
 from ludic.inference.local.sampling import Scoring, ScoringQueue
 from ludic.inference.local.scheduler import Scheduler
 from ludic.inference.local.sequence import Sampled, Sequence, StopRule
-from ludic.models.experts.adapters import MergedExperts, merge_experts
 from ludic.models.weights import FiniteCheck, WeightsWatch, not_finite, shared_view
 from ludic.tasks import exempt_from_collection
 from ludic.types import EngineClosed, NotFinite, QueueFull
+from ludic_gpu.experts.adapters import MergedExperts, merge_experts
 
 logger = logging.getLogger(__name__)
 

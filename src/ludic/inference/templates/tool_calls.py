@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ludic.types import Message, TemplateError, ToolCall
-from ludic.types.files import parse_json
+from ludic.util.files import parse_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

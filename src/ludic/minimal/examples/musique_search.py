@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 
 from ludic.batch_gen.requests.samples import read_samples
-from ludic.envs.musique_search import MuSiQueSample, exact_match, normalized, token_f1
 from ludic.minimal import (
     Action,
     Example,
@@ -35,9 +34,10 @@ from ludic.minimal import (
 )
 from ludic.parsers import xml_tag_parser
 from ludic.tools import Tool
-from ludic.tools.search import DocumentSearch
 from ludic.types import LudicError, Message, MissingExtra, SamplingParams
-from ludic.types.files import parse_json
+from ludic.util.files import parse_json
+from ludic_envs.musique_search import MuSiQueSample, exact_match, normalized, token_f1
+from ludic_envs.search import DocumentSearch
 
 if TYPE_CHECKING:
     from ludic.minimal.local_backend import LocalModel

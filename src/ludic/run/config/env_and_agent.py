@@ -7,8 +7,8 @@ from typing import Literal, TypeAlias
 from ludic.batch_gen.episodes import DEFAULT_ENV_TIMEOUT_S
 from ludic.catalog import CutOff, Unreadable
 from ludic.run.config.entries import Arguments, at_least
-from ludic.sandbox.backends import check_backend
 from ludic.types import ConfigError
+from ludic_sandbox.backends import check_backend
 
 AgentSandbox: TypeAlias = Literal["bubblewrap", "none"]
 

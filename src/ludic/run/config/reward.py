@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from ludic.judges import JudgeBy
 from ludic.run.config.entries import Arguments, at_least
 from ludic.run.config.model import is_served
 from ludic.types import ConfigError
-from ludic.types.urls import PUT_LOGIN, refuse_login
+from ludic.util.urls import PUT_LOGIN, refuse_login
+from ludic_judges import JudgeBy
 
 
 @dataclass(frozen=True, kw_only=True)

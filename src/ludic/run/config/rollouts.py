@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from ludic.run.config.entries import Arguments, at_least
 from ludic.types import ConfigError
-from ludic.types.urls import PUT_LOGIN, refuse_login
+from ludic.util.urls import PUT_LOGIN, refuse_login
 
 DEFAULT_MAX_LAG = 4
 Engine: TypeAlias = Literal["local", "vllm", "pipeline"]

@@ -8,14 +8,14 @@ from typing import ClassVar
 from ludic.run.config.entries import EnvEntry, LeagueSettings, RecordedEntry, ReplaySettings, check_name
 from ludic.run.config.env_and_agent import AgentSettings, EnvSettings
 from ludic.run.config.model import ModelSettings, is_served
-from ludic.run.config.pipeline import PipelineSettings
 from ludic.run.config.reward import RewardSettings
 from ludic.run.config.rollouts import RolloutSettings
 from ludic.run.config.training import AlgoSettings, EvalSettings, TrainSettings
 from ludic.run.policies.entry import PolicyEntry, check_policies
 from ludic.training.config import CheckpointConfig, LRSchedule, TrainerConfig
 from ludic.types import ConfigError, SamplingParams
-from ludic.types.urls import PUT_LOGIN, refuse_login
+from ludic.util.urls import PUT_LOGIN, refuse_login
+from ludic_pipeline.settings import PipelineSettings
 
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in a run folder."""

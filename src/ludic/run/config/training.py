@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 from ludic.run.config.entries import Arguments, at_least
 from ludic.run.config.model import is_served
 from ludic.types import ConfigError
-from ludic.types.urls import PUT_LOGIN, refuse_login
+from ludic.util.urls import PUT_LOGIN, refuse_login
 
 KLEstimate: TypeAlias = Literal["k1", "k2", "k3"]
 Averaging: TypeAlias = Literal["token_mean", "sample_mean", "episode_mean", "sample_sum"]

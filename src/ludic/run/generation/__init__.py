@@ -12,12 +12,12 @@ from ludic.run.config.run_config import RunConfig
 from ludic.run.generation.base import Generation as Generation
 from ludic.run.generation.in_process import EmbeddedGeneration, PreferenceGeneration, VLLMGeneration
 from ludic.run.generation.in_process import check_preferences as check_preferences
-from ludic.run.generation.pipeline import PipelineGeneration
-from ludic.run.generation.pipeline import clear_queue as clear_queue
-from ludic.run.generation.pipeline import mark_finished as mark_finished
-from ludic.run.generation.pipeline import pipeline_algorithm as pipeline_algorithm
 from ludic.run.generation.teachers import check_teacher as check_teacher
 from ludic.run.generation.teachers import make_teachers as make_teachers
+from ludic_pipeline.generation import PipelineGeneration
+from ludic_pipeline.generation import clear_queue as clear_queue
+from ludic_pipeline.generation import mark_finished as mark_finished
+from ludic_pipeline.generation import pipeline_algorithm as pipeline_algorithm
 
 GENERATIONS: Mapping[str, type[EmbeddedGeneration] | type[PipelineGeneration]] = {
     "local": EmbeddedGeneration,

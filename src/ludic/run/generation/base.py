@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from ludic.eval import EvalReport, SnapshotEvaluator
-from ludic.gateway.protocol import close_gateways
 from ludic.inference import ChatTemplate
 from ludic.models.loading import LoadedModel
 from ludic.run.config.env_and_agent import AgentSettings
@@ -20,6 +19,7 @@ from ludic.run.resolve import ResolvedRun
 from ludic.run.sources import check_source
 from ludic.training import RLAlgorithm
 from ludic.types import BatchSource, ConfigError, Evaluator, PolicyPublisher, Rollout
+from ludic_serve.gateway.protocol import close_gateways
 
 
 class Generation(ABC):

@@ -100,13 +100,13 @@ class VLLMGeneration(EmbeddedGeneration):
     def _sampled(self, played: BatchSource) -> BatchSource:
         if not self._run.config.rollouts.server_sleep:
             return played
-        from ludic.run.generation.vllm import SleepAfterBatch, VLLMChatClient
+        from ludic_vllm.generation import SleepAfterBatch, VLLMChatClient
 
         assert isinstance(self._served.client, VLLMChatClient), "what serve_on_vllm makes"
         return SleepAfterBatch(played, self._served.client)
 
     def _serve(self) -> ServedPolicy:
-        from ludic.run.generation.vllm import serve_on_vllm
+        from ludic_vllm.generation import serve_on_vllm
 
         return serve_on_vllm(self._run, self._loaded)
 

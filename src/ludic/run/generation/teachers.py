@@ -89,7 +89,7 @@ def _teacher_scorer(run: ResolvedRun, teacher: str, stack: ExitStack) -> Teacher
         )  # scoring needs no cache
         stack.callback(engine.close)
         return LocalTeacher(engine)
-    from ludic.inference.vllm.client import VLLMChatClient
+    from ludic_vllm.client import VLLMChatClient
 
     client = VLLMChatClient(servers=[teacher])
     stack.callback(lambda: run_sync(client.close()))

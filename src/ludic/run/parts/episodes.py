@@ -13,7 +13,6 @@ from typing import Any
 
 from ludic import registry
 from ludic.batch_gen import RolloutEngine
-from ludic.envs.workers import EnvPool
 from ludic.inference import ByteTemplate, ChatTemplate, HermesToolParser, ScriptedClient
 from ludic.interaction import DelegatingProtocol, InteractionProtocol, Policies, RoleAssignment
 from ludic.rewards import Rewards
@@ -24,10 +23,11 @@ from ludic.run.parts.rewards import make_rewards
 from ludic.run.parts.samples import env_arguments, first_env, first_sample
 from ludic.run.protocols.factory import protocol_factory
 from ludic.run.resolve import ResolvedRun
-from ludic.sandbox.backends import BACKEND_VARIABLE, require_server
 from ludic.training.learner.stop import run_sync
 from ludic.types import ChatClient, EnvSpec, InferenceSpec, ProtocolSpec, RolloutRequest
 from ludic.types.interfaces import BatchingClient
+from ludic_envs.workers import EnvPool
+from ludic_sandbox.backends import BACKEND_VARIABLE, require_server
 
 PROTOCOL = "play"
 _CONCURRENCY = 64

@@ -7,13 +7,13 @@ from dataclasses import fields
 from typing import Any
 
 from ludic import registry
-from ludic.judges import LazyJudge
 from ludic.rewards import RenamedScorer, Rewards, as_scorer
 from ludic.rewards.shaping import SoftOverlong
 from ludic.run.config.env_and_agent import AgentSettings
 from ludic.run.config.reward import RewardSettings
 from ludic.run.given import Parts
 from ludic.types import ConfigError, Scorer
+from ludic_judges import LazyJudge
 
 
 def make_rewards(settings: RewardSettings, agent: AgentSettings, parts: Parts | None = None) -> Rewards | None:

@@ -7,11 +7,11 @@ from typing import Any
 
 from ludic import registry
 from ludic.agents import Agent
-from ludic.gateway.agents import AgentCommand, AgentFunction, OutsideAgent, is_agent_function
 from ludic.inference import ChatTemplate
 from ludic.run.config.env_and_agent import AgentSettings
 from ludic.run.given import Parts
 from ludic.types import ChatClient, ConfigError, MissingExtra
+from ludic_serve.gateway.agents import AgentCommand, AgentFunction, OutsideAgent, is_agent_function
 
 
 def uses_gateway(agent: AgentSettings, parts: Parts) -> bool:

@@ -8,9 +8,6 @@ from typing import Any
 
 from ludic import registry
 from ludic.agents import Agent, CallAgent, ToolAgent
-from ludic.gateway.agents import OutsideAgent
-from ludic.gateway.protocol import GatewayProtocol
-from ludic.gateway.session import SessionLimits
 from ludic.inference import ChatTemplate
 from ludic.interaction import (
     Delegate,
@@ -26,6 +23,9 @@ from ludic.run.given import Parts
 from ludic.run.protocols.agents import agent_factory, named_agent, outside_agent
 from ludic.run.settings import converted
 from ludic.types import ChatClient, ConfigError, UnknownName
+from ludic_serve.gateway.agents import OutsideAgent
+from ludic_serve.gateway.protocol import GatewayProtocol
+from ludic_serve.gateway.session import SessionLimits
 
 
 def protocol_factory(

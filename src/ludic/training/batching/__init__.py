@@ -10,5 +10,5 @@ _IN_PIPELINE = {"PipelineBatchSource", "run_pipeline_actor"}
 
 
 def __getattr__(name: str) -> Any:
-    home = "ludic.batch_gen.pipeline" if name in _IN_PIPELINE else "ludic.batch_gen"
+    home = "ludic_pipeline.queue" if name in _IN_PIPELINE else "ludic.batch_gen"
     return getattr(importlib.import_module(home), name)

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import save_file
 
 from ludic.models.loading import no_progress_bar
-from ludic.models.vision.inputs import save_tokenizer
 from ludic.training.checkpoint.manifest import CheckpointError, finish_folder, problem_with, read_manifest, read_object
 from ludic.training.checkpoint.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL, architecture, stored_weights
 from ludic.training.checkpoint.rank_files import RANKS, StoredTensors, rank_files, write_rank_files
@@ -30,7 +29,8 @@ from ludic.training.checkpoint.state_files import (
     write_plain_state,
 )
 from ludic.types import ConfigError
-from ludic.types.files import UNFINISHED, sync
+from ludic.util.files import UNFINISHED, sync
+from ludic_gpu.vision.inputs import save_tokenizer
 
 
 def export_checkpoint(

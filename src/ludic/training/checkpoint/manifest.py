@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ludic.types import LudicError
-from ludic.types.files import parse_json, sync, write_json
+from ludic.util.files import parse_json, sync, write_json
 
 MANIFEST = "manifest.json"
 FORMAT = 2

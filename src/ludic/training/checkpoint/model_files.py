@@ -21,7 +21,7 @@ from ludic.models.loading import no_progress_bar
 from ludic.training.checkpoint.manifest import listed_files, read_object
 from ludic.training.checkpoint.rank_files import StoredTensors, WholeTensors, is_sharded, rank_files
 from ludic.types import ConfigError
-from ludic.types.files import write_json
+from ludic.util.files import write_json
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ludic.training.checkpoint.manifest import CheckpointError, files_in, listed_files
 from ludic.types import ConfigError
-from ludic.types.files import parse_json
+from ludic.util.files import parse_json
 
 RANKS = "ranks"
 _VALUES = "values"

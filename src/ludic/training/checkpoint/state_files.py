@@ -20,7 +20,7 @@ from torch import Tensor
 from ludic.training.checkpoint.manifest import CheckpointError, read_object
 from ludic.training.checkpoint.rank_files import StoredTensors, encoded, num_ranks, rank_files, read_values
 from ludic.types import ConfigError
-from ludic.types.files import write_json
+from ludic.util.files import write_json
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from ludic.distributed.fsdp import sync_gradients
 from ludic.distributed.ranks import Ranks
 from ludic.distributed.tensor_parallel import is_tensor_parallel
-from ludic.models.experts import RouterPass, balance_loss, load_counts, load_stats
 from ludic.models.head import EntropyMode
 from ludic.training.critic.critic import Critic
 from ludic.training.learner.frozen import Reference
@@ -35,6 +34,7 @@ from ludic.training.learner.token_recorder import StepRecord
 from ludic.training.losses import ActionTokens, BatchFacts, Loss, ObservedTokens, mismatch_stats
 from ludic.training.losses.tokens import MAX_LOG_RATIO, Stats, sum_and_count
 from ludic.types import ConfigError, SAWItem, spread_of
+from ludic_gpu.experts import RouterPass, balance_loss, load_counts, load_stats
 
 
 def batch_facts(items: Sequence[SAWItem]) -> BatchFacts:

@@ -1,6 +1,6 @@
 """`Learner`: what the trainer's loop needs from a back end that trains a policy.
 
-`TorchLearner` trains a model in this process or over ranks; `ludic.tinker.learner.TinkerLearner` trains one at a service.
+`TorchLearner` trains a model in this process or over ranks; `ludic_tinker.learner.TinkerLearner` trains one at a service.
 What only several processes need has a default here, for a learner of one process.
 """
 

@@ -9,15 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ludic.distributed.context_parallel import ContextParallel, require_same_in_slices
 from ludic.distributed.fsdp import compute_device, is_sharded
 from ludic.distributed.ranks import Ranks
 from ludic.models.attention import SKIP_MASK, NotRoutable, route_attention, say_once
-from ludic.models.bitwise.attention import Span, TrainedAttention
-from ludic.models.bitwise.decoder import BitwiseDecoder
-from ludic.models.bitwise.head import chosen_logps as bitwise_logps
 from ludic.models.execution import decoder_layers
-from ludic.models.experts import RouterPass, Routers
 from ludic.models.head import (
     EntropyMode,
     Head,
@@ -31,15 +26,9 @@ from ludic.models.head import (
     plain_model,
     whole_logits,
 )
-from ludic.models.llama.graphs import MAX_LAYER_WEIGHTS
-from ludic.models.llama.training import fused_decoder
-from ludic.models.memory.offload import ActivationOffload, HostTape
 from ludic.models.packed_attention import PackedSequences
-from ludic.models.recurrent.layers import recurrent_layers
-from ludic.models.recurrent.packed import HybridSequences
 from ludic.models.teacher_kl import VocabularyKL, vocabulary_kl
 from ludic.models.tree_attention import TreeSequences
-from ludic.models.vision.inputs import Pictures, VisionDecoder, is_vision_model
 from ludic.training.learner.packing import (
     PADDING_ITEM,
     ObservationFields,
@@ -50,6 +39,17 @@ from ludic.training.learner.packing import (
 )
 from ludic.training.vocabulary import require_known_ids, vocabulary_of
 from ludic.types import ConfigError, SAWItem
+from ludic_gpu.bitwise.attention import Span, TrainedAttention
+from ludic_gpu.bitwise.decoder import BitwiseDecoder
+from ludic_gpu.bitwise.head import chosen_logps as bitwise_logps
+from ludic_gpu.context_parallel import ContextParallel, require_same_in_slices
+from ludic_gpu.experts import RouterPass, Routers
+from ludic_gpu.llama.graphs import MAX_LAYER_WEIGHTS
+from ludic_gpu.llama.training import fused_decoder
+from ludic_gpu.memory.offload import ActivationOffload, HostTape
+from ludic_gpu.recurrent.layers import recurrent_layers
+from ludic_gpu.recurrent.packed import HybridSequences
+from ludic_gpu.vision.inputs import Pictures, VisionDecoder, is_vision_model
 
 logger = logging.getLogger(__name__)
 ANOTHER_TOKENIZER = (
@@ -86,8 +86,8 @@ class TrainedPolicy:
         replay_experts: bool = False,
         context: ContextParallel | None = None,
     ) -> None:
-        """`fused`: the Llama family in half precision on a GPU runs through `ludic.models.llama`, not its own modules.
-        `bitwise`: packed batches run through `ludic.models.bitwise`, as the sampler's do. `offload`: what the decoder saves for
+        """`fused`: the Llama family in half precision on a GPU runs through `ludic_gpu.llama`, not its own modules.
+        `bitwise`: packed batches run through `ludic_gpu.bitwise`, as the sampler's do. `offload`: what the decoder saves for
         backward waits in host memory. `images`: the image processor of a vision-language model, whose samples are padded.
         `replay_experts`: passes inside `routed` send tokens to the experts that their samples recorded. `context`: the ranks that
         share each row with this one."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ludic.training.losses import ActionTokens
 from ludic.types import SAWItem
-from ludic.types.files import UNFINISHED
+from ludic.util.files import UNFINISHED
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 
 from ludic.types import ConfigError, LudicError, TrainingLogger
-from ludic.types.files import NotWritten
+from ludic.util.files import NotWritten
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ludic.inference.local import LogitsNotFinite
-from ludic.inference.local.cuda.adapted import AdaptedRunner
 from ludic.models.adapters import AdapterSpec
 from ludic.models.adapters.forward import AdaptedForward
 from ludic.models.attention import NAME
 from ludic.types import ConfigError
+from ludic_gpu.cuda.adapted import AdaptedRunner
 from tests.unit.inference.local.tiny_models import (
     VOCAB,
     make_engine,

@@ -9,9 +9,9 @@ from torch import nn
 
 pytest.importorskip("peft", reason="the lora extra is not installed")
 
-from ludic.inference.local.cuda.adapter_slots import BROKEN, NO_SLOT, AdapterSlots, StackedProduct
 from ludic.models.adapters import AdapterSpec
 from ludic.models.adapters.forward import PackedAdapter
+from ludic_gpu.cuda.adapter_slots import BROKEN, NO_SLOT, AdapterSlots, StackedProduct
 from tests.unit.inference.local.tiny_models import shared_model
 from tests.unit.models.adapters.peft_reference import tuned
 

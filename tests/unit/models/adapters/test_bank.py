@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from ludic.models.adapters import AdapterBank, AdapterSpec, LoraAdapter
 from ludic.models.attention import route_attention
 from ludic.models.head import hidden_states
-from ludic.models.llama.adapters import adapters_of, stacked
 from ludic.models.packed_attention import PackedSequences
 from ludic.types import ConfigError
+from ludic_gpu.llama.adapters import adapters_of, stacked
 from tests.unit.inference.local.tiny_models import VOCAB, new_model
 
 pytest.importorskip("peft", reason="the lora extra is not installed")

@@ -21,8 +21,8 @@ from ludic.inference.local.sampling import PromptScores, Scoring, scores_of
 from ludic.inference.local.sequence import Chunk, Sequence, tokens_as_bytes
 from ludic.models.adapters.forward import AdaptedForward, AdapterRows
 from ludic.models.attention import AttentionState, say_once
-from ludic.models.experts import Routers
 from ludic.models.forward import Forward, make_forward, packed_bytes
+from ludic_gpu.experts import Routers
 
 
 def cpu_forward(view: Any, settings: RunnerSettings) -> Forward:

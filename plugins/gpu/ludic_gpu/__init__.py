@@ -1,0 +1,4 @@
+"""What makes a GPU fast and large models fit: CUDA engine, fused Llama, hybrids, experts, vision, offload, context parallel.
+
+The core runs every model without it, on transformers' own modules.
+"""

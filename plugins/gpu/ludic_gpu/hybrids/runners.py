@@ -1,0 +1,114 @@
+"""Runs hybrids: attention layers over the block cache, and beside it one state per sequence for every recurrent layer."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ludic.inference.local.cpu.runner import CPURunner, cpu_forward
+from ludic.inference.local.kv import KVShape
+from ludic.inference.local.runner import PagedBackend, Read, Runner, RunnerSettings
+from ludic.inference.local.sampling import PromptScores, Scoring
+from ludic.inference.local.sequence import Chunk, Sequence
+from ludic.models.attention import NAME as ATTENTION_NAME
+from ludic.models.attention import AttentionState, NotRoutable
+from ludic.models.forward import Forward
+from ludic.models.weights import shared_view
+from ludic_gpu.hybrids.states import (
+    DecodingRows,
+    HybridState,
+    Mixers,
+    PromptParts,
+    StateRows,
+    WholeTexts,
+    bytes_per_sequence,
+    probe_mixers,
+)
+from ludic_gpu.recurrent.layers import RecurrentState
+
+
+class HybridBackend(PagedBackend):
+    """The block cache with states beside it. Raises `NotRoutable` for a model whose layers cannot use it."""
+
+    shares_prefixes = False
+
+    def __init__(self, model: Any, max_length: int) -> None:
+        super().__init__(model, max_length)
+        view = shared_view(model)
+        view.set_attn_implementation(ATTENTION_NAME)
+        self._mixers = probe_mixers(view)
+        if not self._mixers.continue_by_one:
+            raise NotRoutable("its recurrent layers do not repeat its plain forward pass from a state")
+        self.bytes_per_sequence = bytes_per_sequence(view)
+
+    def runner(self, view: Any, settings: RunnerSettings) -> Runner:
+        view.set_attn_implementation(ATTENTION_NAME)
+        blocks = settings.num_blocks, settings.block_size
+        if self._shape.device.type == "cpu":
+            return RecurrentRunner(cpu_forward(view, settings), self._shape, *blocks, mixers=self._mixers)
+        # It imports triton, which needs a GPU machine.
+        from ludic_gpu.hybrids.cuda import GraphedRecurrentRunner
+
+        return GraphedRecurrentRunner(
+            view, self._shape, *blocks, max_sequences=settings.max_sequences, max_length=settings.max_length,
+            max_rounds=self.max_rounds, mixers=self._mixers,
+        )  # fmt: skip
+
+
+class RecurrentRunner(CPURunner):
+    """A `CPURunner` with states."""
+
+    def __init__(self, forward: Forward, shape: KVShape, num_blocks: int, block_size: int, *, mixers: Mixers) -> None:
+        super().__init__(forward, shape, num_blocks, block_size)
+        self._states = StateRows(shape.device)
+        self._mixers = mixers
+        self._recurrence: Callable[[int], RecurrentState]
+        """(flat tokens of the pass, padding included) → its recurrent layers. Without a reference to the runner, so that the
+        runner's memory is freed without the garbage collector."""
+
+    @torch.inference_mode()
+    def prefill(self, chunks: Seq[Chunk]) -> Read:
+        computed = [chunk for chunk in chunks if chunk.source is None]
+        states, mixers = self._states, self._mixers
+        self._recurrence = lambda _: PromptParts(states, computed, mixers)
+        read = super().prefill(chunks)
+        self._states.copy((chunk.source, chunk.sequence) for chunk in chunks if chunk.source is not None)
+        return read
+
+    @torch.inference_mode()
+    def decode(self, sequences: Seq[Sequence], num_rounds: int = 1) -> Read:
+        states, rows = self._states, self._rows
+
+        def arranged(num_rows: int) -> DecodingRows:
+            """Rows of states are in the order of the rows of keys, which is known when the model runs."""
+            states.arrange(rows.owners(), num_rows)
+            return DecodingRows(states)
+
+        self._recurrence = arranged
+        return super().decode(sequences, num_rounds)
+
+    @torch.inference_mode()
+    def score(self, texts: Seq[Scoring]) -> list[PromptScores]:
+        lengths = [len(text.tokens) for text in texts]
+        device = self._states.device
+        self._recurrence = lambda num_tokens: WholeTexts([*lengths, num_tokens - sum(lengths)], device)
+        return super().score(texts)
+
+    def keep(self, sequence: Sequence) -> None:
+        """Keys without a state serve no other sequence."""
+
+    def leave(self, sequence: Sequence) -> None:
+        self._states.leave(sequence)
+        super().leave(sequence)
+
+    def _forward(
+        self,
+        tokens: list[int],
+        positions: list[int],
+        state: AttentionState,
+        where: list[int],
+        slots: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        return super()._forward(tokens, positions, HybridState(state, self._recurrence(len(tokens))), where)

@@ -1,0 +1,108 @@
+"""`LazyJudge`: the judge of a command line. Its model is loaded, or its endpoint asked, when the first episode is judged."""
+
+import asyncio
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from ludic.inference import HFChatTemplate, OpenAIChatClient
+from ludic.types import ConfigError, Rollout, SamplingParams
+from ludic_judges.group import GroupJudge, PairwiseJudge, SiblingJudge
+from ludic_judges.llm import Criterion, JudgeBase, LLMJudge, RubricJudge, read_criteria
+from ludic_judges.model import JudgeModel
+
+SOLVES = "The reply solves the task: it is right, complete and follows the task's instructions."
+DEFAULT_CRITERION = Criterion(name="solves", text=SOLVES, scale=(0, 10))
+JudgeBy: TypeAlias = Literal["reply", "ranking", "pairs"]
+"""What a judge sees: one reply, the replies of a group to rank, or pairs of them."""
+Load: TypeAlias = Callable[[str], tuple[Any, HFChatTemplate, str]]
+"""From a model's place to its client, which has `close`, its chat template, and its name."""
+
+
+class LazyJudge:
+    """A scorer that knows its name, and checks its settings, before its model is there."""
+
+    name = "judge"
+
+    def __init__(
+        self,
+        place: str,
+        *,
+        load: Load,
+        criteria: Path | None = None,
+        by: JudgeBy = "reply",
+        reference: str | None = None,
+        model: str | None = None,
+        key_env: str | None = None,
+        max_tokens: int = 512,
+        concurrency: int = 64,
+        cache: Path | None = None,
+    ) -> None:
+        """`place`: the URL of an OpenAI-compatible endpoint, or what `load` loads. `model` and `key_env` are for a URL: the model's
+        name there, and the environment variable with the key. `criteria`: a TOML file."""
+        if key_env is not None and not os.environ.get(key_env):
+            raise ConfigError(f"judge_key_env = {key_env!r}: that environment variable is not set.")
+        self.by_group = by != "reply"
+        self._place, self._load, self._by, self._reference = place, load, by, reference
+        self._criteria = [DEFAULT_CRITERION] if criteria is None else read_criteria(criteria)
+        self._model, self._key = model, os.environ.get(key_env or "")
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        self._limits: dict[str, Any] = {"sampling": sampling, "concurrency": concurrency, "cache": cache}
+        self._judge: JudgeBase | None = None
+        self._making = threading.Lock()
+
+    async def score(self, rollouts: Sequence[Rollout]) -> list[Mapping[str, float]]:
+        if self._judge is None:
+            if self._place.startswith(("http://", "https://")):
+                self._model = self._model or await self._only_model()
+            await asyncio.to_thread(self._make)
+        assert self._judge is not None, "it is made"
+        return await self._judge.score(rollouts)
+
+    def metrics(self) -> dict[str, float]:
+        return {} if self._judge is None else self._judge.metrics()
+
+    def mean_weights(self) -> dict[str, float]:
+        return self._judge.mean_weights() if isinstance(self._judge, SiblingJudge) else {}
+
+    def _make(self) -> None:
+        with self._making:  # the first episodes end at the same time
+            if self._judge is not None:
+                return
+            asking = self._embedded() if self._model is None else self._at_endpoint(self._model)
+            texts = [one.text for one in self._criteria]
+            if self.by_group:
+                kind = GroupJudge if self._by == "ranking" else PairwiseJudge
+                text = texts[0] if len(texts) == 1 else "\n".join(f"- {text}" for text in texts)
+                self._judge = kind(asking, text, name=self.name, reference=self._reference)
+            elif len(self._criteria) == 1:
+                scale = self._criteria[0].scale
+                self._judge = LLMJudge(asking, texts[0], scale=scale, name=self.name, reference=self._reference)
+            else:
+                self._judge = RubricJudge(asking, self._criteria, name=self.name, reference=self._reference)
+
+    async def _only_model(self) -> str:
+        """The name of the one model at the endpoint."""
+        client = OpenAIChatClient(self._place, api_key=self._key)
+        try:
+            names = await client.list_models()
+        finally:
+            await client.close()
+        if len(names) != 1:
+            raise ConfigError(
+                f"judge = {client.base_url} serves {', '.join(names) or 'no model'}; choose with judge_model."
+            )
+        return names[0]
+
+    def _at_endpoint(self, model: str) -> JudgeModel:
+        return JudgeModel(OpenAIChatClient(self._place, api_key=self._key), model=model, **self._limits)
+
+    def _embedded(self) -> JudgeModel:
+        client, template, name = self._load(self._place)
+        weakref.finalize(self, client.close)
+        # A model that opens a think block thinks first; for any other the verdict is begun.
+        prefill = not template.reply_prefix
+        return JudgeModel(client, model=name, chat_template=template, prefill=prefill, **self._limits)

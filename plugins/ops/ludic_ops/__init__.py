@@ -1,0 +1,1 @@
+"""Commands about machines: `ludic doctor` says what works, `ludic plan` what fits."""

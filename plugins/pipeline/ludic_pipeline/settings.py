@@ -1,0 +1,80 @@
+"""Settings of the section pipeline, and what its processes tell each other through the environment.
+
+`ludic launch` tells its children where Redis and the server are by environment variables: config.toml holds what the user wrote,
+and a password is in no file and in no list of processes.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ludic.run.config.entries import at_least
+from ludic.types import ConfigError, shown_url
+from ludic.util.urls import refuse_login
+
+REDIS_VARIABLE = "LUDIC_REDIS_URL"
+SERVER_VARIABLE = "LUDIC_SERVER"
+"""URLs of the vLLM servers, with spaces between them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSettings:
+    """For engine = pipeline: separate actor processes, and the queue between them and the learner."""
+
+    redis: str | None = None
+    """URL of the queue's Redis. Default: $LUDIC_REDIS_URL, which may hold a password; else `ludic launch` starts a Redis."""
+    queue_key: str | None = None
+    """Name of the queue in Redis. Default: ludic: and the name of the run."""
+    actors: int = 2
+    """How many actors `ludic launch` starts."""
+    actor_engine: Literal["local", "vllm"] = "local"
+    """What actors sample with: local is an engine with its own weights in each; vllm the servers."""
+    max_waiting: int | None = None
+    """Groups that may wait in the queue; when it is full, actors wait. Default: four updates' worth, at least 64."""
+    acknowledge: Literal["saved", "trained"] = "saved"
+    """When a sample may be forgotten: with the first checkpoint after its update, or with the update itself."""
+    corrections: bool = True
+    """Tokens and samples that the trained policy has moved too far away from do not count."""
+    max_restarts: int = 5
+    """How often `ludic launch` restarts a role, and a run its own vLLM server, within ten minutes before it gives up."""
+
+    def __post_init__(self) -> None:
+        at_least(1, actors=self.actors, max_waiting=self.max_waiting)
+        at_least(0, max_restarts=self.max_restarts)
+        if self.redis is not None:
+            if self.redis.partition("://")[0] not in ("redis", "rediss", "unix"):
+                raise ConfigError(
+                    f"redis = {shown_url(self.redis)!r}; a Redis URL begins with redis://, rediss:// (TLS) or unix://."
+                )
+            how = f"Put the URL into the environment variable {REDIS_VARIABLE} instead, and for --resume again."
+            refuse_login("redis", self.redis, how)
+
+
+def given_redis(settings: PipelineSettings) -> str | None:
+    return settings.redis or os.environ.get(REDIS_VARIABLE) or None
+
+
+def redis_url(settings: PipelineSettings) -> str:
+    """URL of the queue; ConfigError if none was given."""
+    url = given_redis(settings)
+    if url is None:
+        raise ConfigError(
+            f"engine = 'pipeline' needs a Redis that learner and actors share: give --redis redis://HOST:6379/0, set "
+            f"${REDIS_VARIABLE}, or use `ludic launch`, which starts one with everything else on this machine."
+        )
+    return url
+
+
+def given_servers(servers: Sequence[str]) -> tuple[str, ...]:
+    return tuple(servers) or tuple(os.environ.get(SERVER_VARIABLE, "").split())
+
+
+def required_servers(servers: Sequence[str]) -> tuple[str, ...]:
+    found = given_servers(servers)
+    if not found:
+        raise ConfigError(
+            "actor_engine = 'vllm' needs servers: give --server URL (`ludic serve --engine vllm` starts one), or use `ludic "
+            "launch`, which starts one on this machine."
+        )
+    return found

@@ -1,0 +1,281 @@
+"""`ludic gateway`: a model behind the gateway's three APIs, with sessions for agents in other processes and languages. See
+docs/gateway.md."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ludic.cli.args import need_extras, parse
+from ludic.http.stopping import DRAIN_S, serve_until_stopped
+from ludic.run.config.entries import at_least
+from ludic.run.config.model import Dtype, ModelSettings
+from ludic.run.folder import CHECKPOINTS, METRICS
+from ludic.tasks import long_lived_objects_exempt
+from ludic.types import ConfigError, InferenceSpec, ReturnSpec, Rollout, SamplingParams
+from ludic.types.rollout import save_rollouts
+from ludic.util.urls import PUT_LOGIN, refuse_login
+from ludic_vllm.command import check_port
+from ludic_vllm.control import (
+    CONTROL_HEADER,
+    CONTROL_VARIABLE,
+    TOKEN_FILE,
+    make_control_token,
+    read_control_token,
+)
+
+if TYPE_CHECKING:
+    from ludic.models.loading import LoadedModel
+    from ludic.training import Trainer
+    from ludic_serve.gateway import Policy, Session, SessionBatchSource
+
+_SHOWN = ("avg_total_reward", "num_waiting", "num_skipped", "loss", "grad_norm", "lag_max", "num_stale", "tokens_per_s")
+_TOKEN_FOLDER = Path("runs/gateway")
+
+
+@dataclass(frozen=True)
+class GatewayArgs:
+    """Serve a model as OpenAI's and Anthropic's APIs do, and record every session of an agent as rollouts."""
+
+    model: str
+    """A folder, a run or checkpoint, a hub id, a .gguf file, smollm2-135m or tiny. With --server: its tokenizer."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Every session has its own key, and sessions are opened with the control token."""
+    port: int = 8001
+    """Port; 0 takes a free one."""
+    control_token_file: Path | None = None
+    """File of mode 600 with the control token. Default: $LUDIC_CONTROL_TOKEN, else runs/gateway/control_token, which is made."""
+    save: Path | None = None
+    """Append the rollouts of closed sessions to this file, one JSON object per line; *.gz is compressed."""
+    max_idle_s: float = 3600.0
+    """Close sessions without a call for so long; those with a reward are saved."""
+    temperature: float = 1.0
+    """Of sampling, whatever an agent asks for: what is recorded can be trained on."""
+    max_tokens: int = 1024
+    """Tokens of one reply at most."""
+    lenient: bool = False
+    """Accept formats of the answer and forced tools without effect: rollouts say so, and the model may answer otherwise."""
+    train: bool = False
+    """Train the model on closed sessions that were rewarded, while it serves. Not with --server."""
+    algo: str = "reinforce_pp"
+    """Algorithm of --train. One that compares groups (grpo) takes sessions that were opened with a `group`."""
+    algo_set: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the algorithm, --algo-set KEY=VALUE."""
+    sessions_per_update: int = 16
+    """Sessions of one update."""
+    steps: int | None = None
+    """Updates after which the command ends. Default: it trains until it is stopped."""
+    lr: float = 1e-5
+    """Learning rate."""
+    lora_rank: int = 0
+    """Rank of a LoRA adapter; 0 trains all weights."""
+    max_seq_len: int | None = None
+    """Tokens of a sample; longer ones are dropped. Default: what the engine takes, 32,768 at most."""
+    max_lag: int = 8
+    """Versions that a sample's oldest token may be behind; older samples are dropped."""
+    out: Path = Path("runs/gateway_train")
+    """Folder of --train: metrics.jsonl, and checkpoints that load like any model."""
+    checkpoint_every: int = 10
+    """Updates between checkpoints; one is always written at the end."""
+    resume: bool = False
+    """Go on with the training in --out."""
+    server: str | None = None
+    """URL of a vLLM server (`ludic serve --engine vllm`) that samples. Default: the engine in this process."""
+    max_sequences: int | None = None
+    """Requests computed at the same time."""
+    max_model_len: int | None = None
+    """Tokens of prompt and reply together."""
+    dtype: Dtype = "auto"
+    """Number format of the weights; auto is what this hardware is fast at."""
+    device: str | None = None
+    """cpu, cuda, cuda:1; the GPU if there is one."""
+    drain_s: float = DRAIN_S
+    """Seconds that calls in progress may go on after SIGTERM or Ctrl-C."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port {self.port}; a port is a number from 0 to 65535.")
+        at_least(1, max_tokens=self.max_tokens, max_sequences=self.max_sequences, max_model_len=self.max_model_len)
+        at_least(2, max_seq_len=self.max_seq_len)
+        at_least(1, sessions_per_update=self.sessions_per_update, steps=self.steps)
+        at_least(0, temperature=self.temperature, drain_s=self.drain_s)
+        if not self.max_idle_s > 0:
+            raise ConfigError(f"--max-idle-s {self.max_idle_s:g}; it must be more than 0.")
+        if self.train and (self.server is not None or self.temperature == 0):
+            raise ConfigError(
+                "--train updates the model in this process, and learns from samples: leave --server out, and give a temperature "
+                "above 0."
+            )
+        if self.server is not None:
+            refuse_login("server", self.server, PUT_LOGIN)
+
+    @property
+    def inference(self) -> InferenceSpec:
+        sampling = SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens)
+        return InferenceSpec(sampling=sampling, return_=ReturnSpec.for_rl())
+
+
+def gateway(args: list[str]) -> int:
+    given = parse(GatewayArgs, args, prog="ludic gateway")
+    need_extras("serve", "ludic gateway")
+    check_port(given.host, given.port)  # before a large model is loaded
+    token, shown = _control_token(given.control_token_file)
+    if given.save is not None:
+        save_rollouts([], given.save)  # a path that cannot be written is named now
+    if given.train and not given.resume and (given.out / METRICS).exists():
+        raise ConfigError(f"There is a run in {given.out} already. Go on with --resume, or choose another --out.")
+    with _policy(given) as (policy, loaded):
+        asyncio.run(_serve_until_stopped(given, policy, loaded, token, shown))
+    return 0
+
+
+def _control_token(file: Path | None) -> tuple[str, str]:
+    """The token, and how a shell writes it."""
+    if file is not None:
+        return read_control_token(file), f"$(cat {file / TOKEN_FILE if file.is_dir() else file})"
+    if token := os.environ.get(CONTROL_VARIABLE):
+        return token, f"${CONTROL_VARIABLE}"
+    return make_control_token(_TOKEN_FOLDER), f"$(cat {_TOKEN_FOLDER / TOKEN_FILE})"
+
+
+@contextlib.contextmanager
+def _policy(given: GatewayArgs) -> "Iterator[tuple[Policy, LoadedModel | None]]":
+    """The policy that answers, and the model if it is in this process."""
+    from ludic.run.model import load_policy, load_tokenizer, make_template
+    from ludic_serve.gateway import Policy
+
+    settings = ModelSettings(model=given.model, dtype=given.dtype, device=given.device, lora_rank=given.lora_rank)
+    if given.server is not None:
+        from ludic.training.learner.stop import run_sync
+        from ludic_vllm.client import VLLMChatClient
+
+        template = make_template(load_tokenizer(settings), with_tools=True)
+        client = VLLMChatClient(servers=[given.server])
+        try:
+            served = run_sync(client.control_get(client.servers[0], "/v1/models"))["data"][0]["id"]
+            yield Policy(client=client, chat_template=template, model=served), None
+        finally:
+            run_sync(client.close())
+        return
+    from ludic.inference.local import LocalEngine
+
+    loaded = load_policy(settings)
+    engine = LocalEngine(
+        loaded.model, loaded.tokenizer, max_sequences=given.max_sequences, max_model_len=given.max_model_len
+    )
+    try:
+        template = make_template(loaded.tokenizer, with_tools=True)
+        yield Policy(client=engine, chat_template=template, model=loaded.name), loaded
+    finally:
+        engine.close()
+
+
+async def _serve_until_stopped(
+    given: GatewayArgs, policy: "Policy", loaded: "LoadedModel | None", token: str, shown: str
+) -> None:
+    from ludic_serve.gateway import Gateway
+
+    files = contextlib.ExitStack()
+    trainer, source = (None, None) if not given.train else _trainer(given, policy, loaded, files)
+    is_training = False
+
+    def closed(session: "Session", rollouts: list[Rollout]) -> None:
+        if given.save is not None:
+            save_rollouts(rollouts, given.save)
+        if source is not None:
+            source.add(session, rollouts)
+
+    server = Gateway(
+        {policy.model: policy},
+        default=policy.model,
+        control_token=token,
+        inference=given.inference,
+        on_closed=closed,
+        max_idle_s=given.max_idle_s,
+        lenient=given.lenient,
+    )
+
+    async def serve() -> None:
+        nonlocal is_training
+        await server.start(given.host, given.port)
+        try:
+            print(_how_to_use(server.url, policy.model, shown, given), flush=True)
+            if trainer is None:
+                await asyncio.Event().wait()
+            else:
+                is_training = True
+                left = None if given.steps is None else max(0, given.steps - trainer.step)
+                await trainer.train(left)  # until a signal, or the last step; then it saves
+        finally:
+            is_training = False
+            num_open = server.num_sessions
+            await server.close(given.drain_s)
+            open_ = "1 session was" if num_open == 1 else f"{num_open} sessions were"
+            print("Stopped." + (f" {open_} open; their rollouts are not saved." if num_open else ""))
+
+    with files, long_lived_objects_exempt():
+        await serve_until_stopped(serve(), hears_signals=lambda: is_training)
+
+
+def _trainer(
+    given: GatewayArgs, policy: "Policy", loaded: "LoadedModel | None", files: contextlib.ExitStack
+) -> "tuple[Trainer, SessionBatchSource]":
+    """The trainer of the served weights, and the source that closed sessions go to. `files`: closes what it writes."""
+    from ludic import registry
+    from ludic.distributed import SharedWeightsPublisher
+    from ludic.inference.local import LocalEngine
+    from ludic.run.model import LONGEST_USUAL
+    from ludic.training import (
+        CheckpointConfig,
+        JSONLLogger,
+        PrintLogger,
+        TeeLogger,
+        Trainer,
+        TrainerConfig,
+        with_episode_credit,
+    )
+    from ludic_serve.gateway import SessionBatchSource
+
+    assert loaded is not None and isinstance(policy.client, LocalEngine), "--train refuses --server"
+    algo = with_episode_credit(registry.algorithms.make(given.algo, **given.algo_set))
+    longest = given.max_seq_len or min(policy.client.max_total_tokens, LONGEST_USUAL)
+    source = SessionBatchSource(algorithm=algo, sessions_per_batch=given.sessions_per_update)
+    metrics = files.enter_context(contextlib.closing(JSONLLogger(given.out / METRICS)))
+    trainer = Trainer(
+        model=loaded.model,
+        algo=algo,
+        batch_source=source,
+        cfg=TrainerConfig(
+            lr=given.lr,
+            max_seq_len=longest,
+            micro_token_budget=max(8192, longest),
+            max_lag=given.max_lag,
+            too_long="drop",
+        ),
+        publisher=SharedWeightsPublisher(policy.client),
+        checkpoint_config=CheckpointConfig(given.out / CHECKPOINTS, every_n_steps=given.checkpoint_every),
+        resume_from="latest" if given.resume else None,
+        train_logger=TeeLogger(metrics, PrintLogger(keys=_SHOWN)),
+        tokenizer=loaded.tokenizer,
+    )
+    return trainer, source
+
+
+def _how_to_use(url: str, model: str, token: str, given: GatewayArgs) -> str:
+    control = f'-H "{CONTROL_HEADER}: {token}"'
+    saved = f", saves its rollouts to {given.save}" if given.save is not None else ""
+    learns = (
+        f"\n  training:        every {given.sessions_per_update} rewarded sessions, in {given.out}"
+        if given.train
+        else ""
+    )
+    return (
+        f"Gateway of {model} at {url} (Ctrl-C stops)\n"
+        f"  open a session:  curl -X POST {url}/sessions {control}\n"
+        "                   answers with id, base_url and api_key, for any client of OpenAI's or Anthropic's API\n"
+        f"  its reward:      curl -X POST {url}/sessions/ID/reward {control} -d '{{\"value\": 1.0}}'\n"
+        f"  its end:         curl -X POST {url}/sessions/ID/close {control}{saved and f'   ({saved[2:]})'}{learns}"
+    )

@@ -1,0 +1,64 @@
+"""What a started server takes over from the one before it, which may have been killed at any moment.
+
+Called once, before the server listens. The SDK (0.36) then goes on as if nothing had happened:
+
+- Requests that were not answered come again with the same numbers (`execute_with_retries`, for 5 minutes), and meet the runs,
+  sessions and results that are here: nothing is carried out twice.
+- Requests that were answered are only asked for their results (`_APIFuture`, without an end while the server is away; 404 would
+  end the client's program), and every one of a training run is in its journal.
+- Sampling requests are not kept. Their ids are answered with 410, after which `SamplingClient` samples again. So the server must
+  not tell clients to use `retrieve_futures`: its poller never learns that a request is lost, and waits without end.
+- Heartbeats go on; a session that its client has not finished is open.
+"""
+
+import logging
+from typing import cast
+
+from ludic_tinker.server.records import RequestKind
+from ludic_tinker.server.service import Service
+from ludic_tinker.server.storage.store import DiskStore, RecoveredRun
+
+logger = logging.getLogger(__name__)
+
+
+def recover(store: DiskStore, service: Service) -> None:
+    """Give the service the sessions, runs and samplers of the store. Runs are computed up to where they were in the background."""
+    over = set()
+    for session in store.sessions.listed():
+        service.restore_session(session)
+        if session.finished is not None:
+            over.add(session.id)
+    for found in store.recover():
+        if found.run.session in over:
+            store.end_run(found.run.id)
+        elif not _is_begun(found):
+            store.drop_run(found.run.id)
+        else:
+            try:
+                _recover_run(store, service, found)
+            except Exception as error:
+                logger.exception("run %s cannot be continued; its checkpoints can still be loaded", found.run.id)
+                store.damaged[found.run.id] = f"{type(error).__name__}: {error}"
+                service.abandon(found.run.id)
+    for sampler in store.samplers.listed():
+        if sampler.session in over:
+            store.remove_sampler(sampler.id)
+        else:
+            service.samplers.add(sampler)
+
+
+def _is_begun(found: RecoveredRun) -> bool:
+    """Whether the client was told of the run: request 0, which makes it, is in its journal or in its state."""
+    return found.next_number > 0 or any(request.seq == 0 for request in found.requests)
+
+
+def _recover_run(store: DiskStore, service: Service, found: RecoveredRun) -> None:
+    logger.info("run %s continues; %d requests are carried out again", found.run.id, len(found.requests))
+    service.restore_run(
+        found.run,
+        state=found.state,
+        next_number=found.next_number,
+        requests=[(r.seq, cast(RequestKind, r.kind), r.payload) for r in found.requests],
+        results=found.results,
+        unnamed=[checkpoint.path for checkpoint in reversed(store.checkpoints.unnamed(found.run.id))],
+    )

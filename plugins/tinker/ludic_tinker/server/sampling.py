@@ -1,0 +1,299 @@
+"""Sampling requests: whose weights, whose turn, and what the embedded engine is asked.
+
+Sampler weights are kept by the store. The engine holds the adapters that were used last; others are loaded again when a
+request needs them. Requests wait here until the engine has room and are taken from the tenant that has had the fewest tokens,
+so that a tenant with a thousand requests does not delay one with two.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import secrets
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ludic.inference.local import LocalEngine
+from ludic.models.adapters import LoraAdapter
+from ludic.tasks import all_or_none, cancel_all
+from ludic.types import ConfigError, ReturnSpec, SamplingParams, TokenCompletionRequest, derive_seed
+from ludic_tinker.server.records import Checkpoint, CheckpointPath, Refused, Sampler, Store
+from ludic_tinker.server.scheduler import FairShares
+from ludic_tinker.server.wire.bodies import SampleBody, check_sparse
+from ludic_tinker.server.wire.messages import SampledTokens, ScoredPrompt, TopTokens, write_sample
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+_AHEAD = 1.5
+"""Sequences given to the engine for each that it computes at a time, so that it does not wait for this loop."""
+
+
+def sampling_of(body: SampleBody, room: int) -> SamplingParams:
+    """The engine's parameters; `room`: tokens that the context leaves for a completion."""
+    asked = body.sampling_params
+    stop = asked.stop
+    if isinstance(stop, str):
+        stop = [stop]
+    texts = [part for part in stop or () if isinstance(part, str)]
+    return SamplingParams(
+        temperature=asked.temperature,
+        max_tokens=asked.max_tokens if asked.max_tokens is not None else max(1, room),
+        top_p=asked.top_p,
+        top_k=max(0, asked.top_k),
+        stop=texts or None,
+        stop_token_ids=tuple(part for part in stop or () if isinstance(part, int)),
+        # What is given replaces the model's own end-of-sequence token; an empty list leaves max_tokens alone.
+        ignore_eos=stop is not None,
+    )
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A request that has not been given to the engine."""
+
+    num_sequences: int
+    num_tokens: int
+    turn: "asyncio.Future[None]"
+
+
+class Turns:
+    """Room in the engine, given to the tenants fairly."""
+
+    def __init__(self, num_sequences: int) -> None:
+        self._room = num_sequences
+        self._num_running = 0
+        self._shares = FairShares()
+        self._waiting: dict[str, deque[_Waiting]] = {}
+
+    @contextlib.asynccontextmanager
+    async def turn(self, tenant: str, num_sequences: int, num_tokens: int) -> AsyncIterator[None]:
+        """Waits for the tenant's turn; holds the room until the end of the block."""
+        waiting = _Waiting(num_sequences, num_tokens, asyncio.get_running_loop().create_future())
+        self._waiting.setdefault(tenant, deque()).append(waiting)
+        self._admit()
+        try:
+            await waiting.turn
+        except asyncio.CancelledError:
+            if waiting.turn.done() and not waiting.turn.cancelled():  # admitted and cancelled in the same moment
+                self._leave(waiting)
+            else:
+                self._remove(tenant, waiting)
+            raise
+        try:
+            yield
+        finally:
+            self._leave(waiting)
+
+    def _leave(self, waiting: _Waiting) -> None:
+        self._num_running -= waiting.num_sequences
+        self._admit()
+
+    def _remove(self, tenant: str, waiting: _Waiting) -> None:
+        own = self._waiting.get(tenant)
+        if own is not None and waiting in own:
+            own.remove(waiting)
+            if not own:
+                del self._waiting[tenant]
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting:
+            tenant = self._shares.choose(self._waiting)
+            own = self._waiting[tenant]
+            first = own[0]
+            if self._num_running and self._num_running + first.num_sequences > self._room:
+                return  # and none of another tenant before it, or a large request would never have its turn
+            own.popleft()
+            if not own:
+                del self._waiting[tenant]
+            self._shares.charge(tenant, first.num_tokens)
+            self._num_running += first.num_sequences
+            first.turn.set_result(None)
+
+
+class Samplers:
+    """The sampling sessions, and the adapters that the engine holds for them."""
+
+    def __init__(self, engine: LocalEngine, store: Store, *, max_adapters: int = 32) -> None:
+        """`max_adapters`: held by the engine at a time; more only while requests that run need them."""
+        self.engine, self._store, self._max_adapters = engine, store, max_adapters
+        self._by_id: dict[str, Sampler] = {}
+        self._held: OrderedDict[str, int] = OrderedDict()
+        """Adapters of the engine by path, the least recently used first, and the requests that use each now."""
+        self._deleted: set[str] = set()
+        """Held paths whose weights are deleted; the requests that use them finish."""
+        self._loading: dict[str, asyncio.Lock] = {}
+        self._turns = Turns(int(engine.max_sequences * _AHEAD))
+
+    def add(self, sampler: Sampler) -> None:
+        self._by_id[sampler.id] = sampler
+
+    def find(self, sampler_id: str, tenant: str) -> Sampler:
+        """Refused(404) if there is none, or it is another tenant's."""
+        found = self._by_id.get(sampler_id)
+        if found is None or found.tenant != tenant:
+            raise Refused(404, f"There is no sampling session {sampler_id!r:.200}.")
+        return found
+
+    def of_session(self, session_id: str) -> list[Sampler]:
+        return [sampler for sampler in self._by_id.values() if sampler.session == session_id]
+
+    def remove(self, sampler_id: str) -> None:
+        self._by_id.pop(sampler_id, None)
+
+    # --- adapters ---
+
+    def held(self, path: CheckpointPath) -> None:
+        """The engine was given these weights."""
+        self._held[str(path)] = 0
+
+    def drop(self, path: CheckpointPath) -> None:
+        """The weights are deleted. Requests that use them finish."""
+        if str(path) in self._held:
+            self._deleted.add(str(path))
+            self._make_room()
+
+    @contextlib.asynccontextmanager
+    async def _adapter(self, path: str | None) -> AsyncIterator[str | None]:
+        """The engine's name of these weights, which it holds until the end of the block."""
+        if path is None:
+            yield None
+            return
+        async with self._loading.setdefault(path, asyncio.Lock()):
+            if path not in self._held:
+                await asyncio.to_thread(self._load, path)
+                self._held[path] = 0
+        self._held[path] += 1
+        self._held.move_to_end(path)
+        self._make_room()
+        try:
+            yield path
+        finally:
+            self._held[path] -= 1
+            self._make_room()
+
+    def _load(self, path: str) -> None:
+        checkpoint, tensors = self._store.load_checkpoint(CheckpointPath.parse(path))
+        self.engine.add_adapter(path, adapter_of(self.engine, checkpoint, tensors))
+
+    def _make_room(self) -> None:
+        for path in [path for path, num_users in self._held.items() if not num_users]:
+            if path in self._deleted or len(self._held) > self._max_adapters:
+                del self._held[path]
+                self._deleted.discard(path)
+                self._loading.pop(path, None)
+                self.engine.remove_adapter(path)
+
+    # --- requests ---
+
+    def check(self, body: SampleBody, tokens: list[int]) -> SamplingParams:
+        """ConfigError for what the engine would refuse, before the request is accepted."""
+        if not tokens:
+            raise ConfigError("The prompt is empty; a model needs at least one token to continue.")
+        room = self.engine.max_total_tokens - len(tokens)
+        sampling = sampling_of(body, room)
+        if sampling.max_tokens > room:
+            raise ConfigError(
+                f"The prompt has {len(tokens)} tokens and max_tokens={sampling.max_tokens}; together they may be "
+                f"{self.engine.max_total_tokens}."
+            )
+        if body.prompt_logprobs_last_n is not None and not 1 <= body.prompt_logprobs_last_n < len(tokens):
+            raise ConfigError(
+                f"prompt_logprobs_last_n={body.prompt_logprobs_last_n}; it must be from 1 to {len(tokens) - 1}, the tokens of "
+                "the prompt but the first."
+            )
+        return sampling
+
+    async def sample(self, sampler: Sampler, body: SampleBody, tokens: list[int], sampling: SamplingParams) -> bytes:
+        """A `SampleResponse`. Cancelling the task takes the sequences out of the engine."""
+        num_tokens = len(tokens) + body.num_samples * sampling.max_tokens
+        async with (
+            self._turns.turn(sampler.tenant, body.num_samples, num_tokens),
+            self._adapter(sampler.path) as adapter,
+        ):
+            scoring = asyncio.ensure_future(self._score(body, tokens, adapter))
+            try:
+                sequences = await all_or_none(
+                    self._sequence(body, request, adapter)
+                    for request in self._requests(body, tokens, sampling, adapter)
+                )
+                scored = await scoring
+            finally:
+                await cancel_all([scoring])
+        return write_sample(sequences, scored)
+
+    def _requests(
+        self, body: SampleBody, tokens: list[int], sampling: SamplingParams, adapter: str | None
+    ) -> list[TokenCompletionRequest]:
+        seed = body.sampling_params.seed
+        first = TokenCompletionRequest(
+            model=self.engine.name,
+            prompt_token_ids=np.asarray(tokens, np.int32),
+            sampling=sampling,
+            return_=dataclasses.replace(ReturnSpec.for_rl(), return_candidates=False),
+            adapter=adapter,
+        )
+        seeds = [secrets.randbits(63) for _ in range(body.num_samples)]
+        if seed is not None:
+            seeds = [seed, *(derive_seed(seed, index) for index in range(1, body.num_samples))]
+        return [dataclasses.replace(first, seed=own) for own in seeds]
+
+    async def _sequence(self, body: SampleBody, request: TokenCompletionRequest, adapter: str | None) -> SampledTokens:
+        response, _ = await self.engine.complete_tokens(request)
+        tokens, logprobs = response.completion_token_ids, response.completion_logprobs
+        assert logprobs is not None, "the request asks for log-probs"
+        top = None
+        if body.topk_sample_logprobs:
+            whole = np.concatenate([request.prompt_token_ids, tokens])
+            scores = await self.engine.score_prompt(whole, top_k=body.topk_sample_logprobs, adapter=adapter)
+            top = TopTokens(scores.top_ids[-len(tokens) :], scores.top_logprobs[-len(tokens) :])
+        return SampledTokens(tokens.tolist(), list(logprobs), response.finish_reason == "stop", top)
+
+    async def _score(self, body: SampleBody, tokens: list[int], adapter: str | None) -> ScoredPrompt:
+        asked = body.target_prompt_logprobs
+        if not (body.prompt_logprobs or body.topk_prompt_logprobs or asked is not None):
+            return ScoredPrompt()
+        if asked is not None and asked.sparse_crow_indices is not None:
+            check_sparse("target_prompt_logprobs", asked.shape or (), len(tokens) - 1)
+        targets = None if asked is None else asked.dense(-1)
+        if targets is not None:
+            _check_targets(targets.shape, bool((targets >= 0).any()), len(tokens))
+        if len(tokens) == 1:  # the first token has no log-probability
+            return ScoredPrompt(logprobs=np.full(1, np.nan, np.float32) if body.prompt_logprobs else None)
+        scores = await self.engine.score_prompt(
+            np.asarray(tokens, np.int32), top_k=body.topk_prompt_logprobs, targets=targets, adapter=adapter
+        )
+        num_left_out = 1 if body.prompt_logprobs_last_n is None else len(tokens) - body.prompt_logprobs_last_n
+        logprobs = np.full(len(tokens), np.nan, np.float32)
+        logprobs[num_left_out:] = scores.logprobs[num_left_out - 1 :]
+        top = None
+        if body.topk_prompt_logprobs:
+            top = TopTokens(scores.top_ids[num_left_out - 1 :], scores.top_logprobs[num_left_out - 1 :])
+        return ScoredPrompt(
+            logprobs=logprobs if body.prompt_logprobs else None,
+            top=None if top is None else top.after(num_left_out),
+            targets=None if targets is None else np.where(targets < 0, 0.0, scores.target_logprobs).astype(np.float32),
+            target_layout=asked if asked is not None and asked.sparse_crow_indices is not None else None,
+        )
+
+
+def _check_targets(shape: tuple[int, ...], is_any: bool, num_tokens: int) -> None:
+    if len(shape) != 2 or shape[0] != num_tokens - 1 or not is_any:
+        raise ConfigError(
+            f"target_prompt_logprobs has the shape {list(shape)}; for a prompt of {num_tokens} tokens it needs "
+            f"[{num_tokens - 1}, K] and at least one token id."
+        )
+
+
+def adapter_of(engine: LocalEngine, checkpoint: Checkpoint, tensors: "Mapping[str, Tensor]") -> LoraAdapter:
+    """The adapter of sampler weights, or of a training state."""
+    prefix = "weights/" if checkpoint.path.kind == "training" else ""
+    adapter = LoraAdapter.create(engine.model, checkpoint.spec)
+    adapter.load({name: tensors[f"{prefix}{name}"] for name in adapter.named()})
+    return adapter

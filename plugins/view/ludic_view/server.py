@@ -1,0 +1,225 @@
+"""The viewer's HTTP server: JSON under /api, the page's files, and events while runs write. It only answers GET.
+
+It listens on this machine unless a token is given. Model output is hostile: the page's policy (CSP) allows scripts and requests
+of this server only, and `AppServer` keeps other web pages from reading runs through a browser.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+from aiohttp import web
+
+from ludic.http.app import AppServer
+from ludic.http.limits import ServerLimits
+from ludic.types import ConfigError
+from ludic.util.urls import is_loopback, is_same_secret
+from ludic_view import api
+from ludic_view.index import RunIndex, Runs
+
+logger = logging.getLogger(__name__)
+
+PORT = 7711
+PAGE = Path(__file__).parent / "page"
+POLL_S = 0.5
+_READING_S = 0.5
+"""Of a request: the page asks again while a large file is read."""
+_KEEP_ALIVE_S = 15.0
+_MAX_STREAMS = 64
+_COOKIE = "ludic_view"
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
+    "font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_KINDS = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".woff2": "font/woff2",
+    ".json": "application/json",
+}
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def check_access(host: str, token: str | None) -> None:
+    """Refuse to let other machines in without a token."""
+    if not is_loopback(host) and not token:
+        raise ConfigError(
+            f"Listening on {host!r} shows every rollout to all who reach this machine. Give a --token, which the page's address "
+            "then contains, or use 127.0.0.1 and an SSH tunnel."
+        )
+
+
+def make_app(runs: Runs, *, token: str | None = None, page: Path = PAGE) -> web.Application:
+    server = _Server(runs, token, page)
+    app = web.Application(middlewares=[server.guard])
+    app.router.add_get("/{path:.*}", server.answer)
+    return app
+
+
+async def serve(
+    runs: Runs,
+    host: str = "127.0.0.1",
+    port: int = PORT,
+    *,
+    token: str | None = None,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
+    """Serve until cancelled. Port 0 takes a free one; `on_ready` gets the address to open."""
+    check_access(host, token)
+    server = AppServer(make_app(runs, token=token), ServerLimits(), has_token=bool(token))
+    url = await server.start(host, port)
+    try:
+        if on_ready is not None:
+            on_ready(f"{url}/{f'?token={token}' if token else ''}")
+        await asyncio.Event().wait()
+    finally:
+        await server.close()
+
+
+class _Server:
+    def __init__(self, runs: Runs, token: str | None, page: Path) -> None:
+        self._runs, self._token, self._page = runs, token, page
+        self._num_streams = 0
+
+    @web.middleware
+    async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Checks who asks, turns errors into JSON, and adds the headers; the only place that does."""
+        try:
+            self._check(request)
+            response = await handler(request)
+        except api.NotFound as error:
+            response = _error(404, str(error))
+        except (api.BadQuery, ConfigError) as error:
+            response = _error(400, str(error))
+        except web.HTTPException as error:
+            response = _error(error.status, f"{error.reason}.")
+        except OSError as error:  # a file that a run has just removed
+            response = _error(404, f"A file cannot be read: {error.strerror}.")
+        except Exception:
+            logger.exception("a request failed: %s", request.rel_url)
+            response = _error(500, "Internal error; the log of `ludic view` says more.")
+        if not response.prepared:
+            response.headers.update(_HEADERS)
+        return response
+
+    def _check(self, request: web.Request) -> None:
+        if request.method not in ("GET", "HEAD"):
+            raise web.HTTPMethodNotAllowed(request.method, ["GET", "HEAD"])
+        if self._token is None:
+            return
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        given = (bearer, request.cookies.get(_COOKIE, ""), request.query.get("token", ""))
+        if not any(is_same_secret(each, self._token) for each in given if each):
+            raise web.HTTPUnauthorized(reason="Open the address with its ?token=, or send it as a bearer token")
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        path = request.rel_url.raw_path
+        if not (path == "/api" or path.startswith("/api/")):
+            return self._file(request, path)
+        if path.endswith("/events"):
+            return await self._events(request, path)
+        body = await asyncio.to_thread(self._json, f"{path}?{request.rel_url.raw_query_string}")
+        return web.Response(body=body, content_type="application/json", charset="utf-8")
+
+    def _json(self, path: str) -> bytes:
+        return api.encode(api.answer(self._runs, path, seconds=_READING_S))
+
+    def _file(self, request: web.Request, path: str) -> web.Response:
+        """A file of the page; only names that are there, so no path leads elsewhere."""
+        name = unquote(path).lstrip("/") or "index.html"
+        there = {
+            place.relative_to(self._page).as_posix(): place
+            for place in self._page.rglob("*")
+            if place.suffix in _KINDS and place.is_file() and not place.is_symlink()
+        }
+        if name not in there:
+            raise api.NotFound(f"There is no {name!r:.100}.")
+        kind = _KINDS[there[name].suffix]
+        charset = "utf-8" if kind.startswith(("text/", "application/")) else None
+        response = web.Response(body=there[name].read_bytes(), content_type=kind, charset=charset)
+        if self._token is not None and request.query.get("token"):
+            response.set_cookie(_COOKIE, self._token, httponly=True, samesite="Strict")
+        return response
+
+    # --- live ---
+
+    async def _events(self, request: web.Request, path: str) -> web.StreamResponse:
+        index = await asyncio.to_thread(self._index, path.removesuffix("/events"))
+        if self._num_streams >= _MAX_STREAMS:
+            raise web.HTTPServiceUnavailable(reason=f"{_MAX_STREAMS} pages listen already")
+        response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        self._num_streams += 1
+        try:
+            async for event in _news(index):
+                text = b": nothing new\n\n" if event is None else b"data: " + msgspec.json.encode(event) + b"\n\n"
+                await response.write(text)
+        except (ConnectionError, asyncio.CancelledError):  # the page was closed, or the server ends
+            pass
+        finally:
+            self._num_streams -= 1
+        return response
+
+    def _index(self, path: str) -> RunIndex:
+        id = unquote(path.removeprefix("/api/runs/"))
+        if id not in self._runs.ids():
+            raise api.NotFound(f"There is no run {id!r:.80}.")
+        return self._runs.get(id)
+
+
+async def _news(index: RunIndex) -> AsyncIterator[dict[str, Any] | None]:
+    """An event for each thing that a run appends; None from time to time, so that a closed connection is noticed."""
+    loop = asyncio.get_running_loop()
+    before = await asyncio.to_thread(index.stamp)
+    await asyncio.to_thread(index.refresh)
+    state, spoken = api.state_of(index), loop.time()
+    yield {"kind": "state", "state": state, "step": _last_step(index)}
+    while True:
+        await asyncio.sleep(POLL_S if index.is_complete else POLL_S / 10)
+        now = await asyncio.to_thread(index.stamp)
+        kinds = [
+            kind for kind, old, new in zip(("metrics", "rollouts", "tokens"), before, now, strict=True) if old != new
+        ]
+        if not index.is_complete:
+            kinds.append("rollouts")
+        if kinds:
+            await asyncio.to_thread(index.refresh)
+        before = now
+        new_state = api.state_of(index)
+        if new_state != state:
+            state = new_state
+            kinds.append("state")
+        for kind in dict.fromkeys(kinds):
+            spoken = loop.time()
+            yield {
+                "kind": kind,
+                "step": _last_step(index),
+                "num_rollouts": len(index.cards),
+                "state": state,
+                "is_complete": index.is_complete,
+            }
+        if loop.time() - spoken > _KEEP_ALIVE_S:
+            spoken = loop.time()
+            yield None
+
+
+def _last_step(index: RunIndex) -> int:
+    return max(index.metrics, default=0)
+
+
+def _error(status: int, message: str) -> web.Response:
+    body = api.encode({"error": {"message": message}})
+    return web.Response(status=status, body=body, content_type="application/json", charset="utf-8")

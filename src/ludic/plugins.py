@@ -1,0 +1,176 @@
+"""Plug-ins: what installed packages add to Ludic, found through their entry points.
+
+Ludic's own plug-ins (plugins/ in the repository) and packages of others have the same door: groups `ludic.commands`, `ludic.envs`,
+`ludic.agents` and so on. One scan reads all groups; its result is kept in the user's cache until a folder of packages changes,
+so that `ludic --help` stays fast. Standard library only.
+"""
+
+import functools
+import hashlib
+import importlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+GROUPS = "ludic."
+"""Prefix of the entry-point groups that Ludic reads."""
+
+
+class Point(NamedTuple):
+    """One entry point."""
+
+    group: str
+    name: str
+    target: str
+    """module:attribute"""
+    distribution: str
+    """Name of the package that declares it."""
+
+    @property
+    def package(self) -> str:
+        return self.target.partition(":")[0].partition(".")[0]
+
+    def load(self) -> Any:
+        """The object that the entry point names; MissingPlugin if its package is gone."""
+        module, _, attribute = self.target.partition(":")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            if error.name != self.package:
+                raise
+            raise missing(self.package, f"{self.group.removeprefix(GROUPS)[:-1]} {self.name!r}") from error
+
+
+def points(group: str) -> list[Point]:
+    """All entry points of a group, such as `commands`, sorted by name."""
+    return [point for point in _all_points() if point.group == GROUPS + group]
+
+
+def find(group: str, name: str) -> Point | None:
+    """The entry point of that name; Ludic's own wins."""
+    from ludic.util.packages import DISTRIBUTION
+
+    named = [point for point in points(group) if point.name == name]
+    return min(named, key=lambda point: point.distribution != DISTRIBUTION, default=None)
+
+
+def missing(package: str, what: str) -> Exception:
+    """The error for a plug-in of Ludic that is not installed."""
+    from ludic.types.errors import MissingPlugin
+
+    return MissingPlugin(package, what)
+
+
+def forward(shim: str, package: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a module whose names are in a plug-in."""
+
+    def __getattr__(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {shim!r} has no attribute {name!r}")
+        try:
+            module = importlib.import_module(package)
+        except ModuleNotFoundError as error:
+            if error.name != package.partition(".")[0]:
+                raise
+            raise missing(package.partition(".")[0], f"{shim}.{name}") from error
+        try:
+            return getattr(module, name)
+        except AttributeError:
+            raise AttributeError(f"module {shim!r} has no attribute {name!r}") from None
+
+    return __getattr__
+
+
+def lazy(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package that imports each module on first use. `names`: module -> names in it."""
+    homes = {name: module for module, inside in names.items() for name in inside.split()}
+
+    def __getattr__(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        home = homes[name] if homes[name].startswith("ludic") else f"{package}.{homes[name]}"
+        try:
+            found = getattr(importlib.import_module(home), name)
+        except ModuleNotFoundError as error:
+            if error.name != home.partition(".")[0]:
+                raise
+            raise missing(home.partition(".")[0], f"{package}.{name}") from error
+        setattr(sys.modules[package], name, found)
+        return found
+
+    return __getattr__
+
+
+def is_stale(group: str, name: str) -> bool:
+    """Whether the clone that runs declares an entry point that its installation, made earlier, does not know."""
+    import tomllib
+
+    file = Path(__file__).parents[2] / "pyproject.toml"
+    if find(group, name) is not None or not file.is_file():
+        return False
+    project = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {})
+    return name in project.get("entry-points", {}).get(GROUPS + group, {})
+
+
+STALE = "This clone is newer than its installation: run `pip install -e .` in it again."
+
+# --- the scan --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _all_points() -> tuple[Point, ...]:
+    key = _state_of_folders()
+    cached = _cache_file()
+    try:
+        stored = json.loads(cached.read_text(encoding="utf-8"))
+        if stored["key"] == key:
+            return tuple(Point(*each) for each in stored["points"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    found = _scan()
+    _store(cached, {"key": key, "points": found})
+    return found
+
+
+def _scan() -> tuple[Point, ...]:
+    from importlib.metadata import distributions
+
+    found: dict[tuple[str, str, str], Point] = {}
+    for distribution in distributions():
+        points = distribution.entry_points
+        for point in (each for each in points if each.group.startswith(GROUPS)):
+            owner = distribution.metadata["Name"]
+            found.setdefault((point.group, point.name, owner), Point(point.group, point.name, point.value, owner))
+    return tuple(sorted(found.values()))
+
+
+def _state_of_folders() -> str:
+    """A text that changes when a package is installed or removed."""
+    state = [sys.version]
+    for folder in sys.path:
+        try:
+            state.append(f"{folder} {os.stat(folder).st_mtime_ns}")
+        except OSError:
+            state.append(folder)
+    return hashlib.sha256("\n".join(state).encode()).hexdigest()
+
+
+def _cache_file() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    place = hashlib.sha256(sys.prefix.encode()).hexdigest()[:16]
+    return Path(root) / "ludic" / f"plugins-{place}.json"
+
+
+def _store(file: Path, content: dict[str, Any]) -> None:
+    """A folder that cannot be written costs time only."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as part:
+            json.dump(content, part)
+        os.replace(part.name, file)
+    except OSError:
+        pass

@@ -8,14 +8,13 @@ import functools
 import platform
 import sys
 import threading
-from dataclasses import dataclass
-from random import Random
 from typing import Any
 
 import hypothesis
 import pytest
 
 from tests import extended
+from tests.fuzz import Fuzz
 
 SHARED = {
     "one vLLM server": (
@@ -25,18 +24,15 @@ SHARED = {
     "one SmolLM2": ("test_local_engine_smollm2.py", "test_smollm2_template.py", "test_gateway_clients.py"),
 }  # fmt: skip
 """These files share what a session has once, so one worker takes all of them."""
-SLOW_TO_IMPORT = ("adapters/test_verifiers.py", "adapters/test_reasoning_gym.py", "tools/test_mcp_tools.py")
+SLOW_TO_IMPORT = ("adapters/test_verifiers.py", "adapters/test_reasoning_gym.py", "envs/tests/test_mcp_tools.py")
 """Seconds in each worker, for the pydantic models of these packages and a hundred generators. `make test-fast` leaves them out."""
 
 hypothesis.settings.register_profile(  # a busy machine is no failure
     "ludic", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("ludic")
-if sys.version_info < (
-    3,
-    11,
-    5,
-):  # there, two threads that parse at once raise SystemError, and showing a traceback parses
+if sys.version_info < (3, 11, 5):
+    # There, two threads that parse at once raise SystemError, and showing a traceback parses.
     _parse, _parsing = ast.parse, threading.RLock()
 
     @functools.wraps(_parse)
@@ -45,6 +41,9 @@ if sys.version_info < (
             return _parse(*args, **kwargs)
 
     ast.parse = _parse_alone
+
+
+pytest_plugins = ["tests.smollm2"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -89,27 +88,6 @@ def pytest_runtest_call(item: pytest.Item) -> Any:
         if refuses and platform.machine() != "aarch64":
             pytest.skip(str(error))
         raise
-
-
-@dataclass(frozen=True)
-class Fuzz:
-    """How many cases a fuzzer tries, and from which seed. A failing case is repeated with the flags that `at` prints."""
-
-    seed: int
-    wanted_cases: int | None
-    is_default_tier: bool = False
-    """Then a third is enough: another run has the rest."""
-
-    def cases(self, default: int, *, least: int = 1) -> int:
-        if self.wanted_cases is not None:
-            return self.wanted_cases
-        return max(least, default // 3) if self.is_default_tier else default
-
-    def rng(self, case: int) -> Random:
-        return Random(f"{self.seed} {case}")
-
-    def at(self, case: int) -> str:
-        return f"fuzz case {case}: run again with --fuzz-seed {self.seed} --fuzz-cases {case + 1}"
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from tests import forked, warm_python
 from tests.redis_fixtures import RedisServer, end_redis
 from tests.unit.cli.train_parts import ENV
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PATIENCE_S = 120.0
 """For anything that a test waits for: seconds on a quiet machine."""
 LAUNCH_PATIENCE_S = 300.0

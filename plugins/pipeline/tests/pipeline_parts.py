@@ -33,7 +33,7 @@ from ludic_pipeline.queue.source import PipelineBatchSource
 from ludic_pipeline.queue.wire import decode_group
 from tests.unit.batch_gen.parts import TotalReward, make_engine, request
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline_rl"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "pipeline_rl"
 
 
 class Record:

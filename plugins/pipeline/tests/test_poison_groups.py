@@ -36,7 +36,7 @@ from ludic_pipeline.queue.queue import ExperienceQueue, PackedGroup
 from ludic_pipeline.queue.source import DeadLetters, _in_one_line
 from ludic_pipeline.queue.wire import encode_group, group_facts
 from plugins.pipeline.tests.queue_parts import ACTOR, SHORT, crash, let_lease_run_out, raw_client
-from tests.conftest import Fuzz
+from tests.fuzz import Fuzz
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from scripts import two_hosts as script
 from tests.integration.fsdp_worker import done
 from tests.integration.test_fsdp import assert_same_run
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "two_hosts.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "two_hosts.py"
 PATIENCE_S = 240
 
 

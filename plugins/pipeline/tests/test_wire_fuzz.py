@@ -19,7 +19,7 @@ import zstandard
 from ludic.types import ActorTokenLogps, CandidateSets, SampleAttachments, SampleOrigin, SAWItem, StopReason, VersionRun
 from ludic_pipeline.queue.wire import UnreadableGroup, WireLimits, decode_group, encode_group
 from plugins.pipeline.tests.wire_items import PER_TOKEN, as_constructed, plain_item
-from tests.conftest import Fuzz
+from tests.fuzz import Fuzz
 
 pytestmark = pytest.mark.slow
 

@@ -60,10 +60,14 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
-        "backends": "SandboxBackend SubprocessConfig SubprocessSandboxPool create_sandbox_pool detect_available_backend get_backend_info is_bubblewrap_available is_docker_available is_podman_available is_podman_hpc_available shared_pool",
+        "backends": "SandboxBackend SubprocessConfig SubprocessSandboxPool create_sandbox_pool "
+        "detect_available_backend get_backend_info is_bubblewrap_available is_docker_available "
+        "is_podman_available is_podman_hpc_available shared_pool",
         "bubblewrap": "BubblewrapConfig BubblewrapSandboxPool",
-        "containers": "ApptainerSandboxPool ContainerConfig DockerSandboxConfig DockerSandboxPool PodmanConfig PodmanSandboxPool",
-        "interface": "Bind CommandResult CommandSandbox CompileResult CompileStatus ExecutionResult RunStatus Sandbox SandboxError SandboxLimits SandboxPool SandboxPoolExhaustedError",
+        "containers": "ApptainerSandboxPool ContainerConfig DockerSandboxConfig DockerSandboxPool PodmanConfig "
+        "PodmanSandboxPool",
+        "interface": "Bind CommandResult CommandSandbox CompileResult CompileStatus ExecutionResult RunStatus Sandbox "
+        "SandboxError SandboxLimits SandboxPool SandboxPoolExhaustedError",
         "pool": "BaseSandboxPool LRUCache",
     },
 )

@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.integration,
     pytest.mark.skipif(not is_bubblewrap_available(), reason="bubblewrap cannot be used here"),
 ]
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TASKS = find_tasks(ROOT / "examples" / "harbor_tasks")
 BOTH = pytest.mark.parametrize("workspace", ["bubblewrap", "unsafe-local"])
 TASK = {

@@ -42,7 +42,7 @@ pytestmark = [
     pytest.mark.integration,
     pytest.mark.skipif(not is_bubblewrap_available(), reason="bubblewrap cannot be used here"),
 ]
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TOKEN = "the-token"
 SLEEPER = "import os, time\nos.fork()\ntime.sleep(600)"
 

@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.skipif(not is_bubblewrap_available(), reason="bubblewrap cannot be used here"),
     pytest.mark.asyncio(loop_scope="module"),
 ]
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest_asyncio.fixture(

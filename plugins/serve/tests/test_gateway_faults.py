@@ -32,7 +32,7 @@ from ludic_serve.gateway.session import Policy, Session, SessionLimits
 from ludic_serve.gateway.threads import session_rollouts
 from plugins.serve.tests.test_server import TOKENIZER, TOOL, tiny_model
 from plugins.serve.tests.test_server_fuzz import FIELDS, TEXTS, blame, extreme, message, tool, written
-from tests.conftest import Fuzz
+from tests.fuzz import Fuzz
 
 pytestmark = pytest.mark.integration
 

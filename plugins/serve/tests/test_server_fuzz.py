@@ -19,7 +19,7 @@ import pytest
 from ludic.http.limits import ServerLimits
 from ludic.inference.local import LocalEngine
 from plugins.serve.tests.test_server import TOKENIZER, TOOL, serving, tiny_model
-from tests.conftest import Fuzz
+from tests.fuzz import Fuzz
 
 pytestmark = pytest.mark.slow
 

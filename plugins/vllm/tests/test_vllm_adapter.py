@@ -41,7 +41,7 @@ from plugins.vllm.tests.vllm_fixtures import (
     skip_without_vllm,
     start_warm_server,
 )
-from tests.integration.conftest import running
+from plugins.vllm.tests.conftest import running
 
 peft = pytest.importorskip("peft", reason="the lora extra is not installed")
 pytestmark = pytest.mark.integration

@@ -19,7 +19,7 @@ from ludic_vllm.control import CONTROL_HEADER
 from ludic_vllm.vllm_server import VLLMServerProcess, start_vllm_server, wait_for_vllm_health
 from plugins.vllm.tests import warm_vllm
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 VOCAB_SIZE = 320
 MAX_MODEL_LEN = 2048
 LORA_RANK = 8

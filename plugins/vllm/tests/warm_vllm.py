@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 IMPORTED = [
     "vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm", "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker", "vllm.v1.core.sched.scheduler", "vllm.renderers.hf",

@@ -14,7 +14,7 @@ import pytest
 from ludic.batch_gen.store import FinishedEpisodes
 from ludic.types import StepOutcome, StopReason, load_rollouts
 from ludic.types.steps import MAX_INFO_CHARS, MAX_OBS_CHARS, MAX_REWARD
-from tests.conftest import Fuzz
+from tests.fuzz import Fuzz
 from tests.unit.batch_gen.parts import SeededEnv, Threaded, make_engine, request, summary
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from ludic.cli import main as cli
-from ludic.cli.main import BASE, COMMANDS, USUAL, find_command
+from ludic.cli.commands import commands
+from ludic.cli.main import BASE, find_command
 from ludic.cli.script import run_script
 from ludic.cli.terminal import pages
 from ludic.cli.terminal.colour import is_coloured
@@ -38,7 +39,7 @@ def rows(text: str, columns: int) -> int:
 @pytest.mark.parametrize("columns", [60, 80, 100, 200])
 def test_every_help_page_fits_one_screen(columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
-    for command in [["--help"], [], *([name, "--help"] for name in COMMANDS)]:
+    for command in [["--help"], [], *([name, "--help"] for name in commands())]:
         shown = invoke(command)
         assert shown.exit_code == 0, shown.exception
         assert rows(shown.output, columns) <= 23 and max(map(len, shown.output.splitlines())) <= max(columns, 80), (
@@ -48,9 +49,8 @@ def test_every_help_page_fits_one_screen(columns, monkeypatch):
 
 def test_help_names_every_command_and_help_all_says_what_each_does():
     short, long = invoke(["--help"]).output, invoke(["--help-all"]).output
-    assert set(USUAL) <= COMMANDS.keys()
-    for name, (_, summary) in COMMANDS.items():
-        assert name in short and f"{name} " in long and summary in long
+    for name, command in commands().items():
+        assert name in short and f"{name} " in long and command.summary in long
 
 
 def test_help_all_has_every_flag_and_help_says_how_to_reach_them():
@@ -73,8 +73,9 @@ def test_flags_as_data_are_what_tyro_reads():
 
 
 def test_each_command_but_envs_shows_an_example_that_its_flags_allow():
-    assert pages.EXAMPLES.keys() | {"envs"} == COMMANDS.keys()
-    for name, example in pages.EXAMPLES.items():
+    examples = {name: command.example for name, command in commands().items() if command.example}
+    assert examples.keys() | {"envs"} == commands().keys()
+    for name, example in examples.items():
         ludic, command, *words = example.split()
         flags = {flag.flag for flag in flags_of_command(find_command([name]))}
         assert (ludic, command) == ("ludic", name) and {word for word in words if word.startswith("-")} <= flags

@@ -13,8 +13,8 @@ import pytest
 
 from ludic.envs.gsm8k import GSM8KEnv
 from ludic.envs.math_grading import _number, is_equivalent
-from tests.conftest import Fuzz
 from tests.data import read_jsonl
+from tests.fuzz import Fuzz
 
 pytestmark = pytest.mark.slow
 

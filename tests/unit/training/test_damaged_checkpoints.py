@@ -30,7 +30,7 @@ from ludic.training.checkpoint.manifest import MANIFEST, finish_folder, problem_
 from ludic.training.checkpoint.model_files import base_fingerprint, is_peft, model_tensors, write_description
 from ludic.training.checkpoint.rank_files import encoded, read_values, write_rank_files
 from ludic.types import ConfigError
-from tests.conftest import Fuzz
+from tests.fuzz import Fuzz
 from tests.unit.inference.local.tiny_models import new_model
 
 pytestmark = pytest.mark.slow

@@ -31,7 +31,7 @@ from ludic.training.loggers import (
 )
 from ludic.training.loggers.rich_live import sparkline
 from ludic.types import ConfigError, MissingExtra
-from tests.conftest import Fuzz
+from tests.fuzz import Fuzz
 
 pytestmark = pytest.mark.slow
 

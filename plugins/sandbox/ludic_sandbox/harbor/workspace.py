@@ -1,7 +1,7 @@
 """`Workspace`: folders in which many commands run one after the other, with the files of one task.
 
-Two kinds are made here; ludic_sandbox.harbor.containers has the third. `bubblewrap` is a sandbox whose writable folders are in memory:
-no network, nothing of the host but its programs. `unsafe-local` is a temporary folder of the host and no sandbox. Either keeps one
+Two kinds are made here; containers.py has the third. `bubblewrap` is a sandbox whose writable folders are in memory: no network,
+nothing of the host but its programs. `unsafe-local` is a temporary folder of the host and no sandbox. Either keeps one
 supervisor (ludic_sandbox.supervisor) that runs command after command and kills every process that a command leaves, so nothing
 runs between two commands.
 """

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from ludic.catalog import BUILTINS
+from ludic import registry
 from ludic.types import ConfigError
 from ludic_sandbox.code_exec import (
     APPSTestAdapter,
@@ -12,8 +12,8 @@ from ludic_sandbox.code_exec import (
     WhitespaceNormalizedVerifier,
 )
 
-HUMANEVAL = BUILTINS["env"]["humaneval"].example["sample"]
-MBPP = BUILTINS["env"]["mbpp"].example["sample"]
+HUMANEVAL = registry.envs.spec("humaneval").example["sample"]
+MBPP = registry.envs.spec("mbpp").example["sample"]
 
 
 # --- programs ---

@@ -3,7 +3,7 @@
     async def agent(task, *, base_url, api_key, model): ...
     ludic_serve.gateway.train(agent=agent, tasks="questions.jsonl", reward=score, model="smollm2-135m", algo="grpo")
 
-Thin over `ludic.run.build`, whose settings they take. The one file of the gateway above `ludic.run`; `ludic_serve.gateway` loads it when
+Thin over `ludic.run.build`, whose settings they take. `ludic_serve.gateway` loads it when
 one of the two is used.
 """
 

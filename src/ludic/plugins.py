@@ -91,7 +91,7 @@ def lazy(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
 
     def __getattr__(name: str) -> Any:
         if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(sorted(homes))}.")
         home = homes[name] if homes[name].startswith("ludic") else f"{package}.{homes[name]}"
         try:
             found = getattr(importlib.import_module(home), name)

@@ -46,8 +46,8 @@ from ludic.types.errors import (
 
 _ID = re.compile(r"[A-Za-z0-9_.\-]+(/[A-Za-z0-9_.\-]+)?")
 _HOME = "ludic/"
-_OWN_PREFIX = "ludic_own_"
-"""Of the names of modules that were loaded from file.py:name."""
+_OWN_PREFIX = "own_file_"
+"""Prefix of module names loaded from `file.py:name`."""
 _GIVEN_AS_FUNCTIONS = ("parser", "tool", "reward", "filter")
 """Kinds whose part is a function itself, and not what a function returns."""
 

@@ -157,7 +157,7 @@ def test_packages_of_this_repository_have_short_ids(folder: Path, tmp_path: Path
 
 
 def test_error_names_the_package_of_a_part_that_is_not_installed(monkeypatch):
-    monkeypatch.setattr("ludic.registry.entry_points", lambda group: [])
+    monkeypatch.setattr("ludic.plugins.points", lambda group: [])
     envs = registry.Registry("env")
     assert "game_boy" not in envs
     with pytest.raises(

@@ -1,7 +1,7 @@
 """Judges: rewards from the judgement of a model. They are scorers (`ludic.types.Scorer`) for `ludic.rewards`.
 
 `run` and `cli` import it. Start with llm.py (one reply), group.py (siblings); model.py asks and caches, verdicts.py delimits data
-and reads replies, agentic.py lets an agent with tools answer, agreement.py compares with known answers, lazy.py is `--judge`.
+and reads replies, agentic.py lets an agent with tools answer, gold.py compares with known answers, lazy.py is `--judge`.
 See docs/judges.md.
 """
 
@@ -11,7 +11,7 @@ from ludic.plugins import lazy
 
 if TYPE_CHECKING:
     from ludic_judges.agentic import JudgeAgent
-    from ludic_judges.agreement import Agreement, agreement, pair_accuracy
+    from ludic_judges.gold import Agreement, agreement, pair_accuracy
     from ludic_judges.group import GroupJudge, PairwiseJudge, PositionBias
     from ludic_judges.lazy import JudgeBy, LazyJudge
     from ludic_judges.llm import Criterion, LLMJudge, RubricJudge, read_criteria
@@ -29,7 +29,7 @@ __getattr__ = lazy(
     __name__,
     {
         "agentic": "JudgeAgent",
-        "agreement": "Agreement agreement pair_accuracy",
+        "gold": "Agreement agreement pair_accuracy",
         "group": "GroupJudge PairwiseJudge PositionBias",
         "lazy": "JudgeBy LazyJudge",
         "llm": "Criterion LLMJudge RubricJudge read_criteria",

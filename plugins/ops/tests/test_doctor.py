@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tomllib
 import threading
 from pathlib import Path
 
@@ -51,9 +52,16 @@ def test_json_has_every_check_and_ability_and_the_exit_code_is_0_where_the_base_
 
 
 def test_doctor_runs_without_any_package_and_says_what_to_install(tmp_path):
-    """A Python that finds no installed package at all: no traceback, exit code 1."""
+    """A Python that finds Ludic and no other package: no traceback, exit code 1."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    info = tmp_path / "ludic_rl-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ludic-rl\nVersion: 0\n")
+    commands = project["entry-points"]["ludic.commands"].items()
+    (info / "entry_points.txt").write_text("[ludic.commands]\n" + "\n".join(f"{name} = {value}" for name, value in commands))
+    places = [str(ROOT / "src"), str(ROOT / "plugins" / "ops"), str(tmp_path)]
     code = (
-        f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r}); sys.argv = ['ludic', 'doctor', '--wait-s', '300']\n"
+        f"import sys; sys.path[:0] = {places!r}; sys.argv = ['ludic', 'doctor', '--wait-s', '300']\n"
         "from ludic.cli.main import main; main()"
     )
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, cwd=tmp_path)

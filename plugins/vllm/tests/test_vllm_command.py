@@ -127,7 +127,8 @@ def test_the_servers_pythonpath_holds_ludic_only(tmp_path, monkeypatch):
     for _ in range(2):  # a run folder can be used again
         command = server_command(CPU, "m", host="h", port=1, flags=[], run_folder=tmp_path / "run")
     path = Path(command.environment["PYTHONPATH"])
-    assert [entry.name for entry in path.iterdir()] == ["ludic"] and (path / "ludic").resolve() == packages / "ludic"
+    assert {entry.name for entry in path.iterdir()} == {"ludic", "ludic_vllm"}
+    assert (path / "ludic").resolve() == packages / "ludic"
 
 
 @pytest.mark.parametrize(

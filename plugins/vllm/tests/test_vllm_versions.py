@@ -18,16 +18,16 @@ from ludic_vllm.command import VLLMInstall, default_flags, server_command
 from ludic_vllm.versions import RELEASES, Release, WeightVersions, is_listed, release_of
 
 ROOT = Path(__file__).parents[3]
-PACKAGE = ROOT / "src" / "ludic"
-INSIDE_VLLM = ["inference/vllm/worker.py", "inference/vllm/reload.py", "inference/vllm/logits_processor.py"]
+PACKAGE = ROOT / "plugins" / "vllm" / "ludic_vllm"
+INSIDE_VLLM = ["inside/worker.py", "inside/reload.py", "inside/logits_processor.py"]
 CALLERS = [
-    "inference/vllm/client.py",
-    "inference/vllm/process.py",
-    "inference/vllm/watch.py",
-    "inference/vllm/wire.py",
-    "distributed/publish/adapter.py",
-    "distributed/publish/vllm_control.py",
-    "run/generation/vllm.py",
+    "client.py",
+    "process.py",
+    "watch.py",
+    "wire.py",
+    "publish/adapter.py",
+    "publish/control.py",
+    "generation.py",
 ]
 
 NAMES = {
@@ -195,7 +195,7 @@ def test_abstract_methods_of_a_transfer_engine_are_all_defined(sources):
         if isinstance(method, ast.FunctionDef)
         and any(isinstance(d, ast.Name) and d.id == "abstractmethod" for d in method.decorator_list)
     }
-    ours = ast.parse((PACKAGE / "inference/vllm/worker.py").read_text())
+    ours = ast.parse((PACKAGE / "inside/worker.py").read_text())
     (engine,) = (node for node in ours.body if isinstance(node, ast.ClassDef) and node.name == "LudicTransfer")
     assert wanted <= {node.name for node in engine.body if isinstance(node, ast.FunctionDef)}
 

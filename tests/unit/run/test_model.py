@@ -189,7 +189,8 @@ class FakeWandb:
 
     ids: list[str]
 
-    def __init__(self, init_kwargs: dict[str, str]) -> None:
+    def __init__(self, init_kwargs: dict[str, str] | None = None) -> None:
+        assert init_kwargs is not None
         self.ids.append(init_kwargs["id"])
 
     def log(self, step, stats): ...

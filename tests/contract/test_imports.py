@@ -1,4 +1,4 @@
-"""The import table of DESIGN and CONTRIBUTING, as a test: arrows go down only."""
+"""The import tables of CONTRIBUTING as tests: arrows go down only, and the core never sees a plug-in."""
 
 import ast
 import functools
@@ -11,36 +11,33 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2] / "src" / "ludic"
+CHECKOUT = Path(__file__).parents[2]
+ROOT = CHECKOUT / "src" / "ludic"
+PLUGINS = sorted(folder.name for folder in (CHECKOUT / "plugins").iterdir())
 
-BASE = {"types", "tasks", "registry", "catalog"}
+BASE = {"types", "tasks", "registry", "catalog", "plugins", "util"}
 MAY_IMPORT: dict[str, set[str]] = {
-    "types": set(),
+    "util": {"types"},
+    "types": {"util"},
     "tasks": set(),
     "catalog": set(),
-    "registry": {"types", "catalog"},
+    "plugins": {"types", "util"},
+    "registry": {"types", "catalog", "plugins"},
     "parsers": BASE,
     "context": BASE,
-    "sandbox": BASE,
-    "sandbox.remote": BASE | {"inference"},
-    "envs": BASE | {"sandbox", "tools"},
-    "tools": BASE | {"sandbox"},
+    "http": BASE | {"training"},
+    "envs": BASE | {"tools"},
+    "tools": BASE,
     "models": BASE,
-    "scaling": BASE,
-    "inference": BASE,
-    "inference.local": BASE | {"inference", "models"},
+    "inference": BASE | {"http"},
+    "inference.local": BASE | {"inference", "models", "http"},
     "agents": BASE | {"parsers", "tools", "context", "inference"},
     "interaction": BASE | {"agents", "envs", "parsers"},
     "rewards": BASE | {"parsers"},
-    "judges": BASE | {"rewards", "inference", "agents", "tools", "interaction", "parsers", "context"},
     "batch_gen": BASE | {"interaction", "envs", "inference", "rewards"},
-    "gateway": BASE | {"interaction", "inference", "envs", "batch_gen", "parsers", "sandbox", "tools"},
-    "gateway.training": BASE | {"batch_gen", "eval", "gateway", "run"},
-    "prompt_search": BASE | {"batch_gen", "judges"},
     "distributed": BASE | {"inference", "models"},
     "training": BASE | {"models", "distributed"},
     "eval": BASE | {"batch_gen"},
-    "tinker": BASE | {"training", "inference", "distributed", "models"},
     "run": BASE
     | {
         "agents",
@@ -48,23 +45,34 @@ MAY_IMPORT: dict[str, set[str]] = {
         "distributed",
         "envs",
         "eval",
-        "gateway",
         "inference",
         "interaction",
-        "judges",
         "models",
         "parsers",
         "rewards",
-        "sandbox",
-        "tinker",
+        "tools",
         "training",
     },
-    "view": BASE | {"batch_gen", "inference", "models", "run", "training"},
 }
-"""What may import everything: minimal (all but cli) and cli. A row for a part that is not built yet is checked as
-soon as it is there. `interaction` also sees `parsers`, since a step's parse result is one of its types."""
+"""What may import everything: minimal (all but cli) and cli. `interaction` also sees `parsers`, since a step's parse result is one
+of its types."""
+SHIMS = {"sandbox", "gateway", "judges"}
+"""Names that the documents put into the core; their code is in plug-ins."""
+PLUGIN_MAY_IMPORT: dict[str, set[str]] = {
+    "envs": {"sandbox"},
+    "gpu": set(),
+    "judges": set(),
+    "ops": set(),
+    "pipeline": {"vllm"},
+    "sandbox": set(),
+    "serve": {"sandbox"},
+    "tinker": {"gpu"},
+    "view": set(),
+    "vllm": set(),
+}
+"""Which plug-ins a plug-in may import. All of them may import the core."""
 HEAVY = {"torch", "transformers", "vllm"}
-MAY_BE_HEAVY = {"training", "distributed", "models", "inference.local", "gateway.training"}
+MAY_BE_HEAVY = {"training", "distributed", "models", "inference.local"}
 
 
 def files_of(package: str) -> list[Path]:
@@ -72,10 +80,6 @@ def files_of(package: str) -> list[Path]:
     found = [*ROOT.glob(f"{path}.py"), *ROOT.glob(f"{path}/**/*.py")]
     if package == "inference":  # the embedded engine is the one part of it that may load torch, and has its own row
         found = [file for file in found if "inference/local/" not in file.as_posix()]
-    if package == "sandbox":  # its server and client stand on the HTTP parts of `inference`
-        found = [file for file in found if "sandbox/remote/" not in file.as_posix()]
-    if package == "gateway":  # the one file above `run`; the package loads it when its names are used
-        found = [file for file in found if not file.as_posix().endswith("gateway/training.py")]
     return found
 
 
@@ -95,13 +99,52 @@ def ludic_imports(file: Path) -> set[str]:
     return found
 
 
+def plugin_imports(file: Path) -> set[str]:
+    """The plug-ins that a file imports anywhere but for types, by their short names."""
+    tree = ast.parse(file.read_text())
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for inner in ast.walk(node)
+    }
+    found = set()
+    for node in (node for node in ast.walk(tree) if id(node) not in for_types):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        found |= {name.split(".")[0].removeprefix("ludic_") for name in names if name.startswith("ludic_")}
+    return found & set(PLUGINS)
+
+
 def built_packages() -> set[str]:
     inside = {path.stem if path.is_file() else path.name for path in ROOT.iterdir()}
     return {name for name in inside if not name.startswith("_") and name != "py"}
 
 
 def test_every_part_has_a_row():
-    assert built_packages() <= MAY_IMPORT.keys() | {"cli", "minimal", "py.typed"}, "add the new part to the table"
+    assert built_packages() <= MAY_IMPORT.keys() | SHIMS | {"cli", "minimal", "py.typed"}, "add the new part"
+    assert PLUGIN_MAY_IMPORT.keys() == set(PLUGINS)
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_plugin_imports_only_the_plugins_that_it_may(plugin: str):
+    files = (CHECKOUT / "plugins" / plugin).glob(f"ludic_{plugin}/**/*.py")
+    extra = {f.name: bad for f in files if (bad := plugin_imports(f) - {plugin} - PLUGIN_MAY_IMPORT[plugin])}
+    assert not extra, "find it through an entry point, or move what both need into the core"
+
+
+def test_the_core_imports_no_plugin():
+    shims = {ROOT / "inference" / "vllm_server.py"}
+    files = [file for file in ROOT.rglob("*.py") if file not in shims and "minimal" not in file.parts]
+    extra = {file.relative_to(ROOT).as_posix(): bad for file in files if (bad := plugin_imports(file))}
+    assert not extra, "find it through an entry point"
+
+
+def test_arrows_between_plugins_make_no_circle():
+    left = {name: set(may) for name, may in PLUGIN_MAY_IMPORT.items()}
+    while free := {name for name, may in left.items() if not may}:
+        left = {name: may - free for name, may in left.items() if name not in free}
+    assert not left
 
 
 @pytest.mark.parametrize("package", sorted(MAY_IMPORT))

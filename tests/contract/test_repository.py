@@ -49,10 +49,13 @@ def test_the_tree_in_the_readme_is_the_tree():
     tree = README.split("## What is where", 1)[1].split("```")[1]
     listed = set(re.findall(r"^(?:  )?([\w./-]+)  ", tree, flags=re.MULTILINE))
     inside = {name for name in listed if (ROOT / "src" / "ludic" / name.rstrip("/")).exists()}
-    outside = {name for name in listed if (ROOT / name.rstrip("/")).exists()}
+    outside = {
+        name for name in listed if any((place / name.rstrip("/")).exists() for place in (ROOT, ROOT / "plugins"))
+    }
     assert listed == inside | outside, f"not there: {listed - inside - outside}"
     packages = {p.name for p in (ROOT / "src" / "ludic").iterdir() if p.is_dir() and not p.name.startswith("__")}
-    assert packages <= {name.rstrip("/") for name in inside}
+    plugins = {folder.name for folder in (ROOT / "plugins").iterdir()}
+    assert packages | plugins <= {name.rstrip("/") for name in listed}
 
 
 def test_the_example_in_the_readme_prints_what_the_readme_says(tmp_path):
@@ -125,8 +128,8 @@ def test_the_project_file_says_what_the_issue_asks():
 
 def written_files() -> list[Path]:
     """What users read: code, pages, scripts and manifests."""
-    folders = ("src", "environments", "docs", "examples", "scripts", "deploy", "requirements")
-    files = [file for folder in folders for file in (ROOT / folder).rglob("*")]
+    folders = ("src", "plugins", "environments", "docs", "examples", "scripts", "deploy", "requirements")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*") if "tests" not in file.parts]
     read = {".py", ".md", ".sh", ".yaml", ".toml", ".txt", ".sbatch"}
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(file for file in files if file.suffix in read)]
 

@@ -18,7 +18,10 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(
-    file for folder in ("src", "examples", "environments", "scripts") for file in (ROOT / folder).rglob("*.py")
+    file
+    for pattern in ("src", "plugins/*/ludic_*", "examples", "environments", "scripts")
+    for folder in ROOT.glob(pattern)
+    for file in folder.rglob("*.py")
 )
 
 MODULES = {

@@ -3,8 +3,8 @@
 import json
 import subprocess
 import sys
-import tomllib
 import threading
+import tomllib
 from pathlib import Path
 
 import pytest

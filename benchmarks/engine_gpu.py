@@ -188,7 +188,7 @@ def plain_config(config: Any) -> dict[str, Any]:
 def run_child(script: str, arguments: list[str], python: str = sys.executable) -> Iterator[dict[str, Any]]:
     """The records that a script in benchmarks/others prints, as they come. If it fails, its errors are shown."""
     here = Path(__file__).resolve().parent
-    # benchmarks/vllm.py must not be found where the child imports vLLM.
+    # research/experiments/vllm.py must not be found where the child imports vLLM.
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     paths = [path for path in paths if Path(path).resolve() != here]
     command = [python, str(here / "others" / script), *arguments]

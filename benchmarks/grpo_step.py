@@ -301,7 +301,7 @@ def measure_trl(options: argparse.Namespace) -> dict[str, Any] | None:
         "trl": importlib.util.find_spec("trl") is not None,
         "vllm": any(
             (Path(path) / "vllm" / "__init__.py").exists() for path in sys.path
-        ),  # benchmarks/vllm.py is no vLLM
+        ),  # research/experiments/vllm.py is no vLLM
     }
     if options.trl == "auto" and not all(found.values()):
         print(

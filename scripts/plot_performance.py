@@ -1,7 +1,7 @@
 """Draw tokens per second against batch size, the embedded engine and vLLM, from records of benchmarks/engine.py, as a PNG.
 
     python benchmarks/engine.py --vllm --json engine.jsonl
-    python scripts/plot_performance.py engine.jsonl --out docs/results/engine.png
+    python scripts/plot_performance.py engine.jsonl --out research/results/engine.png
 
 One panel per model shape on which all engines were measured, on the workloads fixed1, fixed128 …; both engines return
 log-probs. Of several records of one row the last counts. Needs matplotlib (the extra plot).

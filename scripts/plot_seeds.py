@@ -1,7 +1,7 @@
 """Compare settings over seeds: a table with intervals, a PNG of the means with their spread, and the curves as one small JSONL.
 
-    python scripts/plot_seeds.py runs/key_door-*-[0-9] --out docs/results/turn_credit.png --records docs/results/turn_credit.jsonl
-    python scripts/plot_seeds.py docs/results/turn_credit.jsonl --baseline grpo --reach 0.5
+    python scripts/plot_seeds.py runs/key_door-*-[0-9] --out results/turn_credit.png --records results/turn_credit.jsonl
+    python scripts/plot_seeds.py research/results/turn_credit.jsonl --baseline grpo --reach 0.5
 
 Run folders are named GAME-SETTING-SEED. The picture has the training reward, a mean over seeds of means of five updates, with the
 range of the seeds. The table has the last evaluation: the mean over seeds, the lowest seed, and what each setting gains on the

@@ -9,7 +9,7 @@ Takes: seconds.
     ludic train gsm8k --model runs/gsm8k_sft --data gsm8k_train.jsonl --eval-data gsm8k_test.jsonl
 
 Why: smollm2-135m answers one question in a hundred. GRPO compares the answers to a question, and where all are wrong there is
-nothing to compare (docs/log.md has the run that did not learn).
+nothing to compare (research/log.md has the run that did not learn).
 """
 # ruff: noqa: T201 - a script prints
 

@@ -1,7 +1,7 @@
 """Key and door for a model of one token per character: how a reply is read, credit per turn, and games to start from.
 
 Shows: a parser and a credit rule from a file (`--parser`, `--algo`), and rollouts of a script in the model's own tokens.
-Needs: nothing. The page docs/results/turn_credit.md has all commands.
+Needs: nothing. The page research/results/turn_credit.md has all commands.
 Takes: 20 seconds for 1500 games.
 
     python examples/turn_credit/key_door.py --output runs/key_door_games.jsonl

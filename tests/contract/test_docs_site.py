@@ -24,9 +24,8 @@ def test_the_index_lists_every_page_and_every_link_leads_somewhere():
 
 
 def test_pages_are_short():
-    """At most 25,000 words without code blocks and the bars of tables. The log and docs/results are records, which grow."""
-    pages = [path for path in (ROOT / "docs").rglob("*.md") if path.name != "log.md" and path.parent.name != "results"]
-    texts = [path.read_text() for path in pages]
+    """At most 25,000 words without code blocks and the bars of tables."""
+    texts = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
     prose = [re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE) for text in texts]
     assert sum(len(re.findall(r"\S*\w\S*", text)) for text in prose) <= 25_000
 
@@ -57,14 +56,13 @@ def test_links_out_of_the_docs_become_text(tmp_path):
     assert (tmp_path / "copy" / "a.md").read_text() == "the README (`README.md`), [docs](index.md#start), `README.md`"
 
 
-def test_llms_txt_follows_the_index_and_the_full_text_leaves_out_the_log(tmp_path):
+def test_llms_txt_follows_the_index_and_the_full_text_has_the_pages(tmp_path):
     entries = script.contents((ROOT / "docs" / "index.md").read_text())
     assert list(dict.fromkeys(entry.group for entry in entries)) == ["Start", "Guides", "Reference", "Internals"]
     script.write_llms(ROOT / "docs", entries, tmp_path)
     short, whole = (tmp_path / "llms.txt").read_text(), (tmp_path / "llms-full.txt").read_text()
     assert all(f"({entry.path}): {entry.about}" in short for entry in entries)
     assert (ROOT / "docs" / "algorithms" / "grpo.md").read_text().strip() in whole
-    assert (ROOT / "docs" / "log.md").read_text().strip() not in whole
 
 
 def test_an_api_page_names_the_public_classes_of_its_package():

@@ -88,7 +88,7 @@ def test_impossible_settings_are_refused(settings, message):
         TrainingSetup(**settings)
 
 
-# The measurements of docs/log.md on one H200, in GiB: bf16, a micro-batch of 16,384 tokens, two per step, the models' own modules.
+# The measurements of research/log.md on one H200, in GiB: bf16, a micro-batch of 16,384 tokens, two per step, the models' own modules.
 MEASURED = [
     ("135m", False, 1.85, 14.58, 2.63),
     ("135m", True, 1.77, 3.76, 2.55),

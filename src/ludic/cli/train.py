@@ -152,7 +152,7 @@ def _opening(run: "Run", *, resume: bool) -> list[str]:
     rank, lr = config.model.lora_rank, config.trainer.lr
     if rank and lr <= LOW_LORA_LR and config.stored is None and not start.first_step:
         lines.append(
-            f"lr {lr:g} is low for a LoRA: on GSM8K 2e-4 learned well, and 5e-5 slowly (docs/results/gsm8k_qwen.md)."
+            f"lr {lr:g} is low for a LoRA: on GSM8K 2e-4 learned well, and 5e-5 slowly (research/results/gsm8k_qwen.md)."
         )
     if not start.first_step:
         lines += mask_lines(run.resolved)

@@ -294,7 +294,7 @@ _SAYS_THE_REDUCTION = {"reduction", "length_normalize", "constant_length"}
 
 NEGATIVE_MASK = "negative_sequence_mask=0.05"
 MASKED_WHEN_OLD = ("cispo", "scalerl", "sapo")
-"""Presets that lose reward on samples of 4 batches ago, and hold it with NEGATIVE_MASK (docs/results/stale_data_presets.jsonl)."""
+"""Presets that lose reward on samples of 4 batches ago, and hold it with NEGATIVE_MASK (stale_data_presets.jsonl in research/)."""
 
 
 def _corrections(config: RunConfig, max_lag: int, parts: Parts) -> tuple[str, ...]:

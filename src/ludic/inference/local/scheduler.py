@@ -63,7 +63,7 @@ _FEW = 8
 
 _KEPT_SHARE = 0.25
 """Share of the running sequences' expected growth that stays free: others end meanwhile and give their blocks back. Measured with
-benchmarks/admission.py: keeping all of it halves the sequences that run at once, and costs more time than preemptions do."""
+admission.py in research/: keeping all of it halves the sequences that run at once, and costs more time than preemptions do."""
 
 
 class CompletionLengths:

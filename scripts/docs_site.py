@@ -20,8 +20,11 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 DOCS, BUILD = ROOT / "docs", ROOT / "build"
 PACKAGES = [
-    "types", "envs", "tools", "agents", "context", "parsers", "interaction", "inference", "batch_gen", "rewards", "judges",
-    "training", "distributed", "eval", "gateway", "run",
+    *(f"ludic.{name}" for name in (
+        "types", "envs", "tools", "agents", "context", "parsers", "interaction", "inference", "batch_gen", "rewards", "training",
+        "distributed", "eval", "run",
+    )),
+    "ludic_sandbox", "ludic_judges", "ludic_serve.gateway", "ludic_pipeline.queue",
 ]  # fmt: skip
 _ENTRY = re.compile(r"^- \[(?P<title>[^\]]+)\]\((?P<path>[^)]+\.md)\): (?P<about>.+)$")
 _LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
@@ -126,8 +129,7 @@ def _all_pages(docs: Path, entries: list[Entry]) -> list[str]:
 
 def api_page(package: str) -> str:
     """A page that names every public class and function of a package, for mkdocstrings to fill in."""
-    name = f"ludic.{package}"
-    module = importlib.import_module(name)
+    name, module = package, importlib.import_module(package)
     first = (inspect.getdoc(module) or "").partition("\n\n")[0]
     lines = [f"# {name}", "", first, ""]
     for public in sorted(getattr(module, "__all__", [n for n in vars(module) if not n.startswith("_")])):
@@ -143,7 +145,7 @@ def write_api(target: Path) -> list[Entry]:
     (target / "api").mkdir()
     for package in PACKAGES:
         (target / "api" / f"{package}.md").write_text(api_page(package))
-    return [Entry("API", f"ludic.{package}", f"api/{package}.md", "") for package in PACKAGES]
+    return [Entry("API", package, f"api/{package}.md", "") for package in PACKAGES]
 
 
 # --- site ---

@@ -66,6 +66,6 @@ def test_llms_txt_follows_the_index_and_the_full_text_has_the_pages(tmp_path):
 
 
 def test_an_api_page_names_the_public_classes_of_its_package():
-    page = script.api_page("interaction")
+    page = script.api_page("ludic.interaction")
     assert page.startswith("# ludic.interaction\n") and "::: ludic.interaction." in page
     assert any(line.endswith(".SingleAgentProtocol") for line in page.splitlines())

@@ -3,12 +3,15 @@
 The tree is copied without the plug-in. Processes run without site's .pth files, so that the installed tree cannot be imported.
 """
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,24 +30,42 @@ TRAIN = (
     "train tic_tac_toe --model tiny --set view=compact --steps 2 --rollouts-per-update 8 --group-size 4 --max-tokens 4 "
     "--logger print --name short"
 )
-IMPORT_NAMES = """
-import importlib, json, sys
+IN_ONE_PROCESS = """
+import contextlib, importlib, io, json, sys
+from ludic.cli.main import main
 from ludic.types.errors import MissingPlugin
 
-names, plugin = json.loads(sys.argv[1]), sys.argv[2]
+names, plugin, command, train = json.loads(sys.argv[1])
 try:
     importlib.import_module(plugin)
 except ModuleNotFoundError:
     pass
 else:
     sys.exit(f"{plugin} can be imported: this tests nothing")
+
+
+def ludic(*arguments):
+    out, err, sys.argv = io.StringIO(), io.StringIO(), ["ludic", *arguments]
+    code = 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code
+    return code, out.getvalue(), err.getvalue()
+
+
+wrong = []
 for module, inside in names.items():
     loaded = importlib.import_module(module)
     for name in inside.split():
         try:
             getattr(loaded, name)
         except MissingPlugin as error:
-            assert error.package == plugin, error
+            wrong += [] if error.package == plugin else [str(error)]
+answers = {"wrong": wrong, "help": ludic("--help-all"), "train": ludic(*train.split())}
+answers["command"] = ludic(command) if command else None
+print("ANSWERS" + json.dumps(answers))
 """
 
 
@@ -74,42 +95,48 @@ class Tree:
         command = [sys.executable, "-S", *arguments]
         return subprocess.run(command, cwd=self.place, env=self._environment, capture_output=True, text=True)
 
-    def ludic(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return self.run("-m", "ludic.cli.main", *arguments)
+
+@dataclass(frozen=True)
+class Torn:
+    """What a tree without a plug-in answered."""
+
+    plugin: str
+    tree: Tree
+    answers: dict[str, Any]
 
 
 @pytest.fixture(scope="module", params=PLUGINS)
-def torn(request, tmp_path_factory) -> tuple[str, Tree]:
-    return request.param, Tree(tmp_path_factory.mktemp(request.param), request.param)
+def torn(request, tmp_path_factory) -> Torn:
+    plugin = request.param
+    tree = Tree(tmp_path_factory.mktemp(plugin), plugin)
+    asked = json.dumps([NAMES, f"ludic_{plugin}", A_COMMAND.get(plugin), TRAIN])
+    done = tree.run("-c", IN_ONE_PROCESS, asked)
+    assert "ANSWERS" in done.stdout, done.stderr
+    return Torn(plugin, tree, json.loads(done.stdout.partition("ANSWERS")[2]))
 
 
 def test_names_import_or_say_what_is_missing(torn):
-    import json
-
-    plugin, tree = torn
-    done = tree.run("-c", IMPORT_NAMES, json.dumps(NAMES), f"ludic_{plugin}")
-    assert done.returncode == 0, done.stderr
+    assert torn.answers["wrong"] == []
 
 
 def test_commands_are_listed_and_the_missing_one_answers_in_a_sentence(torn):
-    plugin, tree = torn
-    shown = tree.ludic("--help-all")
-    assert shown.returncode == 0 and "train" in shown.stdout, shown.stderr
-    for other, command in A_COMMAND.items():
-        assert (f"  {command} " in shown.stdout) == (other != plugin)
-    if plugin in A_COMMAND:
-        asked = tree.ludic(A_COMMAND[plugin])
-        assert asked.returncode == 2 and asked.stderr.count("\n") == 1, asked.stderr
-        assert f"is in the plug-in ludic_{plugin}, which is not installed" in asked.stderr
+    code, shown, _ = torn.answers["help"]
+    assert code == 0 and "  train " in shown
+    for plugin, command in A_COMMAND.items():
+        assert (f"  {command} " in shown) == (plugin != torn.plugin)
+    if torn.answers["command"]:
+        code, _, said = torn.answers["command"]
+        assert code == 2 and said.count("\n") == 1, said
+        assert f"is in the plug-in ludic_{torn.plugin}, which is not installed" in said
 
 
 def test_two_updates_are_trained(torn):
-    done = torn[1].ludic(*TRAIN.split())
-    assert done.returncode == 0, done.stderr
-    assert len((torn[1].place / "runs" / "short" / "metrics.jsonl").read_text().splitlines()) >= 2
+    code, _, said = torn.answers["train"]
+    assert code == 0, said
+    assert len((torn.tree.place / "runs" / "short" / "metrics.jsonl").read_text().splitlines()) >= 2
 
 
 @pytest.mark.extended(covered_by="test_two_updates_are_trained")
 def test_quick_tests_of_the_core_pass(torn):
-    done = torn[1].run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *QUICK)
+    done = torn.tree.run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *QUICK)
     assert done.returncode == 0, done.stdout[-3000:]

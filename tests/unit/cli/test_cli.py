@@ -142,6 +142,7 @@ absent, commands = map(json.loads, sys.argv[1:])
 class Installed:  # all but what is absent
     def find_spec(name, path=None, target=None):
         return None if name.partition(".")[0] in absent else PathFinder.find_spec(name, path, target)
+    find_distributions = PathFinder.find_distributions
 sys.meta_path[sys.meta_path.index(PathFinder)] = Installed
 from ludic.cli.main import main
 ended = []

@@ -28,7 +28,7 @@ _OVERHEAD_S = 10.0
 _MAX_INPUTS = 4 * 1024 * 1024
 """Characters of input that go into one run."""
 _HERE = Path(__file__).parent
-_IMPORTS = re.compile(r"^from (?:__future__|ludic\.envs\.code_exec\.plain_data) import .*$", re.MULTILINE)
+_IMPORTS = re.compile(r"^from (?:__future__|ludic_sandbox\.code_exec\.plain_data) import .*$", re.MULTILINE)
 
 Mode = Literal["stdin", "calls"]
 

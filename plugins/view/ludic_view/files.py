@@ -1,4 +1,4 @@
-"""One file of a run: rollouts, which are followed by byte offset while they are written, and the trainer's records.
+"""One file of rollouts, which is followed by byte offset while it is written.
 
 Nothing is locked, and nothing is written into a run folder. The cards of a large file are kept in a cache folder
 ($XDG_CACHE_HOME/ludic/view), so that the next start reads only what is new.
@@ -8,12 +8,10 @@ import hashlib
 import logging
 import os
 import time
-import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from ludic.util.files import Line, read_lines
 from ludic_view.cards import Card, make_card
@@ -156,24 +154,3 @@ class _Cached(msgspec.Struct, array_like=True):
 def cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "ludic" / "view"
-
-
-# --- the trainer's records --------------------------------------------------------------------------------------
-
-
-def is_record(name: str) -> bool:
-    return name.startswith("step_") and name.endswith(".npz")
-
-
-def step_of_record(path: Path) -> int:
-    digits = path.name.removeprefix("step_").partition(".")[0]
-    return int(digits) if digits.isdecimal() else 0
-
-
-def rollouts_in(path: Path) -> list[str]:
-    """The rollouts that a record names; none if it cannot be read."""
-    try:
-        with np.load(path, allow_pickle=False) as record:
-            return [id.decode("utf-8", "replace") for id in record["rollout_id"].tolist()]
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError, AttributeError):
-        return []

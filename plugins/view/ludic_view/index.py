@@ -15,7 +15,8 @@ from ludic.training.loggers.base import metrics_row
 from ludic.types import ConfigError
 from ludic.util.files import Line, is_compressed, parse_json, parse_toml, read_lines
 from ludic_view.cards import Card
-from ludic_view.files import RolloutFile, is_record, rollouts_in, step_of_record
+from ludic_view.files import RolloutFile
+from ludic_view.records import BadRecord, is_record, rollouts_in, step_of_record
 
 T = TypeVar("T")
 MAX_TEXT_BYTES = 1 << 20
@@ -46,6 +47,7 @@ class RunIndex:
         self._files: dict[Path, RolloutFile] = {}
         self._by_id: dict[str, tuple[Card, RolloutFile]] = {}
         self._trained: dict[Path, tuple[int, int, list[str]]] = {}
+        self.bad_records: set[Path] = set()
         self._step_of: dict[str, int] = {}
         self._metrics_read: tuple[int, int] = (-1, 0)
         self._lock = threading.Lock()
@@ -88,6 +90,7 @@ class RunIndex:
         self.config  # noqa: B018 - reads it
         numbers = {METRICS: self._num_damaged_rows, ROLLOUTS: self.num_damaged}
         found = [f"{name}: {number} lines cannot be read" for name, number in numbers.items() if number]
+        found += [f"{TRAINED}: {len(self.bad_records)} files cannot be read"] if self.bad_records else []
         return [*([self._config_error] if self._config_error else []), *found]
 
     def _text(self, path: Path) -> str:
@@ -202,18 +205,26 @@ class RunIndex:
             }
         known = {path: found for path, found in self._trained.items() if there.get(path) == found[:2]}
         is_done = True
+        self.bad_records &= known.keys()
         for path, stamp in sorted(there.items()):
             if path in known:
                 continue
             if time.monotonic() > deadline:
                 is_done = False
                 break
-            known[path] = (*stamp, rollouts_in(path))
+            known[path] = (*stamp, self._rollouts_in(path))
         if known != self._trained:
             self._trained = known
             self._step_of = {id: step_of_record(path) for path, (_, _, ids) in sorted(known.items()) for id in ids}
             self._joined = {}
         return is_done
+
+    def _rollouts_in(self, path: Path) -> list[str]:
+        try:
+            return rollouts_in(path)
+        except BadRecord:
+            self.bad_records.add(path)
+            return []
 
     def _join(self) -> None:
         """Put the files' cards together; set the steps that the trainer's records tell. Usually only new ones are added."""

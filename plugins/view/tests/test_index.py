@@ -3,8 +3,10 @@
 import gzip
 import json
 import shutil
+import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ludic.cli.eval.results import write_page
@@ -290,6 +292,82 @@ def test_damaged_record_of_the_trainer_is_left_out(tmp_path, recorded):
     card = api.answer(runs, "/api/runs/letters/rollouts?step=1")["rollouts"][0]
     shown = api.answer(runs, f"/api/runs/letters/rollouts/{card['id']}")
     assert not shown["has_trainer"] and not shown["is_trained"]
+
+
+def _with_compressed_zeros(file, arrays):
+    np.savez_compressed(file, **(arrays | {"logp": np.zeros(10**8, dtype=np.float32)}))
+
+
+def _with_raw(header: bytes):
+    """A member that is not what numpy writes."""
+
+    def write_raw(file, arrays):
+        np.savez(file, **arrays)
+        with zipfile.ZipFile(file, "a") as archive:
+            archive.writestr("entropy.npy", header)
+
+    return write_raw
+
+
+def _with(**columns):
+    return lambda file, arrays: np.savez(file, **(arrays | columns))
+
+
+_HUGE = "{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000,), }".ljust(117) + "\n"
+_RECORD = {
+    "rollout_id": np.array([b"r0", b"r1"]), "segment": np.array([0, 0], dtype=np.int32),
+    "num_tokens": np.array([8, 8], dtype=np.int32), "num_weights": np.array([1, 8], dtype=np.int32),
+    "weight": np.ones(9, dtype=np.float32), "logp": np.zeros(16, dtype=np.float32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "write_record",
+    [
+        _with_compressed_zeros,
+        lambda file, arrays: file.write_bytes(b"not a zip"),
+        lambda file, arrays: file.write_bytes(b""),
+        _with_raw(b""),
+        _with_raw(b"\x93NUMPY\x01\x00\x76\x00" + b"{'descr'".ljust(118)),  # tokenize.TokenError
+        _with_raw(b"\x93NUMPY\x01\x00\x76\x00" + _HUGE.encode()),
+        _with(segment=np.array([0, -1], dtype=np.int32)),
+        _with(num_tokens=np.array([8, -8], dtype=np.int32)),
+        _with(num_tokens=np.array([8, 2**31 - 1], dtype=np.int32)),
+        _with(num_weights=np.array([1, 9], dtype=np.int32), weight=np.ones(10, dtype=np.float32)),
+        _with(num_tokens=np.array([8.0, 8.0])),
+        _with(num_tokens=np.array([8], dtype=np.int32)),
+        _with(logp=np.zeros((4, 4), dtype=np.float32)),
+        _with(logp=np.zeros(15, dtype=np.float32)),
+        _with(logp=np.array(["x"] * 16)),
+        _with(logp=np.array([{}] * 16)),
+        _with(rollout_id=np.array([5, 6])),
+        _with(rollout_id=np.array(5)),
+        lambda file, arrays: np.savez(file, logp=arrays["logp"]),
+    ],
+)
+def test_damaged_record_of_the_trainer_is_damage_of_its_run(tmp_path, write_record):
+    index = empty_run(tmp_path / "x")
+    write(tmp_path / "x" / "rollouts" / "from_step_000000.jsonl", range(2))
+    (tmp_path / "x" / "trained").mkdir()
+    write_record(tmp_path / "x" / "trained" / "step_000001.rank0.npz", dict(_RECORD))
+    index.refresh(FOREVER)
+    assert index.damage() == ["trained: 1 files cannot be read"]
+    assert not api.show_rollout(index, "r0", {})["has_trainer"]
+    np.savez(tmp_path / "x" / "trained" / "step_000001.rank0.npz", **_RECORD)  # repaired
+    index.refresh(FOREVER)
+    assert index.damage() == [] and api.show_rollout(index, "r0", {})["has_trainer"]
+
+
+def test_record_that_is_damaged_while_it_is_shown_is_counted(tmp_path):
+    index = empty_run(tmp_path / "x")
+    write(tmp_path / "x" / "rollouts" / "from_step_000000.jsonl", range(2))
+    (tmp_path / "x" / "trained").mkdir()
+    file = tmp_path / "x" / "trained" / "step_000001.rank0.npz"
+    np.savez(file, **_RECORD)
+    index.refresh(FOREVER)
+    file.write_bytes(b"not a zip")
+    assert not api.show_rollout(index, "r0", {})["has_trainer"]
+    assert index.damage() == ["trained: 1 files cannot be read"]
 
 
 def test_evaluation_is_a_run_without_steps(tmp_path):

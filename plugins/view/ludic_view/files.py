@@ -18,7 +18,7 @@ from ludic_view.cards import Card, make_card
 
 logger = logging.getLogger(__name__)
 
-_CACHE_VERSION = 2
+_CACHE_VERSION = 3
 _CACHE_FROM = 2_000
 """Rollouts that are indexed again at every start instead of being cached: a fraction of a second."""
 _IDENTITY_BYTES = 256
@@ -43,7 +43,7 @@ class RolloutFile:
     _start: int = 0
     """Where to read on: the end of the last line; in a compressed file, the start of the last member."""
     _num_seen: int = 0
-    """Lines of that member that have been read."""
+    """Bytes of that member's text that have been read."""
     _size: int = -1
     """Of the file when all of it had been read."""
     _num_cached: int = 0
@@ -84,17 +84,9 @@ class RolloutFile:
         self._identity = (stat.st_ino, beginning if len(beginning) == _IDENTITY_BYTES < stat.st_size - 32 else b"")
 
     def _read(self, deadline: float) -> bool:
-        number = 0
-        for line, text in read_lines(self.path, start=self._start):
-            if line.member is None:
-                self._start = line.offset + line.length
-            else:
-                if line.member != self._start:
-                    self._start, self._num_seen, number = line.member, 0, 0
-                number += 1
-                if number <= self._num_seen:
-                    continue
-                self._num_seen = number
+        for line, text in read_lines(self.path, start=self._start, skip=self._num_seen):
+            end = line.offset + line.length
+            self._start, self._num_seen = (end, 0) if line.member is None else (line.member, end)
             self._add(text, line)
             if time.monotonic() > deadline:
                 return False

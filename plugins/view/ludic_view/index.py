@@ -46,6 +46,8 @@ class RunIndex:
         self.times: dict[int, float] = {}
         self._files: dict[Path, RolloutFile] = {}
         self._by_id: dict[str, tuple[Card, RolloutFile]] = {}
+        self._shadowed: dict[tuple[str, int | None, int], RolloutFile] = {}
+        """Files of the cards whose id another card in `_by_id` has."""
         self._trained: dict[Path, tuple[int, int, list[str]]] = {}
         self.bad_records: set[Path] = set()
         self._step_of: dict[str, int] = {}
@@ -153,7 +155,10 @@ class RunIndex:
         return None if found is None else (found[0], found[1].line(found[0]))
 
     def line_of(self, card: Card) -> Line:
-        return self._by_id[card.id][1].line(card)
+        known, file = self._by_id[card.id]
+        if known is not card:
+            file = self._shadowed[card.id, card.member, card.offset]
+        return file.line(card)
 
     def stamp(self) -> tuple[Any, ...]:
         """Sizes of everything that a run appends to; another stamp is news."""
@@ -238,7 +243,7 @@ class RunIndex:
         starts = sorted(file.first_step for file in files if file.first_step is not None)
         per_update = self._rollouts_per_update()
         new: list[Card] = []
-        by_id = self._by_id if is_append else {}
+        by_id, shadowed = (self._by_id, self._shadowed) if is_append else ({}, {})
         for file in files:
             first = file.first_step
             later = next((start for start in starts if first is not None and start > first), None)
@@ -251,9 +256,11 @@ class RunIndex:
                 elif card.oldest is None and per_update and first is not None:
                     card.step = first + number // per_update + 1
                 card.is_abandoned = later is not None and card.step > later and not card.is_trained
+                if (older := by_id.get(card.id)) is not None:
+                    shadowed[card.id, older[0].member, older[0].offset] = older[1]
                 by_id[card.id] = card, file
                 new.append(card)
-        self.cards, self._by_id = [*self.cards, *new] if is_append else new, by_id
+        self.cards, self._by_id, self._shadowed = [*self.cards, *new] if is_append else new, by_id, shadowed
         self._joined = grew
         self._kept = {}
 

@@ -289,11 +289,18 @@ def test_what_is_not_there_is_not_found(runs, path):
 
 
 @pytest.mark.parametrize(
-    "query", ["step=x", "reward_min=nan", "limit=-1", "offset=-2", "sort=color", "reward_max=inf", "limit=1e9"]
-)
+    "query",
+    ["step=x", "reward_min=nan", "limit=-1", "offset=-2", "sort=color", "reward_max=inf", "limit=1e9",
+     *(f"{name}={'9' * 400}" for name in ("step", "offset", "limit", "reward_min"))],
+)  # fmt: skip
 def test_parameter_that_cannot_be_used_is_named(runs, query):
     with pytest.raises(api.BadQuery, match=query.partition("=")[0]):
         api.answer(runs, f"/api/runs/letters/rollouts?{query}")
+
+
+def test_since_that_cannot_be_used_is_named(runs):
+    with pytest.raises(api.BadQuery, match="since"):
+        api.answer(runs, f"/api/runs/letters/metrics?since={'9' * 400}")
 
 
 def test_unknown_run_names_those_that_are_there(runs):

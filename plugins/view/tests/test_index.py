@@ -3,6 +3,8 @@
 import gzip
 import json
 import shutil
+import time
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -56,6 +58,67 @@ def empty_run(folder: Path) -> RunIndex:
 
 def ids(index: RunIndex) -> list[str]:
     return [card.id for card in index.cards]
+
+
+@pytest.mark.parametrize(
+    "messages", ["abc", ["abc"], 5, None, {"after": 0, "new": "abc"}, [{"role": "user", "content": "x"}, [1]]]
+)
+def test_messages_that_are_no_messages_are_said_to_be_damaged(tmp_path, messages):
+    index, row = empty_run(tmp_path / "x"), json.loads(line_of(0))
+    row["steps"][0]["prompt_messages"] = messages
+    (tmp_path / "x" / "rollouts" / "from_step_000000.jsonl").write_text(json.dumps(row) + "\n")
+    index.refresh(FOREVER)
+    with pytest.raises(api.NotFound, match="Rollout 'r0' of run x cannot be read: prompt_messages is "):
+        api.show_rollout(index, "r0", {})
+    with pytest.raises(ValueError, match="prompt_messages is "):
+        Rollout.from_dict(row)
+
+
+def test_text_is_found_beside_numbers_that_no_decoder_takes(tmp_path):
+    index = empty_run(tmp_path / "x")
+    row = line_of(1, text="needle").replace(b'"content":"task 1"', b'"content":' + b"7" * 5000)
+    (tmp_path / "x" / "rollouts" / "from_step_000000.jsonl").write_bytes(line_of(0) + row)
+    index.refresh(FOREVER)
+    assert [card["id"] for card in api.rollouts(index, {"text": "needle"})["rollouts"]] == ["r1"]
+    assert api.rollouts(index, {"text": "task 0"})["total"] == 1
+
+
+def test_one_id_in_two_files_is_searched_in_both(tmp_path):
+    index, folder = empty_run(tmp_path / "x"), tmp_path / "x" / "rollouts"
+    write(folder / "from_step_000000.jsonl", [9, 1], text="first")
+    write(folder / "actor.jsonl.gz", [1], text="second")
+    index.refresh(FOREVER)
+    assert [api.rollouts(index, {"text": text})["total"] for text in ("first", "second", "task")] == [2, 1, 3]
+    write(folder / "actor.jsonl.gz", [9], text="second")
+    index.refresh(FOREVER)
+    assert [api.rollouts(index, {"text": text})["total"] for text in ("first", "second", "task")] == [2, 2, 4]
+
+
+def test_time_is_kept_in_a_file_of_nothing_but_gzip_headers(tmp_path):
+    index = empty_run(tmp_path / "x")
+    header = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
+    (tmp_path / "x" / "rollouts" / "from_step_000000.jsonl.gz").write_bytes(header * 2**17)
+    began = time.monotonic()
+    index.refresh(0.2)
+    assert time.monotonic() - began < 3
+
+
+def test_time_and_memory_are_kept_in_a_member_of_tiny_lines(tmp_path):
+    index = empty_run(tmp_path / "x")
+    path = tmp_path / "x" / "rollouts" / "from_step_000000.jsonl.gz"
+    path.write_bytes(gzip.compress(line_of(0) + b"1\n" * 3_000_000 + line_of(1)))
+    tracemalloc.start()
+    index.refresh(0.2)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert ids(index) == ["r0"] and most < 40e6
+    (file,) = index._files.values()
+    before = file.num_decoded
+    file._num_seen = 2 * 2_900_000 + len(line_of(0))  # as if refreshed many times
+    began = time.monotonic()
+    while not index.refresh(0.2):
+        pass
+    assert time.monotonic() - began < 5 and ids(index) == ["r0", "r1"] and file.num_decoded - before < 10**5 + 10
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])

@@ -21,6 +21,8 @@ from ludic_view.records import BadRecord, is_record, rollouts_in, step_of_record
 T = TypeVar("T")
 MAX_TEXT_BYTES = 1 << 20
 """Longest config, failure file or line of metrics that is read."""
+_UNWRITTEN = "an error that could not be written down, since the disk was full"
+"""What an empty failure file says."""
 MAX_DEPTH = 3
 """Folders below the root in which runs are looked for."""
 
@@ -108,7 +110,10 @@ class RunIndex:
         """The error that has ended the run; None if there is none, or if it is older than this file."""
         path = self.folder / FAILURE
         try:
-            error = parse_json(self._text(path))["error"] if path.is_file() else None
+            if not path.is_file():
+                return None
+            text = self._text(path)
+            error = parse_json(text)["error"] if text else _UNWRITTEN
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return error if isinstance(error, str) else None

@@ -56,6 +56,7 @@ def test_a_run_that_an_error_has_ended_says_so(recorded, tmp_path):
     assert (run["state"], run["error"]) == ("running", None)
     for content, error in (
         ('{"error": "OSError: full"}', "OSError: full"),
+        ("", "an error that could not be written down, since the disk was full"),
         ("{", None),
         ("[]", None),
         ('{"error": 5}', None),
@@ -63,6 +64,9 @@ def test_a_run_that_an_error_has_ended_says_so(recorded, tmp_path):
         (folder / "failure.json").write_text(content)
         (run,) = ask(Runs(tmp_path), "/api/runs")["runs"]
         assert (run["state"], run["error"]) == ("failed" if error else "running", error)
+    config.write_text(config.read_text().replace("steps = 9", "steps = 3"))  # it failed after its last step
+    (folder / "failure.json").write_text("")
+    assert ask(Runs(tmp_path), "/api/runs")["runs"][0]["state"] == "failed"
 
 
 def test_run_says_what_it_has(runs):

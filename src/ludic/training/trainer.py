@@ -21,7 +21,8 @@ from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManage
 from ludic.training.checkpoint.state_files import restore_rng, rng_state
 from ludic.training.config import TrainerConfig
 from ludic.training.evaluation import Evaluation, check_evaluation
-from ludic.training.guards import LearningWatch, check_parity
+from ludic.training.causes import LearningWatch
+from ludic.training.guards import check_parity
 from ludic.training.learner.batches import PreparedBatch, RankBatch, data_states, describe, fetch, load_data_states
 from ludic.training.learner.interface import Learner
 from ludic.training.learner.metrics import prefixed

@@ -225,7 +225,9 @@ class NamespaceIsolation(Isolation):
             _wait_for(status_fd)  # a moment; a child without a number could never be ended
             raise
         finally:
-            with contextlib.suppress(BlockingIOError, ProcessLookupError):  # without a child, only bwrap has to be ended
+            with contextlib.suppress(
+                BlockingIOError, ProcessLookupError
+            ):  # without a child, only bwrap has to be ended
                 self._leader = _leader(os.read(status_fd, 4096))
             os.close(status_fd)
 

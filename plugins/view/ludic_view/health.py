@@ -264,7 +264,8 @@ def _no_gradient(run: _Run) -> Iterator[Advisory]:
         code="no_gradient",
         title=f"The gradient was zero in {len(idle)} of the last {len(norms)} updates",
         detail="Nothing is learned in such an update: all weights are zero, or the loss drops every sample.",
-        advice=run.cause() or "Look at the rewards of the groups first; then at parse errors, clipping and corrections.",
+        advice=run.cause()
+        or "Look at the rewards of the groups first; then at parse errors, clipping and corrections.",
         explained_by=(*run.unread_causes, "failed_run", "solved", "zero_spread", "entropy_collapse"),
         step=idle[-1],
         link=run.link("step", idle[-1]),

@@ -131,7 +131,9 @@ IDLE = {"train/grad_norm": 0.0, "train/zero_weight_rate": 1.0, "train/parse_erro
 )
 def test_groups_of_one_reward_have_the_cause_that_the_terminal_names(tmp_path, facts, says):
     rows = [IDLE | facts] * 12
-    found = run_of(tmp_path, change=lambda n, row: row.update(total_reward=n // 4 % 2), metrics=lambda step: IDLE | facts)
+    found = run_of(
+        tmp_path, change=lambda n, row: row.update(total_reward=n // 4 % 2), metrics=lambda step: IDLE | facts
+    )
     advice = only([each for each in found if each["code"] != "solved"], "zero_spread")["advice"]
     assert says in advice and advice in (why_nothing_was_learned(rows) or "")
 
@@ -144,7 +146,9 @@ def test_replies_that_are_cut_and_some_unreadable_get_the_advice_of_the_terminal
 
     metrics = IDLE | {"train/parse_error_rate": 1.0, "train/unreadable_rate": 0.25}
     for number, setting in enumerate(("cut_off = 'read'", "max_tokens = 8")):
-        found = run_of(tmp_path / str(number), change=unread, metrics=lambda step: metrics, config=f"[agent]\n{setting}\n")
+        found = run_of(
+            tmp_path / str(number), change=unread, metrics=lambda step: metrics, config=f"[agent]\n{setting}\n"
+        )
         assert "--max-tokens" in only(found, "truncation")["advice"]
     assert "--max-tokens" in (why_nothing_was_learned([metrics]) or "")
 

@@ -1,4 +1,4 @@
-"""The likely cause of a run that learns nothing, from its metrics: for the terminal, during and after a run, and for `ludic view`."""
+"""The likely cause of a run that learns nothing, from its metrics: for the terminal, while it runs and after, and the viewer."""
 
 import logging
 import math

@@ -207,7 +207,10 @@ def update(norm=0.0, **stats):
         ([update()] * 3, "in every update (3). All episodes earned the same reward, 1, so none"),
         ([update(), update(avg_total_reward=2)], "All episodes earned the same reward within each update"),
         ([update(parse_error_rate=1, unreadable_rate=0.5)], "replies that the parser could not read"),
-        ([update(parse_error_rate=1, unreadable_rate=0.3)], "from them. In 30% were replies that the parser could not read. Comp"),
+        (
+            [update(parse_error_rate=1, unreadable_rate=0.3)],
+            "from them. In 30% were replies that the parser could not read. Comp",
+        ),
         ([update(parse_error_rate=1, unreadable_rate=0.3)] * 2, "Give more with --max-tokens"),
         ([update(parse_error_rate=0.9, unreadable_rate=0.1)], "Most episodes had replies that ran out of tokens"),
         ([update(parse_error_rate=1, unreadable_rate=0.6)], "Every episode had replies that the parser could not read"),

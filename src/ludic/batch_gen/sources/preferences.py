@@ -47,7 +47,9 @@ class PreferenceBatchSource:
         answers. `flag`: what messages call the file. `system_prompt`: stands before every prompt that has none."""
         rows = read_samples(preferences, flag) if isinstance(preferences, (str, Path)) else list(preferences)
         where = f"of {preferences}" if isinstance(preferences, (str, Path)) else ""
-        self._rows = [_checked(row, f"{_name_of(row)} {number} {where}".strip()) for number, row in enumerate(rows, start=1)]
+        self._rows = [
+            _checked(row, f"{_name_of(row)} {number} {where}".strip()) for number, row in enumerate(rows, start=1)
+        ]
         if system_prompt is not None:
             first: Message = {"role": "system", "content": system_prompt}
             self._rows = [(p if p[0]["role"] == "system" else [first, *p], found) for p, found in self._rows]
@@ -124,9 +126,7 @@ class PreferenceBatchSource:
         self._epoch, self._position = state["epoch"], state["position"]
 
 
-_NEEDS = (
-    "A row needs question and answer, prompt and completion, a prompt with completion and label, or one with chosen and rejected."
-)
+_NEEDS = "A row needs question and answer, prompt and completion, a prompt with completion and label, or one with chosen and rejected."
 
 
 def _name_of(row: Mapping[str, Any]) -> str:

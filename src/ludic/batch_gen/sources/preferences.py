@@ -126,7 +126,7 @@ class PreferenceBatchSource:
         self._epoch, self._position = state["epoch"], state["position"]
 
 
-_NEEDS = "A row needs question and answer, prompt and completion, a prompt with completion and label, or one with chosen and rejected."
+_NEEDS = "A row needs question and answer, prompt and completion, a prompt with completion and label, or with chosen and rejected."
 
 
 def _name_of(row: Mapping[str, Any]) -> str:

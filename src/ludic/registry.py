@@ -50,6 +50,9 @@ _OWN_PREFIX = "own_file_"
 """Prefix of module names loaded from `file.py:name`."""
 _GIVEN_AS_FUNCTIONS = ("parser", "tool", "reward", "filter")
 """Kinds whose part is a function itself, and not what a function returns."""
+_ARGUMENTS = {kind: f"{kind}_set" for kind in ("agent", "context", "protocol", "parser", "reward", "curriculum")}
+_ARGUMENTS |= {"env": "set", "algorithm": "algo_set"}
+"""Kind -> the setting that holds arguments of its parts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +151,13 @@ class Registry:
 
     def spec(self, id: str) -> EntrySpec:
         """The spec of a registered part, or of a `file.py:name` or `module:name`, which is loaded."""
+        part, _, arguments = id.partition(":")
+        if "=" in arguments and self.kind in _ARGUMENTS and part in self:
+            name = _ARGUMENTS[self.kind]
+            raise ConfigError(
+                f"{id!r:.100}: arguments of the {self.kind} {part!r} are given apart, with --{name.replace('_', '-')} "
+                f"{arguments:.80} (in a file or `build`: {name})."
+            )
         if ":" in id:
             found = load_own(id, self.kind)
             is_part = self.kind in _GIVEN_AS_FUNCTIONS and not inspect.isclass(found)

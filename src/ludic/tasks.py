@@ -18,6 +18,20 @@ async def cancel_all(tasks: Iterable["asyncio.Future[Any]"]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def to_its_end(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result, once it has ended: a cancellation is raised only then, however many there are."""
+    task = asyncio.ensure_future(coroutine)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None and not task.cancelled() and task.exception() is None:
+        raise cancelled
+    return task.result()
+
+
 async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """All results in order; the first failure cancels the others and is raised."""
     todo = list(coroutines)

@@ -275,7 +275,9 @@ async def test_epochs_are_shuffled_and_resume_where_they_were():
 @pytest.mark.parametrize(
     ("rows", "what"),
     [
-        ([{"prompt": "q", "chosen": "a"}], "needs chosen and rejected"),
+        ([{"prompt": "q", "chosen": "a"}], "with chosen and rejected"),
+        ([{"quest": "q", "answer": "a"}], "^Row 1 has no prompt under question, prompt .* needs question and answer"),
+        ([{"question": "q", "reply": "a"}], "^Row 1 has only question, reply. A row needs question and answer"),
         ([{"chosen": "a", "rejected": "b"}], "no prompt"),
         ([{"prompt": "q", "chosen": "a", "rejected": "a"}], "to itself"),
         ([{"prompt": "q", "chosen": "", "rejected": "a"}], "chosen is ''"),

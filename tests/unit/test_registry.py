@@ -94,6 +94,11 @@ def test_make_binds_arguments_to_a_parser():
     assert registry.tools.make("calculator")("6*7") == "42"
 
 
+def test_arguments_behind_the_name_are_refused_with_the_flag_that_takes_them():
+    with pytest.raises(ConfigError, match=r"--parser-set tag=move \(in a file or `build`: parser_set\)"):
+        registry.parsers.spec("xml_tag:tag=move")
+
+
 def test_module_functions_take_a_kind():
     assert "tic_tac_toe" in registry.list("env")
     assert registry.spec("protocol", "single_agent").target == "ludic.interaction:SingleAgentProtocol"

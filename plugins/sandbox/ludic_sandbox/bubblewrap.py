@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import re
+import select
 import shlex
 import shutil
 import signal
@@ -214,19 +215,31 @@ class NamespaceIsolation(Isolation):
         status_fd, self._status_fd = self._status_fd, None
         if status_fd is None:
             return
+        os.set_blocking(status_fd, False)
         try:
             async with asyncio.timeout(_IDENTIFY_S):
                 await readable(status_fd)
-            self._leader = _leader(os.read(status_fd, 4096))
-        except (TimeoutError, ProcessLookupError):
-            pass  # bwrap hangs, or its child is gone; then only bwrap has to be ended
+        except TimeoutError:
+            pass  # bwrap hangs
+        except asyncio.CancelledError:
+            _wait_for(status_fd)  # a moment; a child without a number could never be ended
+            raise
         finally:
+            with contextlib.suppress(
+                BlockingIOError, ProcessLookupError
+            ):  # without a child, only bwrap has to be ended
+                self._leader = _leader(os.read(status_fd, 4096))
             os.close(status_fd)
 
     async def end(self) -> None:
         # Also during the start: if bwrap were killed before it lets its child go on, that child would wait without end. So this
         # waits for the child's number, and the child is killed first.
-        await self.identify()
+        try:
+            await self.identify()
+        finally:
+            await self._end_leader()
+
+    async def _end_leader(self) -> None:
         leader, self._leader = self._leader, None
         try:
             if leader is not None:
@@ -352,6 +365,12 @@ def _tool(name: str) -> str:
     if found is None:
         raise SandboxError(f"{name} is not installed. The bubblewrap backend needs bwrap, and as root util-linux.")
     return found
+
+
+def _wait_for(fd: int) -> None:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    poll.poll(_IDENTIFY_S * 1000)
 
 
 def _leader(status: bytes) -> int | None:

@@ -19,6 +19,7 @@ from functools import cache
 from importlib.util import MAGIC_NUMBER
 from pathlib import Path
 
+from ludic.tasks import to_its_end
 from ludic.types import ConfigError
 from ludic_sandbox.interface import MB, CompileResult, CompileStatus, SandboxError, SandboxLimits
 from ludic_sandbox.process import Process, start_process
@@ -293,7 +294,11 @@ class RunnerProcess:
         return raw
 
     async def close(self) -> None:
-        """End every process and wait until they are gone."""
+        """End every process and wait until they are gone, also if this is cancelled meanwhile: a loop that ends cancels its tasks,
+        and a pool that is shut down because of it cancels them again."""
+        await to_its_end(self._end())
+
+    async def _end(self) -> None:
         try:
             await self._isolation.end()
         finally:

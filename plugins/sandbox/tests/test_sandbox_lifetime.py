@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from ludic_sandbox import BubblewrapConfig, BubblewrapSandboxPool, RunStatus, is_bubblewrap_available, shared_pool
+from ludic_sandbox import (
+    BubblewrapConfig,
+    BubblewrapSandboxPool,
+    RunStatus,
+    SandboxLimits,
+    is_bubblewrap_available,
+    shared_pool,
+)
+from ludic_sandbox.bubblewrap import BubblewrapLauncher
 from plugins.sandbox.tests.sandbox_pools import descendants
 
 pytestmark = [
@@ -80,6 +88,49 @@ async def test_a_pool_that_is_shut_down_in_the_middle_of_its_start_leaves_nothin
         await pool.shutdown()
     assert set(descendants(os.getpid())) <= set(before)
     assert not living(uid)
+
+
+@pytest.mark.parametrize("num_cancels", [2, 4])
+async def test_a_start_that_is_cancelled_again_and_again_leaves_nothing(num_cancels):
+    """As when a loop ends: it cancels all tasks, and the pool that shuts down cancels those of its spares once more."""
+    before, uid = set(descendants(os.getpid())), 64_125
+    launcher = BubblewrapLauncher(BubblewrapConfig(uid=uid))
+    for wait_s in (0.0, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05):
+        starts = [asyncio.create_task(launcher.start(SandboxLimits())) for _ in range(4)]
+        await asyncio.sleep(wait_s)
+        for _ in range(num_cancels):
+            for start in starts:
+                start.cancel()
+            await asyncio.sleep(0)
+        for found in await asyncio.gather(*starts, return_exceptions=True):
+            if not isinstance(found, BaseException):
+                await found.close()
+    await launcher.close()
+    assert set(descendants(os.getpid())) <= before
+    assert not living(uid)
+    assert not [*Path("/sys/fs/cgroup/memory/ludic-sandbox").glob(f"{os.getpid()}-*")]
+
+
+@pytest.mark.parametrize("wait_s", [0.005, 0.01, 0.015, 0.02, 0.03])
+def test_a_loop_that_ends_while_starts_are_being_cancelled_leaves_no_process(wait_s):
+    before, uid = set(descendants(os.getpid())), 64_126
+
+    async def main() -> None:
+        launcher = BubblewrapLauncher(BubblewrapConfig(uid=uid))
+        starts = [asyncio.create_task(launcher.start(SandboxLimits())) for _ in range(4)]
+        await asyncio.sleep(wait_s)
+        for start in starts:
+            start.cancel()
+        await asyncio.sleep(0)  # their ends have begun, in tasks that the loop cancels
+
+    asyncio.run(main())
+    deadline = time.monotonic() + 5
+    while living(uid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not living(uid)
+    assert set(descendants(os.getpid())) <= before
+    for group in Path("/sys/fs/cgroup/memory/ludic-sandbox").glob(f"{os.getpid()}-*"):
+        group.rmdir()  # nobody has closed the launcher
 
 
 def living(uid: int) -> list[str]:

@@ -125,6 +125,12 @@ def test_hosted_tools_are_left_out_and_named():
     assert request.tools == [TOOL] and request.without_effect == ("tools.web_search", "tools.mcp")
 
 
+@pytest.mark.parametrize("kind", ["local_shell", "computer_use_preview", "shell", "apply_patch"])
+def test_tools_that_only_the_models_of_openai_know_are_left_out_and_named(kind):
+    request = read(tools=[FUNCTION, {"type": kind, "display_width": 1024}])
+    assert request.tools == [TOOL] and request.without_effect == (f"tools.{kind}",)
+
+
 def test_hosted_tools_in_a_namespace_are_left_out_and_named():
     space = {"type": "namespace", "name": "a", "tools": [FUNCTION, {"type": "web_search"}]}
     request = read(tools=[space])

@@ -87,6 +87,18 @@ def connect(config: TinkerConfig) -> "tinker.ServiceClient":
         return client
 
 
+@contextlib.contextmanager
+def opening(config: TinkerConfig) -> Iterator["tinker.ServiceClient"]:
+    """A client whose session ends if the block fails: the SDK would send its heartbeats for as long as the program runs."""
+    service = connect(config)
+    try:
+        yield service
+    except BaseException:
+        with contextlib.suppress(Exception):  # the first error says more
+            service.close("errored").result()
+        raise
+
+
 def context_length(service: "tinker.ServiceClient", config: TinkerConfig) -> int | None:
     """Maximum tokens of a conversation, if the service states it. Also the quickest check of the key."""
     with tinker_errors("ask what it offers"):
@@ -163,12 +175,12 @@ class TinkerChatClient:
         cls, config: TinkerConfig, *, model_path: str | None = None, tokenizer: Any = None
     ) -> "TinkerChatClient":
         """For sampling only: from saved sampler weights (tinker://…), or else from the base model. Blocks until it is ready."""
-        service = connect(config)
-        max_context = context_length(service, config)
-        with tinker_errors(f"sample from {model_path or config.base_model}", config):
-            base_model = config.base_model if model_path is None else None
-            sampler = service.create_sampling_client(model_path=model_path, base_model=base_model).result()
-        return cls(sampler, tokenizer or sampler.get_tokenizer(), max_context=max_context, service=service)
+        with opening(config) as service:
+            max_context = context_length(service, config)
+            with tinker_errors(f"sample from {model_path or config.base_model}", config):
+                base_model = config.base_model if model_path is None else None
+                sampler = service.create_sampling_client(model_path=model_path, base_model=base_model).result()
+            return cls(sampler, tokenizer or sampler.get_tokenizer(), max_context=max_context, service=service)
 
     # --- completions ---
 

@@ -13,7 +13,7 @@ import torch
 
 from ludic.http.client import EndpointError
 from ludic.types import FloatArray, LogprobArray, TokenArray, float_array
-from ludic_tinker.client import TinkerChatClient, TinkerConfig, connect, context_length, sdk, tinker_errors
+from ludic_tinker.client import TinkerChatClient, TinkerConfig, context_length, opening, sdk, tinker_errors
 
 CustomLoss: TypeAlias = Callable[[list[torch.Tensor]], torch.Tensor]
 """From the differentiable log-probs of each row's targets to a scalar."""
@@ -54,7 +54,11 @@ class TinkerPolicy:
         """Creates the training run and publishes its first weights as version 0. Without a `tokenizer`, the one that the service
         names is loaded from the hub."""
         self.config = config
-        self._service = connect(config)
+        with opening(config) as self._service:
+            self._begin(tokenizer)
+
+    def _begin(self, tokenizer: Any) -> None:
+        config = self.config
         max_context = context_length(self._service, config)
         with tinker_errors("create a training run", config):
             self._run = self._service.create_lora_training_client(

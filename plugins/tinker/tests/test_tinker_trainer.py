@@ -275,6 +275,7 @@ def test_sampler_weights_can_be_kept_and_sampled_from(fake: FakeTinker):
     trained = asyncio.run(sampled(policy, [257, 120]))
     policy.client = kept
     assert asyncio.run(sampled(policy, [257, 120])) == trained
+    kept.close()
 
 
 async def test_a_signal_ends_the_run_with_what_was_learned_kept(fake: FakeTinker, tmp_path: Path):

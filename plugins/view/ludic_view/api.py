@@ -149,13 +149,13 @@ def _steps_planned(index: RunIndex) -> int | None:
 
 def state_of(index: RunIndex) -> str:
     """finished, failed, running or stopped, as far as a folder tells."""
+    if index.failure() is not None:
+        return "failed"
     steps, planned = sorted(index.metrics), _steps_planned(index)
     if steps and planned is not None and steps[-1] >= planned:
         return "finished"
     if not steps and (index.folder / "metrics.json").is_file():  # an evaluation writes it at its end
         return "finished"
-    if index.failure() is not None:
-        return "failed"
     row = index.metrics[steps[-1]] if steps else {}
     took = sum(
         seconds or 0.0 for name, seconds in row.items() if name.endswith("perf/step_s")

@@ -1,4 +1,4 @@
-"""One file of a run: rollouts, which are followed by byte offset while they are written, and the trainer's records.
+"""One file of rollouts, which is followed by byte offset while it is written.
 
 Nothing is locked, and nothing is written into a run folder. The cards of a large file are kept in a cache folder
 ($XDG_CACHE_HOME/ludic/view), so that the next start reads only what is new.
@@ -8,19 +8,17 @@ import hashlib
 import logging
 import os
 import time
-import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from ludic.util.files import Line, read_lines
 from ludic_view.cards import Card, make_card
 
 logger = logging.getLogger(__name__)
 
-_CACHE_VERSION = 2
+_CACHE_VERSION = 3
 _CACHE_FROM = 2_000
 """Rollouts that are indexed again at every start instead of being cached: a fraction of a second."""
 _IDENTITY_BYTES = 256
@@ -45,7 +43,7 @@ class RolloutFile:
     _start: int = 0
     """Where to read on: the end of the last line; in a compressed file, the start of the last member."""
     _num_seen: int = 0
-    """Lines of that member that have been read."""
+    """Bytes of that member's text that have been read."""
     _size: int = -1
     """Of the file when all of it had been read."""
     _num_cached: int = 0
@@ -86,17 +84,9 @@ class RolloutFile:
         self._identity = (stat.st_ino, beginning if len(beginning) == _IDENTITY_BYTES < stat.st_size - 32 else b"")
 
     def _read(self, deadline: float) -> bool:
-        number = 0
-        for line, text in read_lines(self.path, start=self._start):
-            if line.member is None:
-                self._start = line.offset + line.length
-            else:
-                if line.member != self._start:
-                    self._start, self._num_seen, number = line.member, 0, 0
-                number += 1
-                if number <= self._num_seen:
-                    continue
-                self._num_seen = number
+        for line, text in read_lines(self.path, start=self._start, skip=self._num_seen):
+            end = line.offset + line.length
+            self._start, self._num_seen = (end, 0) if line.member is None else (line.member, end)
             self._add(text, line)
             if time.monotonic() > deadline:
                 return False
@@ -156,24 +146,3 @@ class _Cached(msgspec.Struct, array_like=True):
 def cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "ludic" / "view"
-
-
-# --- the trainer's records --------------------------------------------------------------------------------------
-
-
-def is_record(name: str) -> bool:
-    return name.startswith("step_") and name.endswith(".npz")
-
-
-def step_of_record(path: Path) -> int:
-    digits = path.name.removeprefix("step_").partition(".")[0]
-    return int(digits) if digits.isdecimal() else 0
-
-
-def rollouts_in(path: Path) -> list[str]:
-    """The rollouts that a record names; none if it cannot be read."""
-    try:
-        with np.load(path, allow_pickle=False) as record:
-            return [id.decode("utf-8", "replace") for id in record["rollout_id"].tolist()]
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError, AttributeError):
-        return []

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import numpy as np
 
+from ludic.training.causes import likely_cause
 from ludic.training.config import TrainerConfig
 from ludic_view.cards import Card, compared_groups, is_zero_spread
 from ludic_view.index import RunIndex
@@ -73,6 +74,12 @@ class _Run:
         """What explains equal rewards, if most rollouts have hardly a reply that was read."""
         self.rows = [(step, index.metrics[step]) for step in sorted(index.metrics)]
 
+    def cause(self) -> str | None:
+        """What the terminal says of most of the last updates, if they had no gradient; None if their metrics do not tell."""
+        recent = [row for _, row in self.rows if row.get("train/grad_norm") is not None][-WINDOW:]
+        idle = [row for row in recent if row["train/grad_norm"] == 0 and row.get("train/zero_weight_rate") is not None]
+        return likely_cause(idle, [row for _, row in self.rows]) if 2 * len(idle) > len(recent) else None
+
     def limit(self, name: str, default: float | None = None) -> float | None:
         """A number among the settings of rollouts."""
         value = self.index.setting("rollouts", name)
@@ -132,7 +139,8 @@ def _zero_spread(run: _Run) -> Iterator[Advisory]:
         code="zero_spread",
         title=f"{len(zero)} of {len(groups)} groups earned one reward throughout",
         detail=f"Nothing is learned from a group whose rollouts all earn the same; most of these earn {rewards:g}.",
-        advice="Choose tasks that are neither too easy nor too hard, raise --group-size or --temperature, or let dynamic sampling "
+        advice=run.cause()
+        or "Choose tasks that are neither too easy nor too hard, raise --group-size or --temperature, or let dynamic sampling "
         "leave such groups out (--algo dapo).",
         explained_by=(*run.unread_causes, "entropy_collapse"),
         step=step,
@@ -143,8 +151,10 @@ def _zero_spread(run: _Run) -> Iterator[Advisory]:
 def _truncation(run: _Run) -> Iterator[Advisory]:
     reads_cut = run.index.setting("agent", "cut_off") == "read" or run.index.setting("agent", "max_tokens") == 1
     by_reply = (None, "terminated", "parse_error")
-    # An agent that reads replies as they are, of one token for example, wants them to be cut.
-    cut = [card for card in run.played if card.truncated and not (reads_cut and card.stop in by_reply)]
+    # An agent that reads replies as they are, of one token for example, wants them to be cut; but not if they cannot be read.
+    unread = {card.id for card in run.played if card.parse_errors > card.unreadable}
+    cut = [card for card in run.played if card.truncated]
+    cut = [card for card in cut if card.id in unread or not (reads_cut and card.stop in by_reply)]
     if _share(len(cut), len(run.played)) <= MAX_TRUNCATED:
         return
     stops = Counter("max_tokens" if card.stop in by_reply else card.stop for card in cut)
@@ -254,7 +264,8 @@ def _no_gradient(run: _Run) -> Iterator[Advisory]:
         code="no_gradient",
         title=f"The gradient was zero in {len(idle)} of the last {len(norms)} updates",
         detail="Nothing is learned in such an update: all weights are zero, or the loss drops every sample.",
-        advice="Look at the rewards of the groups first; then at parse errors, clipping and corrections.",
+        advice=run.cause()
+        or "Look at the rewards of the groups first; then at parse errors, clipping and corrections.",
         explained_by=(*run.unread_causes, "failed_run", "solved", "zero_spread", "entropy_collapse"),
         step=idle[-1],
         link=run.link("step", idle[-1]),

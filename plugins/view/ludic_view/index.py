@@ -15,11 +15,14 @@ from ludic.training.loggers.base import metrics_row
 from ludic.types import ConfigError
 from ludic.util.files import Line, is_compressed, parse_json, parse_toml, read_lines
 from ludic_view.cards import Card
-from ludic_view.files import RolloutFile, is_record, rollouts_in, step_of_record
+from ludic_view.files import RolloutFile
+from ludic_view.records import BadRecord, is_record, rollouts_in, step_of_record
 
 T = TypeVar("T")
 MAX_TEXT_BYTES = 1 << 20
 """Longest config, failure file or line of metrics that is read."""
+_UNWRITTEN = "an error that could not be written down, since the disk was full"
+"""What an empty failure file says."""
 MAX_DEPTH = 3
 """Folders below the root in which runs are looked for."""
 
@@ -45,7 +48,10 @@ class RunIndex:
         self.times: dict[int, float] = {}
         self._files: dict[Path, RolloutFile] = {}
         self._by_id: dict[str, tuple[Card, RolloutFile]] = {}
+        self._shadowed: dict[tuple[str, int | None, int], RolloutFile] = {}
+        """Files of the cards whose id another card in `_by_id` has."""
         self._trained: dict[Path, tuple[int, int, list[str]]] = {}
+        self.bad_records: set[Path] = set()
         self._step_of: dict[str, int] = {}
         self._metrics_read: tuple[int, int] = (-1, 0)
         self._lock = threading.Lock()
@@ -88,6 +94,7 @@ class RunIndex:
         self.config  # noqa: B018 - reads it
         numbers = {METRICS: self._num_damaged_rows, ROLLOUTS: self.num_damaged}
         found = [f"{name}: {number} lines cannot be read" for name, number in numbers.items() if number]
+        found += [f"{TRAINED}: {len(self.bad_records)} files cannot be read"] if self.bad_records else []
         return [*([self._config_error] if self._config_error else []), *found]
 
     def _text(self, path: Path) -> str:
@@ -103,7 +110,10 @@ class RunIndex:
         """The error that has ended the run; None if there is none, or if it is older than this file."""
         path = self.folder / FAILURE
         try:
-            error = parse_json(self._text(path))["error"] if path.is_file() else None
+            if not path.is_file():
+                return None
+            text = self._text(path)
+            error = parse_json(text)["error"] if text else _UNWRITTEN
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return error if isinstance(error, str) else None
@@ -150,7 +160,10 @@ class RunIndex:
         return None if found is None else (found[0], found[1].line(found[0]))
 
     def line_of(self, card: Card) -> Line:
-        return self._by_id[card.id][1].line(card)
+        known, file = self._by_id[card.id]
+        if known is not card:
+            file = self._shadowed[card.id, card.member, card.offset]
+        return file.line(card)
 
     def stamp(self) -> tuple[Any, ...]:
         """Sizes of everything that a run appends to; another stamp is news."""
@@ -202,18 +215,26 @@ class RunIndex:
             }
         known = {path: found for path, found in self._trained.items() if there.get(path) == found[:2]}
         is_done = True
+        self.bad_records &= known.keys()
         for path, stamp in sorted(there.items()):
             if path in known:
                 continue
             if time.monotonic() > deadline:
                 is_done = False
                 break
-            known[path] = (*stamp, rollouts_in(path))
+            known[path] = (*stamp, self._rollouts_in(path))
         if known != self._trained:
             self._trained = known
             self._step_of = {id: step_of_record(path) for path, (_, _, ids) in sorted(known.items()) for id in ids}
             self._joined = {}
         return is_done
+
+    def _rollouts_in(self, path: Path) -> list[str]:
+        try:
+            return rollouts_in(path)
+        except BadRecord:
+            self.bad_records.add(path)
+            return []
 
     def _join(self) -> None:
         """Put the files' cards together; set the steps that the trainer's records tell. Usually only new ones are added."""
@@ -227,7 +248,7 @@ class RunIndex:
         starts = sorted(file.first_step for file in files if file.first_step is not None)
         per_update = self._rollouts_per_update()
         new: list[Card] = []
-        by_id = self._by_id if is_append else {}
+        by_id, shadowed = (self._by_id, self._shadowed) if is_append else ({}, {})
         for file in files:
             first = file.first_step
             later = next((start for start in starts if first is not None and start > first), None)
@@ -240,9 +261,11 @@ class RunIndex:
                 elif card.oldest is None and per_update and first is not None:
                     card.step = first + number // per_update + 1
                 card.is_abandoned = later is not None and card.step > later and not card.is_trained
+                if (older := by_id.get(card.id)) is not None:
+                    shadowed[card.id, older[0].member, older[0].offset] = older[1]
                 by_id[card.id] = card, file
                 new.append(card)
-        self.cards, self._by_id = [*self.cards, *new] if is_append else new, by_id
+        self.cards, self._by_id, self._shadowed = [*self.cards, *new] if is_append else new, by_id, shadowed
         self._joined = grew
         self._kept = {}
 

@@ -95,12 +95,21 @@ def _with_text(index: RunIndex, cards: list[Card], wanted: str) -> list[Card]:
         if quick is not None and quick not in text.lower():
             continue
         try:
-            decoded = _decode_texts(text)
-        except msgspec.DecodeError:
-            decoded = _decode_texts(strict_json(text))
-        if any(wanted in part.casefold() for step in decoded.steps for part in _texts_in(step)):
+            is_there = any(wanted in part.casefold() for part in _texts_of(text))
+        except (ValueError, RecursionError):  # a number of 5,000 digits: found by its JSON
+            is_there = wanted in text.decode("utf-8", "replace").casefold()
+        if is_there:
             found.append(card)
     return found
+
+
+def _texts_of(line: bytes) -> Iterable[str]:
+    try:
+        decoded = _decode_texts(line)
+    except msgspec.DecodeError:
+        decoded = _decode_texts(strict_json(line))
+    for step in decoded.steps:
+        yield from _texts_in(step)
 
 
 def _texts_in(step: _TextStep) -> Iterable[str]:
@@ -173,7 +182,7 @@ def number_in(query: Query, name: str, kind: type[int] | type[float]) -> Any:
         number = kind(text)
     except ValueError:
         raise BadQuery(f"{name}={text!r:.50} is not a number.") from None
-    if not math.isfinite(number):
+    if not abs(number) < (2**63 if kind is int else math.inf):
         raise BadQuery(f"{name}={text!r:.50} is not a finite number.")
     return number
 

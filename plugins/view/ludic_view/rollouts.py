@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from ludic.types import Rollout, Step
-from ludic.types.rollout import plain_fields
+from ludic.types.rollout import DAMAGE, plain_fields
 from ludic_view.index import RunIndex
 from ludic_view.queries import JSONObject, NotFound, Query, flag_in, mean
 from ludic_view.tokens import TokenTexts, call_tokens, record_of, texts_of, trainer_columns
@@ -19,7 +19,7 @@ def read_rollout(index: RunIndex, id: str) -> Rollout:
         raise NotFound(f"Run {index.id} has no rollout {id!r:.80}.")
     try:
         return Rollout.from_json(found[1].read())
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, *DAMAGE) as error:
         raise NotFound(f"Rollout {id!r:.80} of run {index.id} cannot be read: {error}") from error
 
 

@@ -21,8 +21,8 @@ from ludic.models import SMOLLM2, TINY
 from ludic.run.config.model import ModelSettings
 from ludic.run.config.run_config import CHECKPOINTS
 from ludic.types import Rollout, Step
-from ludic_view.files import step_of_record
 from ludic_view.index import RunIndex
+from ludic_view.records import BadRecord, segments_in, step_of_record
 
 logger = logging.getLogger(__name__)
 
@@ -156,36 +156,17 @@ class TrainerRecord:
         self.step, self.segments = step, segments
 
 
-@lru_cache(maxsize=16)
-def _arrays(path: Path, mtime_ns: int) -> dict[str, np.ndarray]:
-    with np.load(path, allow_pickle=False) as record:
-        return {name: record[name] for name in record.files}
-
-
 def record_of(index: RunIndex, rollout: str, step: int) -> TrainerRecord | None:
     """What the update with this number computed of a rollout; None if it was not recorded."""
     segments: dict[int, dict[str, np.ndarray]] = {}
     for path in index.trained_files:
         if step_of_record(path) == step:
             try:
-                segments |= _segments_in(_arrays(path, path.stat().st_mtime_ns), rollout.encode())
-            except (OSError, ValueError, KeyError, EOFError) as error:
-                logger.warning("%s cannot be read: %s", path, error)
+                segments |= segments_in(path, rollout)
+            except BadRecord as error:
+                logger.warning("%s", error)
+                index.bad_records.add(path)
     return TrainerRecord(step, segments) if segments else None
-
-
-def _segments_in(arrays: Mapping[str, np.ndarray], rollout: bytes) -> dict[int, dict[str, np.ndarray]]:
-    found = {}
-    ends = np.cumsum(arrays["num_tokens"])
-    weight_ends = np.cumsum(arrays["num_weights"])
-    for item in np.flatnonzero(arrays["rollout_id"] == rollout).tolist():
-        where = slice(int(ends[item] - arrays["num_tokens"][item]), int(ends[item]))
-        own = slice(int(weight_ends[item] - arrays["num_weights"][item]), int(weight_ends[item]))
-        weights = arrays["weight"][own]
-        columns = {name: arrays[name][where] for name in _ARRAYS if name in arrays}
-        columns["weight"] = np.broadcast_to(weights, where.stop - where.start) if len(weights) == 1 else weights
-        found[int(arrays["segment"][item])] = columns
-    return found
 
 
 def trainer_columns(rollout: Rollout, record: TrainerRecord | None) -> dict[str, tuple[int, dict[str, np.ndarray]]]:

@@ -56,6 +56,7 @@ def test_a_run_that_an_error_has_ended_says_so(recorded, tmp_path):
     assert (run["state"], run["error"]) == ("running", None)
     for content, error in (
         ('{"error": "OSError: full"}', "OSError: full"),
+        ("", "an error that could not be written down, since the disk was full"),
         ("{", None),
         ("[]", None),
         ('{"error": 5}', None),
@@ -63,6 +64,9 @@ def test_a_run_that_an_error_has_ended_says_so(recorded, tmp_path):
         (folder / "failure.json").write_text(content)
         (run,) = ask(Runs(tmp_path), "/api/runs")["runs"]
         assert (run["state"], run["error"]) == ("failed" if error else "running", error)
+    config.write_text(config.read_text().replace("steps = 9", "steps = 3"))  # it failed after its last step
+    (folder / "failure.json").write_text("")
+    assert ask(Runs(tmp_path), "/api/runs")["runs"][0]["state"] == "failed"
 
 
 def test_run_says_what_it_has(runs):
@@ -289,11 +293,18 @@ def test_what_is_not_there_is_not_found(runs, path):
 
 
 @pytest.mark.parametrize(
-    "query", ["step=x", "reward_min=nan", "limit=-1", "offset=-2", "sort=color", "reward_max=inf", "limit=1e9"]
-)
+    "query",
+    ["step=x", "reward_min=nan", "limit=-1", "offset=-2", "sort=color", "reward_max=inf", "limit=1e9",
+     *(f"{name}={'9' * 400}" for name in ("step", "offset", "limit", "reward_min"))],
+)  # fmt: skip
 def test_parameter_that_cannot_be_used_is_named(runs, query):
     with pytest.raises(api.BadQuery, match=query.partition("=")[0]):
         api.answer(runs, f"/api/runs/letters/rollouts?{query}")
+
+
+def test_since_that_cannot_be_used_is_named(runs):
+    with pytest.raises(api.BadQuery, match="since"):
+        api.answer(runs, f"/api/runs/letters/metrics?since={'9' * 400}")
 
 
 def test_unknown_run_names_those_that_are_there(runs):

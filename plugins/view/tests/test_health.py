@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from ludic.training.causes import why_nothing_was_learned
 from ludic.util.files import LineWriter
 from ludic_view.health import RULES, advisories
 from ludic_view.index import RunIndex
@@ -114,6 +115,42 @@ def test_replies_of_which_none_is_read_are_the_only_cause_by_their_name(tmp_path
         row["total_reward"] = 0.0
 
     only(run_of(tmp_path, change=unread, metrics=lambda step: {"train/grad_norm": 0.0}), code)
+
+
+IDLE = {"train/grad_norm": 0.0, "train/zero_weight_rate": 1.0, "train/parse_error_rate": 0.0, "train/same_reply_rate": 0.05,
+        "train/unreadable_rate": 0.0, "train/total_reward_std": 0.4, "train/avg_total_reward": 0.5}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ({}, "the reward seems to ignore the reply"),
+        ({"train/same_reply_rate": 1.0}, "All replies to one task were the same"),
+        ({"train/total_reward_std": 0.0}, "All episodes earned the same reward, 0.5"),
+    ],
+)
+def test_groups_of_one_reward_have_the_cause_that_the_terminal_names(tmp_path, facts, says):
+    rows = [IDLE | facts] * 12
+    found = run_of(
+        tmp_path, change=lambda n, row: row.update(total_reward=n // 4 % 2), metrics=lambda step: IDLE | facts
+    )
+    advice = only([each for each in found if each["code"] != "solved"], "zero_spread")["advice"]
+    assert says in advice and advice in (why_nothing_was_learned(rows) or "")
+
+
+def test_replies_that_are_cut_and_some_unreadable_get_the_advice_of_the_terminal(tmp_path):
+    def unread(number, row):
+        row["steps"][0]["info"] = {"parse_error": True}
+        row["steps"][0]["trace"]["finish_reason"] = "stop" if number % 4 == 0 else "length"
+        row["total_reward"] = 0.0
+
+    metrics = IDLE | {"train/parse_error_rate": 1.0, "train/unreadable_rate": 0.25}
+    for number, setting in enumerate(("cut_off = 'read'", "max_tokens = 8")):
+        found = run_of(
+            tmp_path / str(number), change=unread, metrics=lambda step: metrics, config=f"[agent]\n{setting}\n"
+        )
+        assert "--max-tokens" in only(found, "truncation")["advice"]
+    assert "--max-tokens" in (why_nothing_was_learned([metrics]) or "")
 
 
 def test_mismatch_of_sampler_and_trainer(tmp_path):

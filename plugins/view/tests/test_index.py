@@ -3,8 +3,12 @@
 import gzip
 import json
 import shutil
+import time
+import tracemalloc
+import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ludic.cli.eval.results import write_page
@@ -54,6 +58,67 @@ def empty_run(folder: Path) -> RunIndex:
 
 def ids(index: RunIndex) -> list[str]:
     return [card.id for card in index.cards]
+
+
+@pytest.mark.parametrize(
+    "messages", ["abc", ["abc"], 5, None, {"after": 0, "new": "abc"}, [{"role": "user", "content": "x"}, [1]]]
+)
+def test_messages_that_are_no_messages_are_said_to_be_damaged(tmp_path, messages):
+    index, row = empty_run(tmp_path / "x"), json.loads(line_of(0))
+    row["steps"][0]["prompt_messages"] = messages
+    (tmp_path / "x" / "rollouts" / "from_step_000000.jsonl").write_text(json.dumps(row) + "\n")
+    index.refresh(FOREVER)
+    with pytest.raises(api.NotFound, match="Rollout 'r0' of run x cannot be read: prompt_messages is "):
+        api.show_rollout(index, "r0", {})
+    with pytest.raises(ValueError, match="prompt_messages is "):
+        Rollout.from_dict(row)
+
+
+def test_text_is_found_beside_numbers_that_no_decoder_takes(tmp_path):
+    index = empty_run(tmp_path / "x")
+    row = line_of(1, text="needle").replace(b'"content":"task 1"', b'"content":' + b"7" * 5000)
+    (tmp_path / "x" / "rollouts" / "from_step_000000.jsonl").write_bytes(line_of(0) + row)
+    index.refresh(FOREVER)
+    assert [card["id"] for card in api.rollouts(index, {"text": "needle"})["rollouts"]] == ["r1"]
+    assert api.rollouts(index, {"text": "task 0"})["total"] == 1
+
+
+def test_one_id_in_two_files_is_searched_in_both(tmp_path):
+    index, folder = empty_run(tmp_path / "x"), tmp_path / "x" / "rollouts"
+    write(folder / "from_step_000000.jsonl", [9, 1], text="first")
+    write(folder / "actor.jsonl.gz", [1], text="second")
+    index.refresh(FOREVER)
+    assert [api.rollouts(index, {"text": text})["total"] for text in ("first", "second", "task")] == [2, 1, 3]
+    write(folder / "actor.jsonl.gz", [9], text="second")
+    index.refresh(FOREVER)
+    assert [api.rollouts(index, {"text": text})["total"] for text in ("first", "second", "task")] == [2, 2, 4]
+
+
+def test_time_is_kept_in_a_file_of_nothing_but_gzip_headers(tmp_path):
+    index = empty_run(tmp_path / "x")
+    header = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
+    (tmp_path / "x" / "rollouts" / "from_step_000000.jsonl.gz").write_bytes(header * 2**17)
+    began = time.monotonic()
+    index.refresh(0.2)
+    assert time.monotonic() - began < 3
+
+
+def test_time_and_memory_are_kept_in_a_member_of_tiny_lines(tmp_path):
+    index = empty_run(tmp_path / "x")
+    path = tmp_path / "x" / "rollouts" / "from_step_000000.jsonl.gz"
+    path.write_bytes(gzip.compress(line_of(0) + b"1\n" * 3_000_000 + line_of(1)))
+    tracemalloc.start()
+    index.refresh(0.2)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert ids(index) == ["r0"] and most < 40e6
+    (file,) = index._files.values()
+    before = file.num_decoded
+    file._num_seen = 2 * 2_900_000 + len(line_of(0))  # as if refreshed many times
+    began = time.monotonic()
+    while not index.refresh(0.2):
+        pass
+    assert time.monotonic() - began < 5 and ids(index) == ["r0", "r1"] and file.num_decoded - before < 10**5 + 10
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
@@ -290,6 +355,82 @@ def test_damaged_record_of_the_trainer_is_left_out(tmp_path, recorded):
     card = api.answer(runs, "/api/runs/letters/rollouts?step=1")["rollouts"][0]
     shown = api.answer(runs, f"/api/runs/letters/rollouts/{card['id']}")
     assert not shown["has_trainer"] and not shown["is_trained"]
+
+
+def _with_compressed_zeros(file, arrays):
+    np.savez_compressed(file, **(arrays | {"logp": np.zeros(10**8, dtype=np.float32)}))
+
+
+def _with_raw(header: bytes):
+    """A member that is not what numpy writes."""
+
+    def write_raw(file, arrays):
+        np.savez(file, **arrays)
+        with zipfile.ZipFile(file, "a") as archive:
+            archive.writestr("entropy.npy", header)
+
+    return write_raw
+
+
+def _with(**columns):
+    return lambda file, arrays: np.savez(file, **(arrays | columns))
+
+
+_HUGE = "{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000,), }".ljust(117) + "\n"
+_RECORD = {
+    "rollout_id": np.array([b"r0", b"r1"]), "segment": np.array([0, 0], dtype=np.int32),
+    "num_tokens": np.array([8, 8], dtype=np.int32), "num_weights": np.array([1, 8], dtype=np.int32),
+    "weight": np.ones(9, dtype=np.float32), "logp": np.zeros(16, dtype=np.float32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "write_record",
+    [
+        _with_compressed_zeros,
+        lambda file, arrays: file.write_bytes(b"not a zip"),
+        lambda file, arrays: file.write_bytes(b""),
+        _with_raw(b""),
+        _with_raw(b"\x93NUMPY\x01\x00\x76\x00" + b"{'descr'".ljust(118)),  # tokenize.TokenError
+        _with_raw(b"\x93NUMPY\x01\x00\x76\x00" + _HUGE.encode()),
+        _with(segment=np.array([0, -1], dtype=np.int32)),
+        _with(num_tokens=np.array([8, -8], dtype=np.int32)),
+        _with(num_tokens=np.array([8, 2**31 - 1], dtype=np.int32)),
+        _with(num_weights=np.array([1, 9], dtype=np.int32), weight=np.ones(10, dtype=np.float32)),
+        _with(num_tokens=np.array([8.0, 8.0])),
+        _with(num_tokens=np.array([8], dtype=np.int32)),
+        _with(logp=np.zeros((4, 4), dtype=np.float32)),
+        _with(logp=np.zeros(15, dtype=np.float32)),
+        _with(logp=np.array(["x"] * 16)),
+        _with(logp=np.array([{}] * 16)),
+        _with(rollout_id=np.array([5, 6])),
+        _with(rollout_id=np.array(5)),
+        lambda file, arrays: np.savez(file, logp=arrays["logp"]),
+    ],
+)
+def test_damaged_record_of_the_trainer_is_damage_of_its_run(tmp_path, write_record):
+    index = empty_run(tmp_path / "x")
+    write(tmp_path / "x" / "rollouts" / "from_step_000000.jsonl", range(2))
+    (tmp_path / "x" / "trained").mkdir()
+    write_record(tmp_path / "x" / "trained" / "step_000001.rank0.npz", dict(_RECORD))
+    index.refresh(FOREVER)
+    assert index.damage() == ["trained: 1 files cannot be read"]
+    assert not api.show_rollout(index, "r0", {})["has_trainer"]
+    np.savez(tmp_path / "x" / "trained" / "step_000001.rank0.npz", **_RECORD)  # repaired
+    index.refresh(FOREVER)
+    assert index.damage() == [] and api.show_rollout(index, "r0", {})["has_trainer"]
+
+
+def test_record_that_is_damaged_while_it_is_shown_is_counted(tmp_path):
+    index = empty_run(tmp_path / "x")
+    write(tmp_path / "x" / "rollouts" / "from_step_000000.jsonl", range(2))
+    (tmp_path / "x" / "trained").mkdir()
+    file = tmp_path / "x" / "trained" / "step_000001.rank0.npz"
+    np.savez(file, **_RECORD)
+    index.refresh(FOREVER)
+    file.write_bytes(b"not a zip")
+    assert not api.show_rollout(index, "r0", {})["has_trainer"]
+    assert index.damage() == ["trained: 1 files cannot be read"]
 
 
 def test_evaluation_is_a_run_without_steps(tmp_path):

@@ -168,7 +168,7 @@ def _opening(run: "Run", *, resume: bool) -> list[str]:
 def _closing(run: "Run", result: "TrainResult", status: str) -> list[str]:
     """The result, its folder and the next commands."""
     from ludic.run.folder import how_to_resume, latest_checkpoint, metrics_with
-    from ludic.training.guards import why_nothing_was_learned
+    from ludic.training.causes import why_nothing_was_learned
 
     folder, steps, is_stopped = run.folder, run.config.train.steps, result.stopped_by is not None
     ended = "Stopped" if is_stopped else "Done"

@@ -17,11 +17,12 @@ from typing import Any
 from ludic.distributed.ranks import Ranks
 from ludic.models.loading import LoadedModel
 from ludic.training.algorithms import RLAlgorithm
+from ludic.training.causes import LearningWatch
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
 from ludic.training.checkpoint.state_files import restore_rng, rng_state
 from ludic.training.config import TrainerConfig
 from ludic.training.evaluation import Evaluation, check_evaluation
-from ludic.training.guards import LearningWatch, check_parity
+from ludic.training.guards import check_parity
 from ludic.training.learner.batches import PreparedBatch, RankBatch, data_states, describe, fetch, load_data_states
 from ludic.training.learner.interface import Learner
 from ludic.training.learner.metrics import prefixed

@@ -333,7 +333,7 @@ def stored_rollouts(path: str | Path) -> Iterator[tuple[Line, Rollout]]:
             continue
         try:
             rollout = Rollout.from_json(text)
-        except _DAMAGE as error:
+        except DAMAGE as error:
             damaged.append((number, error))
             continue
         num_read += 1
@@ -346,14 +346,15 @@ def stored_rollouts(path: str | Path) -> Iterator[tuple[Line, Rollout]]:
     logger.warning("%s: %d damaged lines are left out. Line %d: %s", path, len(damaged), number, reason)
 
 
-_DAMAGE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, LudicError)
+DAMAGE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, LudicError)
+"""What `Rollout.from_json` may raise for a line that is not a stored rollout."""
 
 
 def stored_rollout(line: Line) -> Rollout:
     """The rollout of a line that an index has found."""
     try:
         return Rollout.from_json(line.read())
-    except _DAMAGE as error:
+    except DAMAGE as error:
         number = next((n for n, (one, _) in enumerate(read_lines(line.path), start=1) if one == line), "?")
         raise ConfigError(f"Line {number} of {line.path} is not a stored rollout: {error}") from error
 
@@ -479,11 +480,16 @@ class _SharedPrompts:
         return AgentStep(**{**row, "prompt_messages": messages, "trace": trace})
 
     def _next_messages(self, stored: Any) -> MessageView:
-        if isinstance(stored, dict):
+        is_longer = isinstance(stored, dict)
+        given = stored["new"] if is_longer else stored
+        if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
+            raise ValueError(f"prompt_messages is {given!r:.50}; a stored call has a list of messages.")
+        new = _changed(given, restore_pictures, self._pictures)
+        if is_longer:
             self._check(stored)
-            self._messages.extend(_changed(stored["new"], restore_pictures, self._pictures))
+            self._messages.extend(new)
         else:
-            self._messages = _changed(stored, restore_pictures, self._pictures)
+            self._messages = new
         return MessageView(self._messages)
 
     def _next_trace(self, stored: dict[str, Any], messages: MessageView) -> TokenTrace:

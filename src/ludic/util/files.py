@@ -37,6 +37,8 @@ _BLOCK = 1 << 20
 """More than a member has, so that its checksum is verified before one of its lines is returned."""
 _PIECE = 1 << 22
 """Text that is decompressed at once."""
+_MAX_DAMAGED = 100
+"""Members of one file without an end, behind which no more is looked for: any ten bytes may look like the start of one."""
 _GZIP = 16 + zlib.MAX_WBITS
 _HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
 _LAST_BLOCK = b"\x03\x00"  # an empty deflate block that ends the stream; what comes before it ends at a whole byte
@@ -184,11 +186,13 @@ class Line:
         return text.read(self.offset, min(self.length, MAX_LINE_BYTES))
 
 
-def read_lines(path: str | Path, *, start: int = 0, longest: int = MAX_LINE_BYTES) -> Iterator[tuple[Line, bytes]]:
+def read_lines(
+    path: str | Path, *, start: int = 0, skip: int = 0, longest: int = MAX_LINE_BYTES
+) -> Iterator[tuple[Line, bytes]]:
     """Every complete line, also of a file that is being written; an interrupted write at the end is left out.
 
-    `start`: where to begin, the offset of a line; in a compressed file, of a member. A longer line is cut after `longest`
-    bytes, so it no longer parses as JSON.
+    `start`: where to begin, the offset of a line; in a compressed file, of a member, of whose text `skip` bytes are left out. A
+    longer line is cut after `longest` bytes, so it no longer parses as JSON.
     """
     path = Path(path)
     with path.open("rb") as file:
@@ -196,21 +200,30 @@ def read_lines(path: str | Path, *, start: int = 0, longest: int = MAX_LINE_BYTE
         whole = [_StoredMember(start, iter(partial(file.read, _BLOCK), b""))]
         for member in _members(file) if is_compressed(path) else whole:
             number, offset = (member.start, 0) if is_compressed(path) else (None, start)
+            if member.start == start and skip:
+                offset, member.text = skip, _behind(member.text, skip)
             for line, length in _split(member.text, longest):
                 if line.endswith(b"\n") or _is_json(line):
                     yield Line(path, offset, length, number), line
                 offset += length
 
 
+def _behind(text: Iterator[bytes], skip: int) -> Iterator[bytes]:
+    for piece in text:
+        if skip < len(piece):
+            yield piece[skip:]
+        skip = max(0, skip - len(piece))
+
+
 def _split(text: Iterator[bytes], longest: int = MAX_LINE_BYTES) -> Iterator[tuple[bytes, int]]:
     """The lines of a text that arrives in pieces, at most `longest` bytes of each, and how long they are."""
     begun, length = b"", 0
     for piece in text:
-        *ends, rest = piece.split(b"\n")
-        for end in ends:
-            yield begun + end[: longest - len(begun)] + b"\n", length + len(end) + 1
-            begun, length = b"", 0
-        begun, length = begun + rest[: longest - len(begun)], length + len(rest)
+        place = 0
+        while (end := piece.find(b"\n", place)) >= 0:
+            yield begun + piece[place : min(end, place + longest - len(begun))] + b"\n", length + end - place + 1
+            begun, length, place = b"", 0, end + 1
+        begun, length = begun + piece[place : place + longest - len(begun)], length + len(piece) - place
     if begun:
         yield begun, length
 
@@ -230,15 +243,17 @@ class _StoredMember:
 
 
 def _members(file: IO[bytes]) -> Iterator[_StoredMember]:
-    """All members; the text of each must be read before the next is requested. After an incomplete one, continues at the next."""
-    start, block = file.tell(), file.read(_BLOCK)
-    while block:
+    """All members; the text of each must be read before the next is requested. After an incomplete one, continues at the next,
+    `_MAX_DAMAGED` times."""
+    start, block, num_damaged = file.tell(), file.read(_BLOCK), 0
+    while block and num_damaged <= _MAX_DAMAGED:
         member = _StoredMember(start, iter(()))
         member.text = _inflated(file, block, member)
         yield member
         if member.is_whole:
             start, block = start + member.size, member.rest or file.read(_BLOCK)
         else:
+            num_damaged += 1
             start = _next_member(file, start + 1)
             block = file.read(_BLOCK)
 

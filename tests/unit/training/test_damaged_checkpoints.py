@@ -411,6 +411,11 @@ BEST = {
 }
 
 
+def own_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Of Ludic: threads of other libraries that tests before have started may log at any time."""
+    return [record.message for record in caplog.records if record.name.startswith("ludic")]
+
+
 @pytest.mark.parametrize("name", BEST)
 @pytest.mark.parametrize("score", [0.1, 5.0, None])
 def test_damage_of_best_json_costs_nothing_and_the_next_save_writes_it_again(saved, tmp_path, caplog, name, score):
@@ -420,7 +425,7 @@ def test_damage_of_best_json_costs_nothing_and_the_next_save_writes_it_again(sav
     assert manager.best() == root / "step_000001", "by the metrics in the checkpoints"
     manager.save(4, model=module(), metrics={} if score is None else {"score": score})
     best = "step_000004" if score == 5.0 else "step_000001"
-    assert manager.best() == root / best and not caplog.messages
+    assert manager.best() == root / best and not own_messages(caplog)
     assert json.loads((root / "best.json").read_text())["path"] == best
     assert sorted(path.name for path in root.glob("step_*")) == sorted({best, "step_000004"})
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ludic.training.guards import LearningWatch, why_nothing_was_learned
+from ludic.training.causes import LearningWatch, why_nothing_was_learned
 from ludic.training.learner.metrics import MetricSums, batch_stats, prefixed
 from ludic.types import ConfigError, Reducer, SAWItem
 from tests.origins import meta_and_origin
@@ -207,9 +207,18 @@ def update(norm=0.0, **stats):
         ([update()] * 3, "in every update (3). All episodes earned the same reward, 1, so none"),
         ([update(), update(avg_total_reward=2)], "All episodes earned the same reward within each update"),
         ([update(parse_error_rate=1, unreadable_rate=0.5)], "replies that the parser could not read"),
+        (
+            [update(parse_error_rate=1, unreadable_rate=0.3)],
+            "from them. In 30% were replies that the parser could not read. Comp",
+        ),
+        ([update(parse_error_rate=1, unreadable_rate=0.3)] * 2, "Give more with --max-tokens"),
+        ([update(parse_error_rate=0.9, unreadable_rate=0.1)], "Most episodes had replies that ran out of tokens"),
+        ([update(parse_error_rate=1, unreadable_rate=0.6)], "Every episode had replies that the parser could not read"),
+        ([update(parse_error_rate=0.5, unreadable_rate=0.5)], "All episodes earned the same reward"),
         ([update(parse_error_rate=1)], "ran out of tokens before they ended"),
         ([update(total_reward_std=0.3)], "never between the rollouts of one task"),
         ([update(total_reward_std=0.3, same_reply_rate=0)], "the reward seems to ignore the reply"),
+        ([update(total_reward_std=0.3, same_reply_rate=0.1)] * 3, "the reward seems to ignore the reply"),
         ([update(same_reply_rate=1)], "All replies to one task were the same"),
         ([update(0.5, entropy=4.6), update(entropy=0.0008), update(entropy=0.0007)], "from 4.6 to 0.0007 nats"),
         ([update(0.5, parse_error_rate=1, unreadable_rate=1)] * 2, "replies that the parser could not read"),

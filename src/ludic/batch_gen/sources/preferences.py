@@ -47,7 +47,9 @@ class PreferenceBatchSource:
         answers. `flag`: what messages call the file. `system_prompt`: stands before every prompt that has none."""
         rows = read_samples(preferences, flag) if isinstance(preferences, (str, Path)) else list(preferences)
         where = f"of {preferences}" if isinstance(preferences, (str, Path)) else ""
-        self._rows = [_checked(row, f"Preference {number} {where}".strip()) for number, row in enumerate(rows, start=1)]
+        self._rows = [
+            _checked(row, f"{_name_of(row)} {number} {where}".strip()) for number, row in enumerate(rows, start=1)
+        ]
         if system_prompt is not None:
             first: Message = {"role": "system", "content": system_prompt}
             self._rows = [(p if p[0]["role"] == "system" else [first, *p], found) for p, found in self._rows]
@@ -124,13 +126,22 @@ class PreferenceBatchSource:
         self._epoch, self._position = state["epoch"], state["position"]
 
 
+_NEEDS = "A row needs question and answer, prompt and completion, a prompt with completion and label, or with chosen and rejected."
+
+
+def _name_of(row: Mapping[str, Any]) -> str:
+    return "Preference" if row.keys() & {"chosen", "rejected", "label"} else "Row"
+
+
 def _checked(row: Mapping[str, Any], what: str) -> tuple[list[Message], list[tuple[str, float]]]:
     """The prompt's messages, and each completion with its weight."""
     prompt = row.get("messages", row.get("prompt", row.get("question")))
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
-        raise ConfigError(f"{what} has no prompt: a text, or a list of messages.")
+        raise ConfigError(
+            f"{what} has no prompt under question, prompt or messages, as a text or a list of chat messages. {_NEEDS}"
+        )
     for message in prompt:
         facts = (message.get("role"), message.get("content", 0)) if isinstance(message, dict) else (None, 0)
         if not isinstance(facts[0], str) or not isinstance(facts[1], str | list | None):
@@ -147,9 +158,7 @@ def _checked(row: Mapping[str, Any], what: str) -> tuple[list[Message], list[tup
     for key in ("answer", "completion"):
         if key in row:
             return prompt, [(_text(row[key], what, key), 1.0)]
-    raise ConfigError(
-        f"{what} has the keys {', '.join(row)}; it needs chosen and rejected, or completion and label, or question and answer."
-    )
+    raise ConfigError(f"{what} has only {', '.join(row)}. {_NEEDS}")
 
 
 def _text(value: Any, what: str, key: str) -> str:

@@ -44,10 +44,12 @@ from ludic_serve.gateway.wire.canonical import (
 _TAKES = TAKES | {
     "role": "It is system, developer, user or assistant.",
     "type": "It is message, reasoning, function_call, function_call_output or item_reference; this server reads only text.",
-    "tools.type": "It is function or namespace; tools that OpenAI's servers run are left out.",
+    "tools.type": "It is function or namespace; tools that only OpenAI's models know are left out.",
 }
-_HOSTED = ("web_search", "file_search", "code_interpreter", "image_generation", "mcp")
-"""Tools that OpenAI's servers run; of some there are versions, such as web_search_2025_08_26."""
+_HOSTED = (
+    "web_search", "file_search", "code_interpreter", "image_generation", "mcp", "local_shell", "shell", "apply_patch", "computer",
+)  # fmt: skip
+"""Tools that OpenAI's servers run or only its models know; of some there are versions, such as web_search_2025_08_26."""
 _TEXT = {"format": {"type": "text"}}
 
 
@@ -187,7 +189,7 @@ def _check_names(functions: Sequence[_Tool]) -> None:
 
 
 def _without_hosted(tools: list[Any], hosted: dict[str, None]) -> list[Any]:
-    """The tools without those that OpenAI's servers run, whose fields `hosted` gets."""
+    """The tools without `_HOSTED` ones, whose fields `hosted` gets."""
     own = []
     for tool in tools:
         if isinstance(tool, dict) and str(tool.get("type")).startswith(_HOSTED):

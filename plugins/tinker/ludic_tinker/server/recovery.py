@@ -42,7 +42,7 @@ def recover(store: DiskStore, service: Service) -> None:
                 service.abandon(found.run.id)
     for sampler in store.samplers.listed():
         if sampler.session in over:
-            store.remove_sampler(sampler.id)
+            store.samplers.remove(sampler.id)
         else:
             service.samplers.add(sampler)
 

@@ -24,7 +24,7 @@ from ludic.training.learner.optimizer import LocalAdamW
 from ludic.training.learner.packing import ActionFields, PackedBatch
 from ludic.training.learner.policy import TrainedPolicy, check_shared_prefixes
 from ludic.types import ConfigError, FloatArray, NotFinite, OutOfGPUMemory, SAWItem
-from ludic_tinker.server.losses import Row, Targets, check_rows, loss_terms
+from ludic_tinker.server.losses import Row, check_rows, loss_of
 
 logger = logging.getLogger(__name__)
 
@@ -345,19 +345,14 @@ def _explained(error: Exception, token_budget: int) -> Exception:
 def _loss(job: PassJob, rows: Sequence[Row], logps_P: Tensor, forward_only: bool) -> tuple[float, Tensor]:
     """The loss of rows of a job, and the gradient of their targets' log-probs."""
     device = logps_P.device
-    names = rows[0].inputs
     leaf_P = logps_P.detach().requires_grad_(not forward_only)
-    targets = Targets(
-        leaf_P,
-        {
-            name: to_device(np.concatenate([row.inputs[name].reshape(-1) for row in rows]).astype(np.float32), device)
-            for name in names
-        },
-        to_device(np.repeat(np.arange(len(rows)), [row.targets.size for row in rows]), device),
-        len(rows),
-    )
+    inputs = {
+        name: to_device(np.concatenate([row.inputs[name].reshape(-1) for row in rows]).astype(np.float32), device)
+        for name in rows[0].inputs
+    }
+    row_P = to_device(np.repeat(np.arange(len(rows)), [row.targets.size for row in rows]), device)
     with torch.set_grad_enabled(not forward_only):
-        loss = loss_terms(job.loss, targets, job.config).sum()
+        loss = loss_of(job.loss, leaf_P, inputs, row_P, len(rows), job.config)
     if forward_only:
         return float(loss), leaf_P
     (grad_P,) = torch.autograd.grad(loss, leaf_P)

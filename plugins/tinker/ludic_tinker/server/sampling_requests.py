@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ludic_tinker.server.futures import Failure, Future, Futures, Result, request_id
-from ludic_tinker.server.records import CheckpointPath, Refused, Sampler, Store, TenantLimits, Usage
-from ludic_tinker.server.requests import find_checkpoint, sampler_id
+from ludic_tinker.server.records import CheckpointPath, Refused, Sampler, TenantLimits, Usage
+from ludic_tinker.server.requests import sampler_id
 from ludic_tinker.server.sampling import Samplers
 from ludic_tinker.server.scheduler import as_failure
+from ludic_tinker.server.storage.store import DiskStore
 from ludic_tinker.server.wire import bodies
 
 
@@ -43,7 +44,7 @@ class SamplingRequests:
         samplers: Samplers,
         futures: Futures,
         usage: Usage,
-        store: Store,
+        store: DiskStore,
         offer: Offer,
         *,
         limits: TenantLimits,
@@ -67,7 +68,7 @@ class SamplingRequests:
                 f"This session has {self._limits.max_session_samplers} sampling sessions, as many as this server allows. End it "
                 "(ServiceClient.close) and use a new ServiceClient.",
             )
-        self._store.add_sampler(sampler)
+        self._store.samplers.put(sampler)
         self._samplers.add(sampler)
         return sampler
 
@@ -80,7 +81,7 @@ class SamplingRequests:
             self._offer.check(base_model)
             path = None
         else:
-            path = str(find_checkpoint(self._store, tenant, CheckpointPath.parse(model_path)).path)
+            path = str(self._store.checkpoints.get(CheckpointPath.parse(model_path), tenant).path)
         return Sampler(id=name, session=session, tenant=tenant, path=path, created=self._clock())
 
     def sample(self, tenant: str, body: bodies.SampleBody) -> Future:

@@ -27,7 +27,7 @@ from ludic_tinker.server.records import (
     TenantLimits,
     Usage,
 )
-from ludic_tinker.server.requests import OpenRun, TrainingRequests, find_checkpoint
+from ludic_tinker.server.requests import OpenRun, TrainingRequests
 from ludic_tinker.server.runs import TrainingBase
 from ludic_tinker.server.sampling import Samplers
 from ludic_tinker.server.sampling_requests import Offer, SamplingRequests
@@ -110,7 +110,7 @@ class Service:
             sdk_version=body.sdk_version,
             display_name=body.display_name,
         )
-        self.store.add_session(session)
+        self.store.sessions.put(session)
         self._sessions[session.id] = _OpenSession(session, self._clock())
         return session
 
@@ -160,7 +160,7 @@ class Service:
 
     def _remove_sampler(self, sampler: Sampler) -> None:
         self.samplers.remove(sampler.id)
-        self.store.remove_sampler(sampler.id)
+        self.store.samplers.remove(sampler.id)
 
     def sweep(self) -> None:
         """End sessions whose clients are gone, and drop results that were not retrieved. Call it now and then."""
@@ -391,18 +391,12 @@ class Service:
                 if sampler.path == str(path):
                     self._remove_sampler(sampler)
             with contextlib.suppress(Refused):  # the tenant has deleted it
-                self.store.delete_checkpoint(path)
+                self.store.checkpoints.delete(path)
 
     def create_sampling_session(self, tenant: str, body: bodies.CreateSamplingSession) -> Sampler:
         """A sampler of the session; a repeated request finds the first one's."""
         self.heard(tenant, body.session_id)
         return self.sampling.create_session(tenant, body)
-
-    # --- checks ---
-
-    def checkpoint(self, tenant: str, path: CheckpointPath) -> Checkpoint:
-        """Refused(404) if there is none, or it is another tenant's."""
-        return find_checkpoint(self.store, tenant, path)
 
     def why_waiting(self, request_id: str) -> str | None:
         """In words, if a run waits for a request that has not arrived."""

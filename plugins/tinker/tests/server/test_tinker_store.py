@@ -18,7 +18,7 @@ from ludic.types import ConfigError
 from ludic_tinker.server.futures import Failure
 from ludic_tinker.server.records import Checkpoint, CheckpointPath, Refused, Run, Sampler, Session
 from ludic_tinker.server.storage.checkpoints import ADAPTER, CONFIG
-from ludic_tinker.server.storage.journal import StorageError
+from ludic_tinker.server.storage.database import StorageError
 from ludic_tinker.server.storage.store import DiskStore
 from tests.unit.training.bandit import tiny_llama
 
@@ -52,9 +52,9 @@ def test_records_are_there_after_a_restart_and_only_for_their_tenant(stores: Any
     store = stores()
     session = Session(id="s1", tenant="ann", created=1.0, tags=("x",), user_metadata={"k": "v"}, display_name="mine")
     sampler = Sampler(id="s1:sample:0", session="s1", tenant="ann", path=None, created=2.0)
-    store.add_session(session)
+    store.sessions.put(session)
     store.add_run(RUN)
-    store.add_sampler(sampler)
+    store.samplers.put(sampler)
     store.end_session("s1", "success", "all done")
     store.end_session("s1", "errored", None)
 
@@ -68,7 +68,7 @@ def test_records_are_there_after_a_restart_and_only_for_their_tenant(stores: Any
         with pytest.raises(Refused, match="There is no") as refused:
             table.get(key, "bob")
         assert refused.value.status == 404
-    store.remove_sampler(sampler.id)
+    store.samplers.remove(sampler.id)
     assert stores().samplers.listed() == []
 
 
@@ -186,11 +186,11 @@ def test_a_full_disk_is_an_error_of_the_request(stores: Any, caplog: pytest.LogC
     store.add_run(RUN)
     (store.folder / "samplers").write_text("")
     with pytest.raises(StorageError, match="MiB are free"):
-        store.add_sampler(Sampler(id="x", session="s1", tenant="ann", path=None, created=2.0))
+        store.samplers.put(Sampler(id="x", session="s1", tenant="ann", path=None, created=2.0))
     assert store.samplers.listed() == []
     with pytest.raises(StorageError):
         (store.folder / "runs" / RUN.id / "weights").write_text("")
-        store.save_checkpoint(*saved("weights", "one"), overwrite=False)
+        store.checkpoints.save(*saved("weights", "one"), overwrite=False)
     assert store.checkpoints.listed("ann") == []
 
 
@@ -210,10 +210,10 @@ def saved(folder: str, name: str, **fields: Any) -> tuple[Checkpoint, dict[str, 
 def test_a_checkpoint_is_loaded_as_it_was_saved(stores: Any):
     store = stores()
     checkpoint, tensors = saved("weights", "step-1", user_metadata={"k": "v"})
-    store.save_checkpoint(checkpoint, tensors, overwrite=False)
+    store.checkpoints.save(checkpoint, tensors, overwrite=False)
     store = stores()
-    loaded, found = store.load_checkpoint(checkpoint.path)
-    assert loaded == checkpoint == store.checkpoint(checkpoint.path)
+    loaded, found = store.checkpoints.load(checkpoint.path)
+    assert loaded == checkpoint == store.checkpoints.get(checkpoint.path)
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
     assert store.checkpoints.size(checkpoint.path) > sum(t.nbytes for t in tensors.values())
@@ -227,7 +227,7 @@ def test_only_unnamed_weights_without_sync_do_not_wait_for_the_disk(
 ):
     store, synced = stores(sync=sync), []
     monkeypatch.setattr("ludic_tinker.server.storage.checkpoints.sync", lambda path: synced.append(path.name))
-    store.save_checkpoint(*saved("sampler_weights", "one", is_unnamed=is_unnamed), overwrite=False)
+    store.checkpoints.save(*saved("sampler_weights", "one", is_unnamed=is_unnamed), overwrite=False)
     assert ("adapter_model.safetensors" in synced) == is_synced
 
 
@@ -236,7 +236,7 @@ def test_peft_loads_the_files_of_a_checkpoint(stores: Any, tmp_path: Path):
     checkpoint, tensors = saved("sampler_weights", "final")
     weight = next(tensor for name, tensor in tensors.items() if "q_proj.lora_B" in name)
     weight.fill_(0.5)
-    store.save_checkpoint(checkpoint, tensors, overwrite=False)
+    store.checkpoints.save(checkpoint, tensors, overwrite=False)
     store.checkpoints.archive(checkpoint.path, tmp_path / "adapter.tar.gz")
     with tarfile.open(tmp_path / "adapter.tar.gz") as tar:
         assert tar.getnames() == [CONFIG, ADAPTER]
@@ -250,15 +250,15 @@ def test_peft_loads_the_files_of_a_checkpoint(stores: Any, tmp_path: Path):
 def test_a_repeated_save_finds_its_checkpoint_and_another_is_refused(stores: Any):
     store = stores()
     first, tensors = saved("weights", "latest")
-    store.save_checkpoint(first, tensors, overwrite=False)
-    store.save_checkpoint(first, {**tensors, "num_steps": torch.tensor(99)}, overwrite=False)
-    assert store.load_checkpoint(first.path)[1]["num_steps"] == 3
+    store.checkpoints.save(first, tensors, overwrite=False)
+    store.checkpoints.save(first, {**tensors, "num_steps": torch.tensor(99)}, overwrite=False)
+    assert store.checkpoints.load(first.path)[1]["num_steps"] == 3
     later, _ = saved("weights", "latest", number=5)
     with pytest.raises(Refused, match="exists") as refused:
-        store.save_checkpoint(later, tensors, overwrite=False)
+        store.checkpoints.save(later, tensors, overwrite=False)
     assert refused.value.status == 409
-    store.save_checkpoint(later, {**tensors, "num_steps": torch.tensor(5)}, overwrite=True)
-    assert stores().load_checkpoint(first.path)[1]["num_steps"] == 5
+    store.checkpoints.save(later, {**tensors, "num_steps": torch.tensor(5)}, overwrite=True)
+    assert stores().checkpoints.load(first.path)[1]["num_steps"] == 5
 
 
 def test_listing_has_the_tenants_named_checkpoints_newest_first(stores: Any):
@@ -269,7 +269,7 @@ def test_listing_has_the_tenants_named_checkpoints_newest_first(stores: Any):
         ("c", {"is_unnamed": True}),
         ("d", {"tenant": "bob"}),
     ):
-        store.save_checkpoint(*saved("sampler_weights", name, **fields), overwrite=False)
+        store.checkpoints.save(*saved("sampler_weights", name, **fields), overwrite=False)
     assert [c.path.name for c in store.checkpoints.listed("ann")] == ["b", "a"]
     assert [c.path.name for c in store.checkpoints.listed("ann", RUN.id)] == ["b", "a"]
     assert store.checkpoints.listed("ann", "another run") == []
@@ -281,20 +281,20 @@ def test_listing_has_the_tenants_named_checkpoints_newest_first(stores: Any):
 def test_a_checkpoint_expires_and_is_deleted(stores: Any):
     store = stores()
     checkpoint, tensors = saved("weights", "soon", expires=time.time() - 1)
-    store.save_checkpoint(checkpoint, tensors, overwrite=False)
+    store.checkpoints.save(checkpoint, tensors, overwrite=False)
     with pytest.raises(Refused):
-        store.checkpoint(checkpoint.path)
+        store.checkpoints.get(checkpoint.path)
     kept, _ = saved("weights", "kept", number=6)
-    store.save_checkpoint(kept, tensors, overwrite=False)
+    store.checkpoints.save(kept, tensors, overwrite=False)
     folder = store.folder / "runs" / RUN.id / "weights"
     assert [path.name for path in folder.iterdir()] == ["kept"]
     store.checkpoints.set_ttl(kept.path, 3600)
-    assert stores().checkpoint(kept.path).expires == pytest.approx(time.time() + 3600, abs=60)
+    assert stores().checkpoints.get(kept.path).expires == pytest.approx(time.time() + 3600, abs=60)
     store = stores()
     store.checkpoints.set_ttl(kept.path, None)
-    assert stores().checkpoint(kept.path).expires is None
+    assert stores().checkpoints.get(kept.path).expires is None
     store = stores()
-    store.delete_checkpoint(kept.path)
+    store.checkpoints.delete(kept.path)
     assert list(folder.iterdir()) == []
     assert stores().checkpoints.listed("ann") == []
 
@@ -306,7 +306,7 @@ def test_a_checkpoint_expires_and_is_deleted(stores: Any):
 def test_what_a_killed_save_leaves_is_put_right(stores: Any, left: list[str], kept: list[str]):
     store = stores()
     checkpoint, tensors = saved("weights", "x")
-    store.save_checkpoint(checkpoint, tensors, overwrite=False)
+    store.checkpoints.save(checkpoint, tensors, overwrite=False)
     folder = store.folder / "runs" / RUN.id / "weights"
     store.close()
     contents = {file.name: file.read_bytes() for file in (folder / "x").iterdir()}

@@ -31,7 +31,7 @@ from ludic_tinker.server.records import (
     TenantLimits,
     Usage,
 )
-from ludic_tinker.server.storage.journal import StorageError
+from ludic_tinker.server.storage.database import StorageError
 from ludic_tinker.server.storage.store import DiskStore
 from plugins.tinker.tests.server.running import NAME, RunningServer, datum, prompt
 
@@ -407,7 +407,7 @@ def test_a_server_without_keys_starts_though_its_journals_hold_what_it_cannot_re
     """Twelve huge passes, accepted by an earlier version; a result that is no JSON; a success that cannot be read again."""
     restarted = RunningServer(model=server.model)
     store = DiskStore(restarted.folder.name, base_model=NAME)
-    store.add_session(Session(id="session-1", tenant=LOCAL_TENANT, created=1.0))
+    store.sessions.put(Session(id="session-1", tenant=LOCAL_TENANT, created=1.0))
     names = [f"session-1:train:{number}" for number in range(4)]
     for name in names:
         spec = AdapterSpec(rank=1, alpha=32.0, seed=1)
@@ -509,7 +509,7 @@ def test_only_a_failure_to_write_is_answered_507(server, raw, run, monkeypatch, 
         def fail(*_: Any) -> None:
             raise error
 
-        monkeypatch.setattr(server.service.store, "add_session", fail)
+        monkeypatch.setattr(server.service.store.sessions, "put", fail)
         return raw.post("create_session", {}).status_code
 
     assert fails_with(StorageError.of(tmp_path, OSError(28, "No space left on device"))) == 507

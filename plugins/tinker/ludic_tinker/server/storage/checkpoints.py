@@ -29,7 +29,8 @@ from torch import Tensor
 from ludic.models.adapters import LoraAdapter
 from ludic.util.files import UNFINISHED, replacing, sync
 from ludic_tinker.server.records import Checkpoint, CheckpointPath, Refused
-from ludic_tinker.server.storage.journal import StorageError, own_tensors
+from ludic_tinker.server.storage.database import StorageError
+from ludic_tinker.server.storage.journal import own_tensors
 
 logger = logging.getLogger(__name__)
 

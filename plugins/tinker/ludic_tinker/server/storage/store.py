@@ -1,9 +1,8 @@
 """The data folder of a Tinker server: everything that survives a restart, also after `kill -9`.
 
     server.json                    format and base model; a server of another model refuses the folder
-    sessions/<id>.json             samplers/<id>.json: sampling sessions and the weights that they sample from
-    runs/<run id>/run.json         settings of a training run, with the seed of its adapter
-    runs/<run id>/journal-S.log    requests after snapshot-S.safetensors (journal.py)
+    server.db                      sessions, training runs (with the seed of their adapter) and sampling sessions
+    runs/<run id>/journal.db       requests after snapshot-S.safetensors (journal.py)
     runs/<run id>/weights/<name>/  checkpoints; also sampler_weights/ and external_weights/ (checkpoints.py)
 
 Ids follow from what the client sends (session and sequence number), so a repeated request meets the record of the first.
@@ -15,8 +14,8 @@ import json
 import logging
 import secrets
 import shutil
-import threading
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,15 +26,18 @@ import msgspec
 from torch import Tensor
 
 from ludic.types import ConfigError
-from ludic.util.files import parse_json, replacing, write_json
+from ludic.util.files import parse_json, write_json
 from ludic_tinker.server.futures import Failure, Result
-from ludic_tinker.server.records import Checkpoint, CheckpointPath, Refused, RequestKind, Run, Sampler, Session
+from ludic_tinker.server.records import Refused, RequestKind, Run, Sampler, Session
 from ludic_tinker.server.storage.checkpoints import Checkpoints
-from ludic_tinker.server.storage.journal import FAILED, Record, RunJournal, StorageError
+from ludic_tinker.server.storage.database import Damaged, Database, StorageError
+from ludic_tinker.server.storage.journal import FAILED, Record, RunJournal
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
+_ABOUT = "server.json"
+_SCHEMA = "CREATE TABLE records (kind TEXT, id TEXT, data BLOB, PRIMARY KEY (kind, id))"
 _LOAD: RequestKind = "load_weights"
 _PASS: RequestKind = "forward_backward"
 
@@ -55,29 +57,22 @@ Entry = TypeVar("Entry", bound=Kept)
 
 
 class Table(Generic[Entry]):
-    """Records of one kind by id, each in a file that is replaced in one step. Thread-safe."""
+    """Records of one kind by id. Thread-safe."""
 
-    def __init__(self, kind: type[Entry], path_of: Callable[[str], Path], found: Iterable[Path]) -> None:
-        self._kind, self._path_of = kind, path_of
-        self._lock = threading.Lock()
+    def __init__(self, kind: type[Entry], database: Database) -> None:
+        self._kind, self._database = kind, database
         self._entries: dict[str, Entry] = {}
-        for path in found:
+        for key, data in database.read("SELECT id, data FROM records WHERE kind = ?", kind.__name__):
             try:
-                entry = msgspec.json.decode(path.read_bytes(), type=kind)
-            except (OSError, msgspec.MsgspecError, RecursionError) as error:
-                logger.warning("%s is left out: %s", path, error)
-            else:
-                self._entries[entry.id] = entry
+                self._entries[key] = msgspec.json.decode(data, type=kind)
+            except (msgspec.MsgspecError, RecursionError, TypeError) as error:
+                logger.warning("%s %s in %s is left out: %s", kind.__name__, key, database.path, error)
 
     def put(self, entry: Entry) -> None:
         """Write an entry, over an earlier one of the same id."""
-        path = self._path_of(entry.id)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with self._lock, replacing(path) as unfinished:
-                unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(entry), indent=1))
-        except OSError as error:
-            raise StorageError.of(path, error) from error
+        row = (self._kind.__name__, entry.id, msgspec.json.encode(entry))
+        with self._database.writing() as execute:
+            execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", row)
         self._entries[entry.id] = entry
 
     def get(self, key: str, tenant: str | None = None) -> Entry:
@@ -94,7 +89,8 @@ class Table(Generic[Entry]):
 
     def remove(self, key: str) -> None:
         if self._entries.pop(key, None) is not None:
-            self._path_of(key).unlink(missing_ok=True)
+            with self._database.writing() as execute:
+                execute("DELETE FROM records WHERE kind = ? AND id = ?", (self._kind.__name__, key))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,25 +127,24 @@ class DiskStore:
             raise ConfigError(f"snapshot_every={snapshot_every}; it must be at least 1 step.")
         self.folder = Path(folder)
         self._runs = self.folder / "runs"
-        self._settings: dict[str, Any] = {
-            "sync": sync,
-            "snapshot_every": snapshot_every,
-            "max_bytes": max_journal_bytes,
-        }
+        settings = {"sync": sync, "snapshot_every": snapshot_every, "max_bytes": max_journal_bytes}
+        self._settings: dict[str, Any] = settings
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock_file = self._locked()
+            self._database = self._opened(sync)
             self.secret = self._checked(base_model)
             """Signs the addresses of downloads."""
+        except StorageError:
+            raise
         except OSError as error:
             raise StorageError.of(self.folder, error) from error
         self._background = ThreadPoolExecutor(1, thread_name_prefix="ludic-tinker-snapshots")
         self._journals: dict[str, RunJournal] = {}
         self.damaged: dict[str, str] = {}
         """Runs that could not be recovered, and why."""
-        self.sessions = self._table(Session, "sessions")
-        self.samplers = self._table(Sampler, "samplers")
-        self.runs = Table(Run, lambda key: self._run_folder(key) / "run.json", self._runs.glob("*/run.json"))
+        self.sessions, self.samplers = Table(Session, self._database), Table(Sampler, self._database)
+        self.runs = Table(Run, self._database)
         self.checkpoints = Checkpoints(self._runs, sync=sync)
 
     def _locked(self) -> IO[bytes]:
@@ -164,11 +159,17 @@ class DiskStore:
         return file
 
     def _checked(self, base_model: str) -> bytes:
-        path = self.folder / "server.json"
+        """The secret of a folder of this format and base model."""
+        path = self.folder / _ABOUT
         if not path.exists():
             write_json(path, {"format": _FORMAT, "base_model": base_model, "secret": secrets.token_hex(32)})
             path.chmod(0o600)
         found = parse_json(path.read_text())
+        if found["format"] == 1:
+            raise ConfigError(
+                f"{self.folder} is of a server of Ludic 0.2, whose journals are no longer read. Choose another folder with --data; "
+                f"to keep the checkpoints, copy {self._runs} there."
+            )
         if (found["format"], found["base_model"]) != (_FORMAT, base_model):
             raise ConfigError(
                 f"{self.folder} has the runs of base model {found['base_model']!r} (format {found['format']}), but this server "
@@ -176,9 +177,22 @@ class DiskStore:
             )
         return bytes.fromhex(found["secret"])
 
-    def _table(self, kind: type[Entry], name: str) -> Table[Entry]:
-        folder = self.folder / name
-        return Table(kind, lambda key: folder / f"{quote(key, safe=':')}.json", folder.glob("*.json"))
+    def _opened(self, sync: bool) -> Database:
+        """The database of records; a damaged one is set aside."""
+        path = self.folder / "server.db"
+        is_new = not (self.folder / _ABOUT).exists()
+        try:
+            return Database(path, _SCHEMA if is_new else None, sync=sync)
+        except Damaged as error:
+            aside = path.with_name(f"{path.name}.damaged-{time.time_ns()}")
+            path.rename(aside)
+            logger.error(
+                "%s It is set aside as %s: its sessions have ended and its runs cannot be continued. Their checkpoints can still be "
+                "loaded.",
+                error,
+                aside.name,
+            )
+            return Database(path, _SCHEMA, sync=sync)
 
     def _run_folder(self, run_id: str) -> Path:
         return self._runs / quote(run_id, safe=":")
@@ -188,12 +202,10 @@ class DiskStore:
         while self._journals:
             self._journals.popitem()[1].close()
         self._background.shutdown()
+        self._database.close()
         self._lock_file.close()
 
     # --- records ---
-
-    def add_session(self, session: Session) -> None:
-        self.sessions.put(session)
 
     def end_session(self, session_id: str, finished: str, detail: str | None) -> None:
         """The client said how it ended; what it said first counts."""
@@ -221,18 +233,23 @@ class DiskStore:
 
     def add_run(self, run: Run) -> None:
         assert run.spec.seed is not None, "after a restart the adapter is made again from its seed"
+        try:
+            self._run_folder(run.id).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError.of(self._run_folder(run.id), error) from error
+        self._open_journal(run.id, is_new=True)  # first: every run in the table has a journal
         self.runs.put(run)
-        self._open_journal(run.id)
 
     def drop_run(self, run_id: str) -> None:
         """Forget a run that no client was told of."""
         self.end_run(run_id)
         self.runs.remove(run_id)
 
-    def _open_journal(self, run_id: str) -> RunJournal:
+    def _open_journal(self, run_id: str, *, is_new: bool = False) -> RunJournal:
         if run_id in self._journals:
             self._journals.pop(run_id).close()
-        journal = RunJournal(self._run_folder(run_id), background=self._background, **self._settings)
+        folder = self._run_folder(run_id)
+        journal = RunJournal(folder, background=self._background, is_new=is_new, **self._settings)
         self._journals[run_id] = journal
         return journal
 
@@ -246,14 +263,8 @@ class DiskStore:
     def last_request(self, run_id: str) -> float:
         """When a run was last written to."""
         folder = self._run_folder(run_id)
-        return max(path.stat().st_mtime for path in [folder / "run.json", *folder.glob("journal-*.log")])
-
-    def add_sampler(self, sampler: Sampler) -> None:
-        self.samplers.put(sampler)
-
-    def remove_sampler(self, sampler_id: str) -> None:
-        """The sampling session has ended."""
-        self.samplers.remove(sampler_id)
+        found = [path.stat().st_mtime for path in (folder, *folder.glob("journal.db*")) if path.exists()]
+        return max(found, default=self.runs.get(run_id).created)
 
     # --- training requests ---
 
@@ -288,26 +299,12 @@ class DiskStore:
             try:
                 saved = self._open_journal(run.id).recover()
                 results = {number: _decoded(record) for number, record in saved.results.items()}
-            except (OSError, ValueError, msgspec.MsgspecError) as error:
+            except (Damaged, ValueError, msgspec.MsgspecError) as error:
                 logger.error("Run %s cannot be continued: %s Its checkpoints can still be loaded.", run.id, error)
                 self.damaged[run.id] = str(error)
                 continue
             found.append(RecoveredRun(run, saved.state, saved.first_seq, saved.requests, results))
         return found
-
-    # --- checkpoints ---
-
-    def save_checkpoint(self, checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, overwrite: bool) -> None:
-        self.checkpoints.save(checkpoint, tensors, overwrite=overwrite)
-
-    def load_checkpoint(self, path: CheckpointPath) -> tuple[Checkpoint, dict[str, Tensor]]:
-        return self.checkpoints.load(path)
-
-    def checkpoint(self, path: CheckpointPath) -> Checkpoint:
-        return self.checkpoints.get(path)
-
-    def delete_checkpoint(self, path: CheckpointPath) -> None:
-        self.checkpoints.delete(path)
 
 
 def _encoded(result: Result) -> tuple[str, bytes]:

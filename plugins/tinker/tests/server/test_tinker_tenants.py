@@ -32,6 +32,7 @@ from ludic_tinker.server.records import (
     Usage,
 )
 from ludic_tinker.server.storage.database import StorageError
+from ludic_tinker.server.storage.journal import Record
 from ludic_tinker.server.storage.store import DiskStore
 from plugins.tinker.tests.server.running import NAME, RunningServer, datum, prompt
 
@@ -417,9 +418,9 @@ def test_a_server_without_keys_starts_though_its_journals_hold_what_it_cannot_re
     for number in range(1, 13):
         store.accept(huge, number, "forward_backward", huge_body(huge, number))
     store.accept(no_json, 1, "optim_step", b"{}")
-    store._journals[no_json].result(1, "json", b"{")
+    store._journals[no_json]._insert("results", Record(1, "json", b"{"), "0")
     store.accept(unreadable, 1, "forward_backward", b"\xff")
-    store._journals[unreadable].result(1, "proto", b"")
+    store._journals[unreadable].result(1, b"")
     store.close()
     with restarted:
         raw = Raw(restarted)

@@ -9,7 +9,16 @@ policy that sampled.
 import torch
 from torch import Tensor
 
-from ludic.training.losses.base import Bound, Loss, Needs, capped, clipped, common_stats, require_not_negative, require_positive
+from ludic.training.losses.base import (
+    Bound,
+    Loss,
+    Needs,
+    capped,
+    clipped,
+    common_stats,
+    require_not_negative,
+    require_positive,
+)
 from ludic.training.losses.tokens import ActionTokens, Reduction, Stats, sum_and_count
 
 

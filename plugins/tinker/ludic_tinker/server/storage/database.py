@@ -40,12 +40,17 @@ class Damaged(StorageError):
     """A file does not hold what was written."""
 
 
+def log_of(path: Path) -> Path:
+    """Where SQLite keeps the log of a database."""
+    return path.with_name(f"{path.name}-wal")
+
+
 class Database:
     """One file of tables. Thread-safe; no other process opens it."""
 
     def __init__(self, path: Path, schema: str | None = None, *, sync: bool = False) -> None:
         """`schema` makes the tables of a new file; without it the file must have them. `sync`: each commit waits for the disk."""
-        self.path, self._log = path, path.with_name(f"{path.name}-wal")
+        self.path, self._log = path, log_of(path)
         self._lock = threading.RLock()
         had_log = self._log.exists()
         self._connection = sqlite3.connect(path, check_same_thread=False)
@@ -133,7 +138,7 @@ class Database:
     def close(self) -> None:
         """Close it. The log is moved to the tables and removed."""
         with self._lock:
-            with contextlib.suppress(sqlite3.OperationalError):
+            with contextlib.suppress(sqlite3.Error):
                 self._connection.execute("PRAGMA user_version=0")
             self._connection.close()
 

@@ -9,26 +9,27 @@ again, with the same sequence number, until it has an answer (`execute_with_retr
 request whose id a restarted server does not know ends the client's program.
 """
 
+import json
 import logging
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ludic.util.files import UNFINISHED, replacing
+from ludic.util.files import UNFINISHED, parse_json, replacing
+from ludic_tinker.server.futures import Failure, Result
 from ludic_tinker.server.storage.database import Damaged, Database, StorageError
 
 logger = logging.getLogger(__name__)
 
 STEP = "optim_step"
 """The kind of request that counts as a step."""
-FAILED = "failed"
-"""The kind of result of a request that was refused or failed: it is not carried out again after a restart."""
 _TABLES = ("requests", "results", "start")
 """`start` has the number of the first request that the snapshot does not contain, if there is a snapshot."""
 _SCHEMA = ";".join(
@@ -45,7 +46,7 @@ class Record:
     seq: int
     """The client's sequence number; requests of a run are carried out in this order."""
     kind: str
-    """Of a request its name, of a result its encoding or FAILED."""
+    """Of a request its name, of a result its encoding: json, proto or failed."""
     payload: bytes
 
     @property
@@ -57,14 +58,14 @@ class Record:
 class Recovered:
     """What a restarted server continues from."""
 
-    first_seq: int
-    """The state contains every request before this number."""
+    next_number: int
+    """Of the first request that the state does not contain."""
     state: Mapping[str, Tensor] | None
     """None: the run has no snapshot yet and starts as it was created."""
     requests: tuple[Record, ...]
-    """The requests from that number on, in their order, carried out or not."""
-    results: Mapping[int, Record] = field(default_factory=dict)
-    """Results by sequence number: of those requests that were done, and of some earlier ones."""
+    """From that number on, in their order. All are carried out again, but for saves and failed ones that have a result."""
+    results: Mapping[int, Result]
+    """By number: of those requests that were done, and of some earlier ones. A request that has one keeps it."""
 
 
 def own_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -105,7 +106,7 @@ class RunJournal:
             state = load_file(self._snapshot(first)) if first else None
         except (OSError, SafetensorError) as error:
             raise Damaged(f"{self._snapshot(first)} cannot be read: {error}.") from error
-        return Recovered(first, state, tuple(requests), {record.seq: record for record in results})
+        return Recovered(first, state, tuple(requests), {record.seq: _decoded(record) for record in results})
 
     def _records(self, table: str) -> list[Record]:
         found = []
@@ -121,9 +122,9 @@ class RunJournal:
         """Write a request; False if the run has it already, which a client's retry causes."""
         return self._insert("requests", Record(seq, kind, payload), f"({_FIRST})")
 
-    def result(self, seq: int, kind: str, payload: bytes) -> None:
+    def result(self, seq: int, result: Result) -> None:
         """Write the result of a request. One that is carried out again after a restart keeps the first."""
-        self._insert("results", Record(seq, kind, payload), "0")
+        self._insert("results", Record(seq, *_encoded(result)), "0")
 
     def _insert(self, table: str, record: Record, lowest: str) -> bool:
         row = (record.seq, record.kind, record.payload, record.checksum, record.seq)
@@ -220,3 +221,18 @@ class RunJournal:
         self.wait()
         self._database.delete()
         self._remove_snapshots()
+
+
+def _encoded(result: Result) -> tuple[str, bytes]:
+    """The kind and payload of a result's record."""
+    if isinstance(result, Failure):
+        return "failed", msgspec.json.encode(result)
+    return ("proto", result) if isinstance(result, bytes) else ("json", json.dumps(result).encode())
+
+
+def _decoded(record: Record) -> Result:
+    """The result of a record; ValueError or MsgspecError if it cannot be read."""
+    if record.kind == "failed":
+        return msgspec.json.decode(record.payload, type=Failure)
+    decoded: Result = record.payload if record.kind == "proto" else parse_json(record.payload)
+    return decoded

@@ -10,16 +10,14 @@ Ids follow from what the client sends (session and sequence number), so a repeat
 
 import dataclasses
 import fcntl
-import json
 import logging
 import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Generic, Protocol, TypeVar
+from typing import IO, Any, Generic, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -30,8 +28,8 @@ from ludic.util.files import parse_json, write_json
 from ludic_tinker.server.futures import Failure, Result
 from ludic_tinker.server.records import Refused, RequestKind, Run, Sampler, Session
 from ludic_tinker.server.storage.checkpoints import Checkpoints
-from ludic_tinker.server.storage.database import Damaged, Database, StorageError
-from ludic_tinker.server.storage.journal import FAILED, Record, RunJournal
+from ludic_tinker.server.storage.database import Damaged, Database, StorageError, log_of
+from ludic_tinker.server.storage.journal import Recovered, RunJournal
 
 logger = logging.getLogger(__name__)
 
@@ -42,18 +40,7 @@ _LOAD: RequestKind = "load_weights"
 _PASS: RequestKind = "forward_backward"
 
 
-class Kept(Protocol):
-    """A record that one tenant sees."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def tenant(self) -> str: ...
-    @property
-    def created(self) -> float: ...
-
-
-Entry = TypeVar("Entry", bound=Kept)
+Entry = TypeVar("Entry", Session, Run, Sampler)
 
 
 class Table(Generic[Entry]):
@@ -93,23 +80,12 @@ class Table(Generic[Entry]):
                 execute("DELETE FROM records WHERE kind = ? AND id = ?", (self._kind.__name__, key))
 
 
-@dataclass(frozen=True, slots=True)
-class RecoveredRun:
-    """A run that the last server had not ended."""
-
-    run: Run
-    state: Mapping[str, Tensor] | None
-    """None: the run starts as it was created."""
-    next_number: int
-    """Of the first request that the state does not contain."""
-    requests: tuple[Record, ...]
-    """From that number on, in their order. All are carried out again, but for saves and failed ones that have a result."""
-    results: Mapping[int, Result]
-    """By number: a request that has one keeps it."""
-
-
 class DiskStore:
-    """A `Store` in a folder. One server at a time has it."""
+    """Everything that survives the process. A call returns when the data is written, and raises OSError if it cannot be.
+
+    The event loop calls what is about records and accepted requests, the training worker the rest. One server at a time has the
+    folder.
+    """
 
     def __init__(
         self,
@@ -132,8 +108,9 @@ class DiskStore:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock_file = self._locked()
-            self._database = self._opened(sync)
-            self.secret = self._checked(base_model)
+            about = self._about(base_model)
+            self._database = self._opened(sync, is_new=about is None)
+            self.secret = bytes.fromhex((about or self._begun(base_model))["secret"])
             """Signs the addresses of downloads."""
         except StorageError:
             raise
@@ -158,13 +135,11 @@ class DiskStore:
             ) from error
         return file
 
-    def _checked(self, base_model: str) -> bytes:
-        """The secret of a folder of this format and base model."""
-        path = self.folder / _ABOUT
-        if not path.exists():
-            write_json(path, {"format": _FORMAT, "base_model": base_model, "secret": secrets.token_hex(32)})
-            path.chmod(0o600)
-        found = parse_json(path.read_text())
+    def _about(self, base_model: str) -> dict[str, Any] | None:
+        """What the folder says about itself, if it is not new; it must be of this format and base model."""
+        if not (self.folder / _ABOUT).exists():
+            return None
+        found: dict[str, Any] = parse_json((self.folder / _ABOUT).read_text())
         if found["format"] == 1:
             raise ConfigError(
                 f"{self.folder} is of a server of Ludic 0.2, whose journals are no longer read. Choose another folder with --data; "
@@ -175,20 +150,27 @@ class DiskStore:
                 f"{self.folder} has the runs of base model {found['base_model']!r} (format {found['format']}), but this server "
                 f"serves {base_model!r} (format {_FORMAT}). Choose another folder with --data."
             )
-        return bytes.fromhex(found["secret"])
+        return found
 
-    def _opened(self, sync: bool) -> Database:
+    def _begun(self, base_model: str) -> dict[str, Any]:
+        """The file that makes a folder a server's, written when its database is there."""
+        about = {"format": _FORMAT, "base_model": base_model, "secret": secrets.token_hex(32)}
+        write_json(self.folder / _ABOUT, about)
+        (self.folder / _ABOUT).chmod(0o600)
+        return about
+
+    def _opened(self, sync: bool, *, is_new: bool) -> Database:
         """The database of records; a damaged one is set aside."""
         path = self.folder / "server.db"
-        is_new = not (self.folder / _ABOUT).exists()
         try:
             return Database(path, _SCHEMA if is_new else None, sync=sync)
         except Damaged as error:
             aside = path.with_name(f"{path.name}.damaged-{time.time_ns()}")
-            path.rename(aside)
+            for file in (path, log_of(path)):
+                if file.exists():
+                    file.rename(file.with_name(file.name.replace(path.name, aside.name)))
             logger.error(
-                "%s It is set aside as %s: its sessions have ended and its runs cannot be continued. Their checkpoints can still be "
-                "loaded.",
+                "%s It is set aside as %s. Its sessions and runs have ended; their checkpoints can still be loaded.",
                 error,
                 aside.name,
             )
@@ -283,39 +265,22 @@ class DiskStore:
             if kind == _LOAD and not isinstance(result, Failure):
                 # The loaded checkpoint may be overwritten later, so a restart must not have to load it again.
                 journal.snapshot(number, state(), wait=True)
-            journal.result(number, *_encoded(result))
+            journal.result(number, result)
         except StorageError as error:
             logger.warning("The result of request %d of %s is not kept for a restart: %s", number, run_id, error)
         # The state may contain a part of a later pass if this is one, since they share batches; then a later request has come.
         if journal.snapshot_due and (kind != _PASS or journal.is_last(number)):
             journal.snapshot(number, state())
 
-    def recover(self) -> list[RecoveredRun]:
-        """The runs that the last server had not ended, oldest first. One whose files are damaged is logged and left out."""
+    def recover(self) -> list[tuple[Run, Recovered]]:
+        """The runs that the last server had not ended, oldest first. A damaged one is logged and left out."""
         found = []
         for run in reversed(self.runs.listed()):
             if run.is_ended:
                 continue
             try:
-                saved = self._open_journal(run.id).recover()
-                results = {number: _decoded(record) for number, record in saved.results.items()}
+                found.append((run, self._open_journal(run.id).recover()))
             except (Damaged, ValueError, msgspec.MsgspecError) as error:
                 logger.error("Run %s cannot be continued: %s Its checkpoints can still be loaded.", run.id, error)
                 self.damaged[run.id] = str(error)
-                continue
-            found.append(RecoveredRun(run, saved.state, saved.first_seq, saved.requests, results))
         return found
-
-
-def _encoded(result: Result) -> tuple[str, bytes]:
-    """The kind and payload of a result's record."""
-    if isinstance(result, Failure):
-        return FAILED, msgspec.json.encode(result)
-    return ("proto", result) if isinstance(result, bytes) else ("json", json.dumps(result).encode())
-
-
-def _decoded(record: Record) -> Result:
-    if record.kind == FAILED:
-        return msgspec.json.decode(record.payload, type=Failure)
-    decoded: Result = record.payload if record.kind == "proto" else parse_json(record.payload)
-    return decoded

@@ -134,8 +134,10 @@ def test_other_keys_are_refused(server, key):
 
 
 def test_wrong_key_fails_at_once_in_the_sdk(server):
+    client = tinker.ServiceClient(base_url=server.url, api_key="tml-else")
     with pytest.raises(tinker.AuthenticationError):
-        tinker.ServiceClient(base_url=server.url, api_key="tml-else").get_server_capabilities()
+        client.get_server_capabilities()
+    client.close("errored").result()
 
 
 def test_nothing_of_one_tenant_exists_for_another(server, raw, run):

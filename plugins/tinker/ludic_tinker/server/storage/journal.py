@@ -194,7 +194,7 @@ class RunJournal:
                 execute("DELETE FROM start")
                 execute("INSERT INTO start VALUES (?, ?, ?, ?)", (*start, Record(*start).checksum))
         except (OSError, SafetensorError) as error:
-            self._remove_snapshots(but=self._snapshot(known))
+            path.with_name(f"{UNFINISHED}{path.name}").unlink(missing_ok=True)
             raise error if isinstance(error, StorageError) else StorageError.of(path, error) from error
         self._database.empty_log()
         self._tried_steps, self._tried_bytes = 0, self._database.log_bytes()

@@ -10,6 +10,7 @@ Ids follow from what the client sends (session and sequence number), so a repeat
 
 import dataclasses
 import fcntl
+import functools
 import logging
 import secrets
 import shutil
@@ -75,9 +76,9 @@ class Table(Generic[Entry]):
         return sorted(found, key=lambda entry: (-entry.created, entry.id))
 
     def remove(self, key: str) -> None:
-        if self._entries.pop(key, None) is not None:
-            with self._database.writing() as execute:
-                execute("DELETE FROM records WHERE kind = ? AND id = ?", (self._kind.__name__, key))
+        with self._database.writing() as execute:
+            execute("DELETE FROM records WHERE kind = ? AND id = ?", (self._kind.__name__, key))
+        self._entries.pop(key, None)
 
 
 class DiskStore:
@@ -103,8 +104,6 @@ class DiskStore:
             raise ConfigError(f"snapshot_every={snapshot_every}; it must be at least 1 step.")
         self.folder = Path(folder)
         self._runs = self.folder / "runs"
-        settings = {"sync": sync, "snapshot_every": snapshot_every, "max_bytes": max_journal_bytes}
-        self._settings: dict[str, Any] = settings
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock_file = self._locked()
@@ -117,6 +116,13 @@ class DiskStore:
         except OSError as error:
             raise StorageError.of(self.folder, error) from error
         self._background = ThreadPoolExecutor(1, thread_name_prefix="ludic-tinker-snapshots")
+        self._new_journal = functools.partial(
+            RunJournal,
+            background=self._background,
+            sync=sync,
+            snapshot_every=snapshot_every,
+            max_bytes=max_journal_bytes,
+        )
         self._journals: dict[str, RunJournal] = {}
         self.damaged: dict[str, str] = {}
         """Runs that could not be recovered, and why."""
@@ -230,9 +236,7 @@ class DiskStore:
     def _open_journal(self, run_id: str, *, is_new: bool = False) -> RunJournal:
         if run_id in self._journals:
             self._journals.pop(run_id).close()
-        folder = self._run_folder(run_id)
-        journal = RunJournal(folder, background=self._background, is_new=is_new, **self._settings)
-        self._journals[run_id] = journal
+        journal = self._journals[run_id] = self._new_journal(self._run_folder(run_id), is_new=is_new)
         return journal
 
     def end_run(self, run_id: str) -> None:

@@ -15,10 +15,10 @@ from ludic.inference.local import LocalEngine
 from ludic.types import ConfigError, LudicError
 from ludic_tinker.server.futures import Failure, Result
 from ludic_tinker.server.records import Checkpoint, CheckpointPath, RequestKind, Run, Sampler, TenantLimits
-from ludic_tinker.server.runs import AdamSettings, TrainingBase, TrainingRun
+from ludic_tinker.server.runs import TrainingBase, TrainingRun
 from ludic_tinker.server.scheduler import PassTask, Task, UnreadPass, as_failure
 from ludic_tinker.server.storage.store import DiskStore
-from ludic_tinker.server.wire.bodies import LoadWeights, OptimStep, SaveExternal, SaveWeights, read_json
+from ludic_tinker.server.wire.bodies import AdamSettings, LoadWeights, OptimStep, SaveExternal, SaveWeights, read_json
 from ludic_tinker.server.wire.messages import config_of, read_pass, rows_of, write_pass
 
 if TYPE_CHECKING:
@@ -228,15 +228,7 @@ def _adam_settings(body: OptimStep) -> AdamSettings:
     if body.adam_params is None:
         kind = (body.optimizer_params or {}).get("type")
         raise ConfigError(f"The optimizer {kind!r:.80} is not here; this server has AdamW (AdamParams).")
-    asked = body.adam_params
-    return AdamSettings(
-        learning_rate=asked.learning_rate,
-        beta1=asked.beta1,
-        beta2=asked.beta2,
-        eps=asked.eps,
-        weight_decay=asked.weight_decay,
-        grad_clip_norm=asked.grad_clip_norm,
-    )
+    return body.adam_params.checked()
 
 
 def simple_task(run: OpenRun, number: int, work: Callable[[], Result], done: Done) -> Task:

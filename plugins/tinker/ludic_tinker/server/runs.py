@@ -8,7 +8,7 @@ parts (`ludic.training.learner`), losses are in losses.py.
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -25,6 +25,7 @@ from ludic.training.learner.packing import ActionFields, PackedBatch
 from ludic.training.learner.policy import TrainedPolicy, check_shared_prefixes
 from ludic.types import ConfigError, FloatArray, NotFinite, OutOfGPUMemory, SAWItem
 from ludic_tinker.server.losses import Row, check_rows, loss_of
+from ludic_tinker.server.wire.bodies import AdamSettings
 
 logger = logging.getLogger(__name__)
 
@@ -32,26 +33,6 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 """Of AdamW, as torch names them."""
 _PARITY = 0.05
 """Nats per token by which shared prefixes may change log-probs on a GPU; see `check_shared_prefixes`."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdamSettings:
-    """The settings of one optimizer step (`tinker.AdamParams`)."""
-
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
-    """0 does not clip."""
-
-    def __post_init__(self) -> None:
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            limit = 1.0 if entry.name in ("beta1", "beta2") else math.inf
-            if not 0 <= value < limit:
-                raise ConfigError(f"{entry.name}={value}; it must be at least 0 and less than {limit:g}.")
 
 
 class TrainingRun:

@@ -136,6 +136,14 @@ def test_a_cut_database_is_damaged(left: Left, data: Any):
         reopened(left.copy)
 
 
+@pytest.mark.parametrize("changed", [b"\xc5ayload", b"pqyload"])
+def test_tables_that_cannot_be_read_are_damaged(left: Left, changed: bytes):
+    file, _ = left.again("live")
+    file.write_bytes(file.read_bytes().replace(b"payload", changed, 1))
+    with pytest.raises(Damaged, match="journal.db"):
+        reopened(left.copy)
+
+
 def test_a_killed_run_without_its_log_stays_damaged(left: Left):
     _, log = left.again("killed")
     log.unlink()

@@ -120,7 +120,7 @@ class Database:
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter from text that has changed
             code = getattr(error, "sqlite_errorcode", 0)
             if code & 0xFF in _NOT_DAMAGE and code != sqlite3.SQLITE_IOERR_READ:
                 raise StorageError.of(self.path, error) from error

@@ -81,7 +81,7 @@ class LossRule:
     """Whether a position may have several targets."""
 
 
-def _clip(settings: Settings) -> dict[str, Tensor]:
+def _clip(settings: Settings) -> dict[str, Any]:
     """Tinker's thresholds of the ratio as the distances from 1 that Ludic's losses take."""
     low, high = (settings[name] for name in _BOUNDS)
     return {"clip_eps_low": 1 - low, "clip_eps_high": high - 1}

@@ -48,7 +48,8 @@ class Table(Generic[Entry]):
     """Records of one kind by id. Thread-safe."""
 
     def __init__(self, kind: type[Entry], database: Database) -> None:
-        self._kind, self._database = kind, database
+        self._kind: type[Entry] = kind
+        self._database = database
         self._entries: dict[str, Entry] = {}
         for key, data in database.read("SELECT id, data FROM records WHERE kind = ?", kind.__name__):
             try:

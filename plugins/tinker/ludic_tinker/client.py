@@ -40,7 +40,7 @@ _USUAL = SamplingParams()
 
 @dataclass(frozen=True, kw_only=True)
 class TinkerConfig:
-    """Which model is trained, under which account, and where."""
+    """The model that is trained, the account, and the address of the service."""
 
     base_model: str
     """Tinker's name of it, such as "Qwen/Qwen3-8B"."""

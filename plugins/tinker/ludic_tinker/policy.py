@@ -16,7 +16,7 @@ from ludic.types import FloatArray, LogprobArray, TokenArray, float_array
 from ludic_tinker.client import TinkerChatClient, TinkerConfig, connecting, context_length, sdk, tinker_errors
 
 CustomLoss: TypeAlias = Callable[[list[torch.Tensor]], torch.Tensor]
-"""From the differentiable log-probs of each row's targets to a scalar."""
+"""A function from the differentiable log-probs of each row's targets to a scalar."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +42,7 @@ class Trained:
     """The result of one step."""
 
     logprobs: list[LogprobArray]
-    """Of each row's targets, before the step."""
+    """Log-probs of each row's targets, before the step."""
     metrics: dict[str, float]
     """The service's metrics, under its names."""
 

@@ -125,7 +125,7 @@ class Keys:
 
     @classmethod
     def read(cls, file: Path) -> "Keys":
-        """From lines of `name key`; `#` begins a comment. Several keys may have the same name."""
+        """Read lines of `name key`; `#` begins a comment. Several keys may have the same name."""
         try:
             lines = file.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -197,7 +197,7 @@ class Sampler:
     session: str
     tenant: str
     path: str | None
-    """Of the weights; None is the base model."""
+    """The path of the weights; None is the base model."""
     created: float
 
 
@@ -234,7 +234,7 @@ class CheckpointPath:
         if not is_path:
             raise Refused(
                 400,
-                f"{text!r:.200} is no path of a checkpoint, such as tinker://RUN/weights/NAME or …/sampler_weights/NAME.",
+                f"{text!r:.200} is not the path of a checkpoint, such as tinker://RUN/weights/NAME or …/sampler_weights/NAME.",
             )
         return cls(run, _KIND_OF[folder], name)
 

@@ -1,6 +1,6 @@
 """What a started server takes over from the one before it, which may have been killed at any moment.
 
-Called once, before the server listens. The SDK (0.36) then goes on as if nothing had happened:
+Called once, before the server listens. The SDK (0.36) then continues as if nothing had happened:
 
 - Requests that were not answered come again with the same numbers (`execute_with_retries`, for 5 minutes), and meet the runs,
   sessions and results that are here: nothing is carried out twice.
@@ -8,7 +8,7 @@ Called once, before the server listens. The SDK (0.36) then goes on as if nothin
   end the client's program), and every one of a training run is in its journal.
 - Sampling requests are not kept. Their ids are answered with 410, after which `SamplingClient` samples again. So the server must
   not tell clients to use `retrieve_futures`: its poller never learns that a request is lost, and waits without end.
-- Heartbeats go on; a session that its client has not finished is open.
+- Heartbeats continue; a session that its client has not finished is open.
 """
 
 import logging

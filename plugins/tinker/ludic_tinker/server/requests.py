@@ -51,7 +51,7 @@ class OpenRun:
 
 
 def sampler_id(session_id: str, number: int) -> str:
-    """Of a sampling session; the client counts them."""
+    """The id of a sampling session; the client counts them."""
     return f"{session_id}:sample:{number}"
 
 
@@ -232,5 +232,5 @@ def _adam_settings(body: OptimStep) -> AdamSettings:
 
 
 def simple_task(run: OpenRun, number: int, work: Callable[[], Result], done: Done) -> Task:
-    """A request that is no pass."""
+    """The task of a request other than a pass."""
     return Task(run=run.record.id, tenant=run.record.tenant, number=number, work=work, done=done)

@@ -30,7 +30,7 @@ from ludic_tinker.server.wire.bodies import AdamSettings
 logger = logging.getLogger(__name__)
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Of AdamW, as torch names them."""
+"""The moments of AdamW, as torch names them."""
 _PARITY = 0.05
 """Nats per token by which shared prefixes may change log-probs on a GPU; see `check_shared_prefixes`."""
 
@@ -55,7 +55,7 @@ class TrainingRun:
         return torch.cat([part.reshape(-1) for part in parts])
 
     def add_gradient(self, found: Tensor) -> None:
-        """To that of earlier passes."""
+        """Add a pass's gradient to that of earlier ones."""
         self.gradient = found if self.gradient is None else self.gradient.add_(found)
 
     def drop_gradients(self) -> None:
@@ -105,7 +105,7 @@ class TrainingRun:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor], *, optimizer: bool) -> None:
-        """Continue from a saved state; without `optimizer` from its weights alone. The gradient is replaced, too."""
+        """Continue from a saved state; without `optimizer` from its weights alone. The gradient is replaced as well."""
         self.adapter.load(_under("weights", state))
         self._optimizer.state.clear()
         self.num_steps, self.gradient = 0, None
@@ -148,7 +148,7 @@ class PassOutput:
     """What a request is answered with."""
 
     logprobs: list[FloatArray]
-    """Of each row's targets, in their shape."""
+    """Log-probs of each row's targets, in their shape."""
     metrics: dict[str, float]
 
 
@@ -343,7 +343,7 @@ def _loss(job: PassJob, rows: Sequence[Row], logps_P: Tensor, forward_only: bool
 def _target_pairs(
     placed: Sequence[_Placed], paths: Sequence[np.ndarray], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """For each target of all rows: the flat token that predicts it, and its id."""
+    """The flat token that predicts each target of all rows, and the target's id."""
     tokens = [np.repeat(path, own.row.targets.size // len(path)) for own, path in zip(placed, paths, strict=True)]
     targets = [own.row.targets.reshape(-1) for own in placed]
     return to_device(np.concatenate(tokens), device), to_device(np.concatenate(targets).astype(np.int64), device)

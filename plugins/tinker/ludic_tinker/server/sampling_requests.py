@@ -23,7 +23,7 @@ class Offer:
     """What clients are told about the base model."""
 
     names: tuple[str, ...]
-    """By which they may ask for it; the first is its name."""
+    """The names by which they may ask for it, its own first."""
     max_context: int
     """Tokens of a prompt and its completion, or of a row."""
     architecture: str = ""
@@ -53,10 +53,10 @@ class SamplingRequests:
         self._samplers, self._futures, self._usage = samplers, futures, usage
         self._store, self._offer, self._limits, self._clock = store, offer, limits, clock
         self.running: dict[str, asyncio.Task[None]] = {}
-        """By the id of the request."""
+        """Tasks of the requests in the engine, by id."""
 
     def create_session(self, tenant: str, body: bodies.CreateSamplingSession) -> Sampler:
-        """Of weights or of the base model; a repeated request finds the first one's."""
+        """A sampling session of weights or of the base model; a repeated request finds the first one's."""
         name = sampler_id(body.session_id, body.sampling_session_seq_id)
         try:
             return self._samplers.find(name, tenant)

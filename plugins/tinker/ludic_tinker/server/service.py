@@ -70,7 +70,7 @@ class Service:
         max_idle_s: float = 3600.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`max_idle_s`: a session ends when its client has not been heard for so long. Call it in the running event loop."""
+        """`max_idle_s`: a session ends when its client has been silent for this time. Call it in the running event loop."""
         self.samplers, self.offer, self.limits = samplers, offer, limits or TenantLimits()
         self.futures = Futures()
         self._base, self.store, self._clock, self._max_idle_s = base, store, clock, max_idle_s
@@ -295,7 +295,7 @@ class Service:
 
     def restore_run(self, record: Run, found: Recovered, unnamed: Iterable[CheckpointPath]) -> None:
         """A run as it was before a restart: its requests are carried out again. One that has a result keeps it; if it now fails,
-        the run has not the weights that its client was told of, and takes no more requests."""
+        the run does not have the weights that its client was told of, and takes no more requests."""
         logger.info("run %s continues; %d requests are carried out again", record.id, len(found.requests))
         run = self._open(record, next_number=found.next_number, state=found.state)
         run.unnamed.extend(unnamed)
@@ -392,7 +392,7 @@ class Service:
         return self.sampling.create_session(tenant, body)
 
     def why_waiting(self, request_id: str) -> str | None:
-        """In words, if a run waits for a request that has not arrived."""
+        """The reason in words, if a run waits for a request that has not arrived."""
         run_id, _, number = request_id.rpartition("#")
         missing = self._scheduler.missing(run_id)
         return None if missing is None or not number.isdecimal() else f"request {missing} of {run_id} has not arrived"

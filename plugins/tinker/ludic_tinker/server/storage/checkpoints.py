@@ -110,7 +110,7 @@ class Checkpoints:
             raise StorageError.of(target, error) from error
 
     def set_ttl(self, path: CheckpointPath, ttl_s: float | None) -> None:
-        """Let a checkpoint expire after so many seconds from now; None: never."""
+        """Let a checkpoint expire this many seconds from now; None: never."""
         with self._lock:
             changed = dataclasses.replace(self.get(path), expires=None if ttl_s is None else time.time() + ttl_s)
             file = self._folder(path) / _META

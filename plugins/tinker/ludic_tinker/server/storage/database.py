@@ -41,7 +41,7 @@ class Damaged(StorageError):
 
 
 def log_of(path: Path) -> Path:
-    """Where SQLite keeps the log of a database."""
+    """The file in which SQLite keeps the log of a database."""
     return path.with_name(f"{path.name}-wal")
 
 

@@ -46,7 +46,7 @@ class Record:
     seq: int
     """The client's sequence number; requests of a run are carried out in this order."""
     kind: str
-    """Of a request its name, of a result its encoding: json, proto or failed."""
+    """The name of a request, or the encoding of a result: json, proto or failed."""
     payload: bytes
 
     @property
@@ -59,7 +59,7 @@ class Recovered:
     """What a restarted server continues from."""
 
     next_number: int
-    """Of the first request that the state does not contain."""
+    """The number of the first request that the state does not contain."""
     state: Mapping[str, Tensor] | None
     """None: the run has no snapshot yet and starts as it was created."""
     requests: tuple[Record, ...]

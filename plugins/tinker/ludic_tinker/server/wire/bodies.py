@@ -102,7 +102,7 @@ class OptimStep(Body, kw_only=True):
 
 
 class SaveWeights(Body, kw_only=True):
-    """Of both kinds of checkpoints."""
+    """A request to save a checkpoint of either kind."""
 
     model_id: str
     seq_id: Number
@@ -112,7 +112,7 @@ class SaveWeights(Body, kw_only=True):
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
     kind: Literal["snapshot"] = "snapshot"
-    """Of SDK 0.38; its inflight saves are refused."""
+    """A field of SDK 0.38, whose inflight saves are refused."""
 
 
 class SaveExternal(Body, kw_only=True):
@@ -268,7 +268,7 @@ def check_sparse(name: str, shape: Sequence[int], num_rows: int) -> None:
 
 
 def shaped(values: npt.NDArray[Any], shape: Sequence[int] | None) -> npt.NDArray[Any]:
-    """In this shape; without one, flat."""
+    """The values in this shape; without one, flat."""
     return values.reshape(list(shape)) if shape else values
 
 

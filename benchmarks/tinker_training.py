@@ -24,7 +24,8 @@ from ludic.training.learner.gradients import batch_facts
 from ludic.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
 from ludic_tinker.data import rows_of
 from ludic_tinker.server.losses import Row
-from ludic_tinker.server.runs import AdamSettings, PassJob, PassOutput, TrainingBase, TrainingRun
+from ludic_tinker.server.runs import PassJob, PassOutput, TrainingBase, TrainingRun
+from ludic_tinker.server.wire.bodies import AdamSettings
 
 MODELS = {"tiny": tiny, "smollm2": smollm2, "qwen": qwen}
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -101,6 +101,18 @@ def check_reduced(loss_fn, tokens, values, gradients, reduction, **stats):
 every_reduction = pytest.mark.parametrize("reduction", list(DIVISORS))
 
 
+# --- bounds of each token ------------------------------------------------------------------------------------
+
+OF_EACH = {"clip_eps_low": f64(0.2, 0.2, 0.6), "clip_eps_high": f64(0.1, 0.2, 0.2), "reduction": "sample_sum"}
+
+
+def test_a_clip_may_differ_from_token_to_token():
+    # t0 is held at 1.1: −1.1·2; t1 −1·2; t2 is free down to 0.4: 0.5.
+    check(TokenClippedSurrogateLoss(**OF_EACH), batch(), -1.85, [0, -1.0, 0.25], clip_frac=1 / 3)
+    # −clip(ρ) A ℓ: 1.1·2, 1·2·2, −0.5·0.5; its gradient −clip(ρ) A.
+    check(CISPOLoss(**OF_EACH), batch(), 2.975, [-1.1, -1.0, 0.25], clip_frac=1 / 3)
+
+
 # --- REINFORCE ------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from ludic.training.algorithms import CISPOLoss, MaskedCausalLMCrossEntropyLoss
 from ludic.training.learner.packing import action_fields
 from ludic.training.losses import ActionTokens, BatchFacts, Loss, TokenClippedSurrogateLoss
+from ludic.training.losses.base import Bound
 from ludic.types import ConfigError, FloatArray, SAWItem
 from ludic_tinker.policy import BuiltInLoss, TrainRow
 
@@ -35,8 +36,8 @@ def built_in_of(loss: Loss) -> BuiltInLoss | None:
     return None
 
 
-def _thresholds(low: float, high: float) -> dict[str, float]:
-    return {"clip_low_threshold": max(0.0, 1 - low), "clip_high_threshold": 1 + high}
+def _thresholds(low: Bound, high: Bound) -> dict[str, float]:
+    return {"clip_low_threshold": max(0.0, 1 - float(low)), "clip_high_threshold": 1 + float(high)}
 
 
 def check_loss(loss: Loss, name: str) -> None:

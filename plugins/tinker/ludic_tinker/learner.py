@@ -63,7 +63,7 @@ class RemoteCheckpoints(CheckpointManager):
         return {}
 
     def read_path(self, *, step: int | None = None, path: str | None = None) -> tuple[str, dict[str, Any]]:
-        """(where the weights are, the state beside them) of a step, of a folder, or of the newest checkpoint."""
+        """(the path of the weights, the rest of the state) of a step, of a folder, or of the newest checkpoint."""
         folder = self.find(step=step, path=path)
         state = read_state(folder)
         if "remote_path" not in state:
@@ -179,7 +179,7 @@ def _plain(name: str) -> str:
 
 
 def _check_settings(cfg: TrainerConfig, algo: RLAlgorithm) -> None:
-    """ConfigError for what was asked of a model that is not here."""
+    """Raise ConfigError for settings that a model elsewhere cannot have."""
     asked = {
         "compile": cfg.compile,
         "gradient_checkpointing": cfg.gradient_checkpointing,

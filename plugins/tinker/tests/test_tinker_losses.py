@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ludic.types import ConfigError
-from ludic_tinker.server.losses import LOSSES, Row, Targets, check_rows, loss_terms
+from ludic_tinker.server.losses import LOSSES, Row, check_rows, loss_of
 
 LOG2 = math.log(2.0)
 
@@ -21,7 +21,7 @@ def loss_and_gradient(
     given = {"logprobs": -2.0 - torch.tensor(ratios).log()} if "weights" not in inputs else {}
     given |= {name: torch.tensor(values) for name, values in inputs.items()}
     row = torch.tensor(rows or [0] * len(ratios))
-    total = loss_terms(loss, Targets(logps, given, row, int(row.max()) + 1), config or {}).sum()
+    total = loss_of(loss, logps, given, row, int(row.max()) + 1, config or {})
     total.backward()
     assert logps.grad is not None
     return float(total.detach()), logps.grad.tolist()
@@ -81,8 +81,7 @@ def test_gspo_has_one_ratio_per_row_over_the_marked_tokens():
 def test_an_enormous_ratio_stays_finite():
     logps = torch.zeros(1, requires_grad=True)
     given = {"logprobs": torch.tensor([-200.0]), "advantages": torch.tensor([0.0])}
-    (term,) = loss_terms("importance_sampling", Targets(logps, given, torch.zeros(1).long(), 1), {}).tolist()
-    assert term == 0
+    assert loss_of("importance_sampling", logps, given, torch.zeros(1).long(), 1, {}) == 0
 
 
 # --- refusals ---

@@ -15,7 +15,8 @@ from ludic.training.learner.gradients import batch_facts
 from ludic.types import ConfigError, NotFinite
 from ludic_tinker.data import built_in_of, rows_of
 from ludic_tinker.server.losses import Row
-from ludic_tinker.server.runs import AdamSettings, PassJob, PassOutput, TrainingBase, TrainingRun
+from ludic_tinker.server.runs import PassJob, PassOutput, TrainingBase, TrainingRun
+from ludic_tinker.server.wire.bodies import AdamSettings
 from tests.tinker_fake.lora_model import LoraSettings, TrainedLora, with_lora
 from tests.tinker_fake.lora_model import Row as PlainRow
 from tests.unit.training.bandit import tiny_llama
@@ -332,4 +333,4 @@ def test_a_sampler_adapter_keeps_the_weights_of_its_moment(base: TrainingBase):
 )
 def test_settings_that_adam_cannot_use_are_refused(wrong: dict[str, float]):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        AdamSettings(**wrong)
+        AdamSettings(**wrong).checked()

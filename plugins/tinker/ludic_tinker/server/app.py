@@ -19,7 +19,7 @@ from ludic_tinker.server import rest
 from ludic_tinker.server.futures import Failure, Future
 from ludic_tinker.server.records import CheckpointPath, Keys, Refused, RequestKind
 from ludic_tinker.server.service import Service
-from ludic_tinker.server.storage.journal import StorageError
+from ludic_tinker.server.storage.database import StorageError
 from ludic_tinker.server.wire import bodies, messages
 from ludic_vllm.command import check_host
 
@@ -274,7 +274,7 @@ class _Server:
 
     async def weights_info(self, request: web.Request) -> web.Response:
         tenant, body = await self._read(request, bodies.WeightsInfo)
-        found = self._service.checkpoint(tenant, CheckpointPath.parse(body.tinker_path))
+        found = self._service.store.checkpoints.get(CheckpointPath.parse(body.tinker_path), tenant)
         trained = {"train_unembed": found.spec.head, "train_mlp": found.spec.mlp, "train_attn": found.spec.attention}
         return web.json_response(
             {"base_model": found.base_model, "is_lora": True, "lora_rank": found.spec.rank, **trained}

@@ -24,7 +24,7 @@ class Failure:
 
     message: str
     is_users: bool = True
-    """Whether what was asked is the reason."""
+    """Whether the request is to blame, and not the server."""
 
 
 Result = dict[str, Any] | bytes | Failure
@@ -32,7 +32,7 @@ Result = dict[str, Any] | bytes | Failure
 
 
 def request_id(owner: str, number: int) -> str:
-    """Of a request of a training run or a sampling session."""
+    """The id of a request of a training run or a sampling session."""
     return f"{owner}#{number}"
 
 
@@ -43,12 +43,12 @@ class Future:
     id: str
     tenant: str
     channel: str | None = None
-    """Where its completion is announced for `Futures.completions`."""
+    """The channel of `Futures.completions` that announces its result."""
     result: Result | None = None
     reason: str | None = None
     """Why it waits, in words for the user."""
     num_sequences: int = 0
-    """Of a sampling request."""
+    """The sequences of a sampling request."""
     expires: float | None = None
     _done: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -1,9 +1,10 @@
-"""The losses of the Tinker protocol: sums over tokens of a function of each token's log-probability.
+"""The losses of the Tinker protocol, by the losses of Ludic: a row is a sample, its targets are its action tokens, and the loss
+is a plain sum over them.
 
-`check_rows` refuses a request before anything is computed; `loss_terms` is what the training pass differentiates. Formulas are
-those of Tinker's documentation. Log-ratios are bounded as in `ludic.training.losses`, far beyond where clipping acts.
+`check_rows` refuses a request before anything is computed; `loss_of` is what the training pass differentiates.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -13,10 +14,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ludic.training.losses.tokens import MAX_LOG_RATIO
+from ludic.training.losses import CISPOLoss, Loss, MaskedCausalLMCrossEntropyLoss, TokenClippedSurrogateLoss
+from ludic.training.losses.clipped import clipped_objective
+from ludic.training.losses.tokens import MAX_LOG_RATIO, ActionTokens, BatchFacts, Reduction, Stats
 from ludic.types import ConfigError, FloatArray, TokenArray
 
 TargetArray: TypeAlias = npt.NDArray[np.int64]
+Settings: TypeAlias = Mapping[str, Tensor]
+"""What a request sets, by name: one value, or one per target."""
+
+_SUM = Reduction("sample_sum")
+_WHOLE_BATCH = BatchFacts(num_items=1, num_tokens=1)
+"""Divides a sum by one."""
 
 
 # Letters: T tokens of a row, K targets of one position, P targets of all rows, B rows.
@@ -32,81 +41,39 @@ class Row:
     """What the loss is given of each target, by name; in the shape of the targets."""
 
 
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """All targets of some rows, flat, as a loss reads them."""
+class DROLoss(Loss):
+    """−Σ (A ℓ − β/2 (ℓ − ℓ_old)²). It is here because no algorithm of Ludic uses it."""
 
-    logps_P: Tensor
-    inputs: Mapping[str, Tensor]
-    """Of each target."""
-    row_P: Tensor
-    """Which row each target belongs to."""
-    num_rows: int
+    def __init__(self, beta: Tensor) -> None:
+        self.beta = beta
 
-    def ratio(self) -> Tensor:
-        """[P] trained over sampled probability."""
-        return (self.logps_P - self.inputs["logprobs"]).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-    def bound(self, name: str, settings: Mapping[str, float]) -> Tensor:
-        """A clip threshold: of each target if the rows give it, else the request's."""
-        own = self.inputs.get(name)
-        return torch.tensor(settings[name], device=self.logps_P.device) if own is None else own
-
-    def clipped(self, ratio_P: Tensor, settings: Mapping[str, float]) -> Tensor:
-        low, high = (self.bound(name, settings) for name in _BOUNDS)
-        return torch.minimum(torch.maximum(ratio_P, low), high)
+    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+        distance_P = tokens.logps - tokens.require_old_logps("dro")
+        terms_P = tokens.logps * tokens.weights - 0.5 * self.beta * distance_P.square()
+        return -tokens.reduce_tokens(terms_P, _SUM), {}
 
 
-Settings: TypeAlias = Mapping[str, float]
-_BOUNDS = ("clip_low_threshold", "clip_high_threshold")
+class GSPOTokenLoss(Loss):
+    """GSPO with a value per token: the ratio is the geometric mean over the marked tokens of a row, and each token has the
+    gradient of its own log-probability. It is here because the mark is Tinker's: all tokens of Ludic's GSPO count."""
 
+    def __init__(self, mask_P: Tensor, low: Tensor, high: Tensor) -> None:
+        self.is_marked_P, self.low, self.high = (mask_P != 0).float(), low, high
 
-def _cross_entropy(targets: Targets, settings: Settings) -> Tensor:
-    return -targets.logps_P * targets.inputs["weights"]
-
-
-def _importance_sampling(targets: Targets, settings: Settings) -> Tensor:
-    return -targets.ratio() * targets.inputs["advantages"]
-
-
-def _ppo(targets: Targets, settings: Settings) -> Tensor:
-    return _pessimistic(targets, targets.ratio(), settings)
-
-
-def _pessimistic(targets: Targets, ratio_P: Tensor, settings: Settings) -> Tensor:
-    advantage_P = targets.inputs["advantages"]
-    return -torch.minimum(ratio_P * advantage_P, targets.clipped(ratio_P, settings) * advantage_P)
-
-
-def _cispo(targets: Targets, settings: Settings) -> Tensor:
-    held_P = targets.clipped(targets.ratio().detach(), settings)
-    return -held_P * targets.logps_P * targets.inputs["advantages"]
-
-
-def _dro(targets: Targets, settings: Settings) -> Tensor:
-    distance_P = targets.logps_P - targets.inputs["logprobs"]
-    return -(targets.logps_P * targets.inputs["advantages"] - 0.5 * settings["beta"] * distance_P.square())
-
-
-def _gspo(targets: Targets, settings: Settings) -> Tensor:
-    """The ratio is the geometric mean over the marked tokens of a row; each token has its value, and the gradient of the
-    token's log-probability."""
-    is_marked_P = (targets.inputs["sequence_ratio_mask"] != 0).float()
-    now_P = targets.logps_P.detach()
-    sums_B, counts_B = torch.zeros(2, targets.num_rows, device=now_P.device)
-    sums_B.index_add_(0, targets.row_P, (now_P - targets.inputs["logprobs"]) * is_marked_P)
-    counts_B.index_add_(0, targets.row_P, is_marked_P)
-    mean_B = (sums_B / counts_B.clamp(min=1)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio_P = torch.exp(mean_B.index_select(0, targets.row_P) + targets.logps_P - now_P)
-    return _pessimistic(targets, ratio_P, settings)
+    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
+        now_P = tokens.logps.detach()
+        sums_B = tokens.item_sum((now_P - tokens.require_old_logps("gspo")) * self.is_marked_P)
+        mean_B = sums_B / tokens.item_sum(self.is_marked_P).clamp(min=1)
+        log_ratio_P = tokens.spread(mean_B.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) + tokens.logps - now_P
+        objective_P, _ = clipped_objective(log_ratio_P.exp(), tokens.weights, self.low, self.high)
+        return -tokens.reduce_tokens(objective_P, _SUM), {}
 
 
 @dataclass(frozen=True, slots=True)
 class LossRule:
-    """One loss: what it computes, and what a request gives it."""
+    """One loss: what computes it, and what a request gives it."""
 
-    terms: Callable[[Targets, Settings], Tensor]
-    """[P] one term per target; the loss is their sum."""
+    make: Callable[[Settings], Loss]
     inputs: frozenset[str]
     defaults: Mapping[str, float] = field(default_factory=dict)
     """Settings of the request (`loss_fn_config`). A clip threshold may also be given per target, as an input."""
@@ -114,15 +81,28 @@ class LossRule:
     """Whether a position may have several targets."""
 
 
+def _clip(settings: Settings) -> dict[str, Any]:
+    """Tinker's thresholds of the ratio as the distances from 1 that Ludic's losses take."""
+    low, high = (settings[name] for name in _BOUNDS)
+    return {"clip_eps_low": 1 - low, "clip_eps_high": high - 1}
+
+
+_BOUNDS = ("clip_low_threshold", "clip_high_threshold")
 _SAMPLED = frozenset({"logprobs", "advantages"})
 _CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 LOSSES = {
-    "cross_entropy": LossRule(_cross_entropy, frozenset({"weights"}), takes_several=True),
-    "importance_sampling": LossRule(_importance_sampling, _SAMPLED),
-    "ppo": LossRule(_ppo, _SAMPLED, _CLIP),
-    "cispo": LossRule(_cispo, _SAMPLED, _CLIP),
-    "gspo": LossRule(_gspo, _SAMPLED | {"sequence_ratio_mask"}, _CLIP),
-    "dro": LossRule(_dro, _SAMPLED, {"beta": 0.05}),
+    "cross_entropy": LossRule(
+        lambda _: MaskedCausalLMCrossEntropyLoss(reduction=_SUM), frozenset({"weights"}), takes_several=True
+    ),
+    "importance_sampling": LossRule(
+        lambda _: TokenClippedSurrogateLoss(clip_eps_low=math.inf, clip_eps_high=math.inf, reduction=_SUM), _SAMPLED
+    ),
+    "ppo": LossRule(lambda s: TokenClippedSurrogateLoss(**_clip(s), reduction=_SUM), _SAMPLED, _CLIP),
+    "cispo": LossRule(lambda s: CISPOLoss(**_clip(s), reduction=_SUM), _SAMPLED, _CLIP),
+    "gspo": LossRule(
+        lambda s: GSPOTokenLoss(s["sequence_ratio_mask"], *_clip(s).values()), _SAMPLED | {"sequence_ratio_mask"}, _CLIP
+    ),
+    "dro": LossRule(lambda s: DROLoss(s["beta"]), _SAMPLED, {"beta": 0.05}),
 }
 _NOT_HERE = {
     "stable_reinforce": "It needs what Tinker's samplers record, which this server does not",
@@ -130,10 +110,27 @@ _NOT_HERE = {
 }
 
 
-def loss_terms(loss: str, targets: Targets, config: Mapping[str, float]) -> Tensor:
-    """[P] one term per target of rows that `check_rows` has accepted; the loss is their sum."""
+def loss_of(
+    loss: str,
+    logps_P: Tensor,
+    inputs: Mapping[str, Tensor],
+    row_P: Tensor,
+    num_rows: int,
+    config: Mapping[str, float],
+) -> Tensor:
+    """The sum over the targets of rows that `check_rows` has accepted. `row_P`: the row that each target belongs to."""
     rule = LOSSES[loss]
-    return rule.terms(targets, {**rule.defaults, **config})
+    numbers = {**rule.defaults, **config}
+    settings = {name: torch.tensor(float(value), device=logps_P.device) for name, value in numbers.items()}
+    tokens = ActionTokens(
+        logps=logps_P,
+        weights=inputs["weights" if "weights" in rule.inputs else "advantages"],
+        item_index=row_P,
+        num_items=num_rows,
+        facts=_WHOLE_BATCH,
+        old_logps=inputs.get("logprobs"),
+    )
+    return rule.make({**settings, **inputs})(tokens)[0]
 
 
 # --- refusals ---

@@ -1,24 +1,20 @@
-"""Tenants and their limits; sessions, training runs and samplers as plain data; and the `Store` that keeps them.
+"""Tenants and their limits; sessions, training runs and samplers as plain data.
 
 The service makes these records and asks the store to keep them; the store gives them back after a restart.
 """
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
 from ludic.models.adapters import AdapterSpec
 from ludic.types import ConfigError, LudicError
 from ludic.util.urls import is_same_secret
-from ludic_tinker.server.futures import Result
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 CheckpointKind = Literal["training", "sampler", "external"]
 RequestKind = Literal[
@@ -129,7 +125,7 @@ class Keys:
 
     @classmethod
     def read(cls, file: Path) -> "Keys":
-        """From lines of `name key`; `#` begins a comment. Several keys may have the same name."""
+        """Read lines of `name key`; `#` begins a comment. Several keys may have the same name."""
         try:
             lines = file.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -201,7 +197,7 @@ class Sampler:
     session: str
     tenant: str
     path: str | None
-    """Of the weights; None is the base model."""
+    """The path of the weights; None is the base model."""
     created: float
 
 
@@ -238,7 +234,7 @@ class CheckpointPath:
         if not is_path:
             raise Refused(
                 400,
-                f"{text!r:.200} is no path of a checkpoint, such as tinker://RUN/weights/NAME or …/sampler_weights/NAME.",
+                f"{text!r:.200} is not the path of a checkpoint, such as tinker://RUN/weights/NAME or …/sampler_weights/NAME.",
             )
         return cls(run, _KIND_OF[folder], name)
 
@@ -254,42 +250,3 @@ class CheckpointPath:
 
     def __str__(self) -> str:
         return f"tinker://{self.run}/{_FOLDER_OF[self.kind]}/{self.name}"
-
-
-class Store(Protocol):
-    """What survives the process. A call returns when the data is written.
-
-    The event loop calls the methods about records and accepted requests; the training worker calls the others. A failed write
-    raises OSError: the request fails and the server continues.
-    """
-
-    def add_session(self, session: Session) -> None: ...
-
-    def add_run(self, run: Run) -> None: ...
-
-    def end_session(self, session_id: str, finished: str, detail: str | None) -> None:
-        """How the client said that it ended."""
-
-    def add_sampler(self, sampler: Sampler) -> None: ...
-
-    def remove_sampler(self, sampler_id: str) -> None: ...
-
-    def end_run(self, run_id: str) -> None:
-        """The run takes no more requests."""
-
-    def accept(self, run_id: str, number: int, kind: RequestKind, payload: bytes) -> None:
-        """A training request, before the client is told that it was accepted. Numbers may arrive in any order."""
-
-    def executed(self, run_id: str, number: int, result: Result, state: "Callable[[], dict[str, Tensor]]") -> None:
-        """A training request is carried out; its result is not visible yet. `state` gives the run as it is now."""
-
-    def save_checkpoint(self, checkpoint: Checkpoint, tensors: "Mapping[str, Tensor]", *, overwrite: bool) -> None:
-        """Refused(409) if there is one and `overwrite` is False."""
-
-    def load_checkpoint(self, path: CheckpointPath) -> "tuple[Checkpoint, dict[str, Tensor]]":
-        """Refused(404) if there is none."""
-
-    def checkpoint(self, path: CheckpointPath) -> Checkpoint:
-        """Its description alone."""
-
-    def delete_checkpoint(self, path: CheckpointPath) -> None: ...

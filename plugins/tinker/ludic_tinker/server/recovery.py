@@ -1,6 +1,6 @@
 """What a started server takes over from the one before it, which may have been killed at any moment.
 
-Called once, before the server listens. The SDK (0.36) then goes on as if nothing had happened:
+Called once, before the server listens. The SDK (0.36) then continues as if nothing had happened:
 
 - Requests that were not answered come again with the same numbers (`execute_with_retries`, for 5 minutes), and meet the runs,
   sessions and results that are here: nothing is carried out twice.
@@ -8,15 +8,14 @@ Called once, before the server listens. The SDK (0.36) then goes on as if nothin
   end the client's program), and every one of a training run is in its journal.
 - Sampling requests are not kept. Their ids are answered with 410, after which `SamplingClient` samples again. So the server must
   not tell clients to use `retrieve_futures`: its poller never learns that a request is lost, and waits without end.
-- Heartbeats go on; a session that its client has not finished is open.
+- Heartbeats continue; a session that its client has not finished is open.
 """
 
 import logging
-from typing import cast
 
-from ludic_tinker.server.records import RequestKind
 from ludic_tinker.server.service import Service
-from ludic_tinker.server.storage.store import DiskStore, RecoveredRun
+from ludic_tinker.server.storage.journal import Recovered
+from ludic_tinker.server.storage.store import DiskStore
 
 logger = logging.getLogger(__name__)
 
@@ -28,37 +27,26 @@ def recover(store: DiskStore, service: Service) -> None:
         service.restore_session(session)
         if session.finished is not None:
             over.add(session.id)
-    for found in store.recover():
-        if found.run.session in over:
-            store.end_run(found.run.id)
+    for run, found in store.recover():
+        if run.session in over:
+            store.end_run(run.id)
         elif not _is_begun(found):
-            store.drop_run(found.run.id)
+            store.drop_run(run.id)
         else:
+            unnamed = [checkpoint.path for checkpoint in reversed(store.checkpoints.unnamed(run.id))]
             try:
-                _recover_run(store, service, found)
+                service.restore_run(run, found, unnamed)
             except Exception as error:
-                logger.exception("run %s cannot be continued; its checkpoints can still be loaded", found.run.id)
-                store.damaged[found.run.id] = f"{type(error).__name__}: {error}"
-                service.abandon(found.run.id)
+                logger.exception("run %s cannot be continued; its checkpoints can still be loaded", run.id)
+                store.damaged[run.id] = f"{type(error).__name__}: {error}"
+                service.abandon(run.id)
     for sampler in store.samplers.listed():
         if sampler.session in over:
-            store.remove_sampler(sampler.id)
+            store.samplers.remove(sampler.id)
         else:
             service.samplers.add(sampler)
 
 
-def _is_begun(found: RecoveredRun) -> bool:
+def _is_begun(found: Recovered) -> bool:
     """Whether the client was told of the run: request 0, which makes it, is in its journal or in its state."""
     return found.next_number > 0 or any(request.seq == 0 for request in found.requests)
-
-
-def _recover_run(store: DiskStore, service: Service, found: RecoveredRun) -> None:
-    logger.info("run %s continues; %d requests are carried out again", found.run.id, len(found.requests))
-    service.restore_run(
-        found.run,
-        state=found.state,
-        next_number=found.next_number,
-        requests=[(r.seq, cast(RequestKind, r.kind), r.payload) for r in found.requests],
-        results=found.results,
-        unnamed=[checkpoint.path for checkpoint in reversed(store.checkpoints.unnamed(found.run.id))],
-    )

@@ -14,19 +14,11 @@ from typing import TYPE_CHECKING
 from ludic.inference.local import LocalEngine
 from ludic.types import ConfigError, LudicError
 from ludic_tinker.server.futures import Failure, Result
-from ludic_tinker.server.records import (
-    Checkpoint,
-    CheckpointPath,
-    Refused,
-    RequestKind,
-    Run,
-    Sampler,
-    Store,
-    TenantLimits,
-)
-from ludic_tinker.server.runs import AdamSettings, TrainingBase, TrainingRun
+from ludic_tinker.server.records import Checkpoint, CheckpointPath, RequestKind, Run, Sampler, TenantLimits
+from ludic_tinker.server.runs import TrainingBase, TrainingRun
 from ludic_tinker.server.scheduler import PassTask, Task, UnreadPass, as_failure
-from ludic_tinker.server.wire.bodies import LoadWeights, OptimStep, SaveExternal, SaveWeights, read_json
+from ludic_tinker.server.storage.store import DiskStore
+from ludic_tinker.server.wire.bodies import AdamSettings, LoadWeights, OptimStep, SaveExternal, SaveWeights, read_json
 from ludic_tinker.server.wire.messages import config_of, read_pass, rows_of, write_pass
 
 if TYPE_CHECKING:
@@ -59,7 +51,7 @@ class OpenRun:
 
 
 def sampler_id(session_id: str, number: int) -> str:
-    """Of a sampling session; the client counts them."""
+    """The id of a sampling session; the client counts them."""
     return f"{session_id}:sample:{number}"
 
 
@@ -70,7 +62,7 @@ class TrainingRequests:
         self,
         base: TrainingBase,
         engine: LocalEngine,
-        store: Store,
+        store: DiskStore,
         limits: TenantLimits,
         *,
         on_sampler: Callable[[OpenRun, Sampler], None],
@@ -185,7 +177,7 @@ class TrainingRequests:
             path=str(path),
             created=self._clock(),
         )
-        self._store.add_sampler(sampler)
+        self._store.samplers.put(sampler)
         self._on_sampler(run, sampler)
         return {"sampling_session_id": sampler.id}
 
@@ -215,18 +207,18 @@ class TrainingRequests:
             user_metadata=body.user_metadata or {},
             is_unnamed=is_unnamed,
         )
-        self._store.save_checkpoint(checkpoint, tensors, overwrite=body.overwrite or is_unnamed)
+        self._store.checkpoints.save(checkpoint, tensors, overwrite=body.overwrite or is_unnamed)
 
     def _load_weights(self, run: OpenRun, number: int, payload: bytes) -> Result:
         body, training = read_json(payload, LoadWeights), run.trained()
         path = CheckpointPath.parse(body.path)
-        checkpoint = find_checkpoint(self._store, run.record.tenant, path)
+        checkpoint = self._store.checkpoints.get(path, run.record.tenant)
         if path.kind != "training":
             raise ConfigError(f"{path} holds sampler weights; only a state of save_state can be trained on.")
         mine, its = (replace(spec, seed=None) for spec in (run.record.spec, checkpoint.spec))
         if mine != its:
             raise ConfigError(f"{path} was saved by a run of {its}, and this run has {mine}.")
-        _, tensors = self._store.load_checkpoint(path)
+        _, tensors = self._store.checkpoints.load(path)
         training.load(tensors, optimizer=body.optimizer)
         run.is_incomplete = False
         return {"type": "load_weights", "path": str(path), "model_id": run.record.id}
@@ -236,25 +228,9 @@ def _adam_settings(body: OptimStep) -> AdamSettings:
     if body.adam_params is None:
         kind = (body.optimizer_params or {}).get("type")
         raise ConfigError(f"The optimizer {kind!r:.80} is not here; this server has AdamW (AdamParams).")
-    asked = body.adam_params
-    return AdamSettings(
-        learning_rate=asked.learning_rate,
-        beta1=asked.beta1,
-        beta2=asked.beta2,
-        eps=asked.eps,
-        weight_decay=asked.weight_decay,
-        grad_clip_norm=asked.grad_clip_norm,
-    )
+    return body.adam_params.checked()
 
 
 def simple_task(run: OpenRun, number: int, work: Callable[[], Result], done: Done) -> Task:
-    """A request that is no pass."""
+    """The task of a request other than a pass."""
     return Task(run=run.record.id, tenant=run.record.tenant, number=number, work=work, done=done)
-
-
-def find_checkpoint(store: Store, tenant: str, path: CheckpointPath) -> Checkpoint:
-    """Refused(404) if there is none, or it is another tenant's."""
-    found = store.checkpoint(path)
-    if found.tenant != tenant:
-        raise Refused(404, f"There is no checkpoint {path}.")
-    return found

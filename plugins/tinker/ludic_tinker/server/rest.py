@@ -149,7 +149,7 @@ class _Rest:
         return self._store.checkpoints.get(path, self._tenant(request)).path
 
     async def delete(self, request: web.Request) -> web.Response:
-        self._store.delete_checkpoint(self._checkpoint(request))
+        self._store.checkpoints.delete(self._checkpoint(request))
         return web.json_response({})
 
     async def set_ttl(self, request: web.Request) -> web.Response:

@@ -8,7 +8,7 @@ parts (`ludic.training.learner`), losses are in losses.py.
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -24,34 +24,15 @@ from ludic.training.learner.optimizer import LocalAdamW
 from ludic.training.learner.packing import ActionFields, PackedBatch
 from ludic.training.learner.policy import TrainedPolicy, check_shared_prefixes
 from ludic.types import ConfigError, FloatArray, NotFinite, OutOfGPUMemory, SAWItem
-from ludic_tinker.server.losses import Row, Targets, check_rows, loss_terms
+from ludic_tinker.server.losses import Row, check_rows, loss_of
+from ludic_tinker.server.wire.bodies import AdamSettings
 
 logger = logging.getLogger(__name__)
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Of AdamW, as torch names them."""
+"""The moments of AdamW, as torch names them."""
 _PARITY = 0.05
 """Nats per token by which shared prefixes may change log-probs on a GPU; see `check_shared_prefixes`."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdamSettings:
-    """The settings of one optimizer step (`tinker.AdamParams`)."""
-
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
-    """0 does not clip."""
-
-    def __post_init__(self) -> None:
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            limit = 1.0 if entry.name in ("beta1", "beta2") else math.inf
-            if not 0 <= value < limit:
-                raise ConfigError(f"{entry.name}={value}; it must be at least 0 and less than {limit:g}.")
 
 
 class TrainingRun:
@@ -74,7 +55,7 @@ class TrainingRun:
         return torch.cat([part.reshape(-1) for part in parts])
 
     def add_gradient(self, found: Tensor) -> None:
-        """To that of earlier passes."""
+        """Add a pass's gradient to that of earlier ones."""
         self.gradient = found if self.gradient is None else self.gradient.add_(found)
 
     def drop_gradients(self) -> None:
@@ -124,7 +105,7 @@ class TrainingRun:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor], *, optimizer: bool) -> None:
-        """Continue from a saved state; without `optimizer` from its weights alone. The gradient is replaced, too."""
+        """Continue from a saved state; without `optimizer` from its weights alone. The gradient is replaced as well."""
         self.adapter.load(_under("weights", state))
         self._optimizer.state.clear()
         self.num_steps, self.gradient = 0, None
@@ -167,7 +148,7 @@ class PassOutput:
     """What a request is answered with."""
 
     logprobs: list[FloatArray]
-    """Of each row's targets, in their shape."""
+    """Log-probs of each row's targets, in their shape."""
     metrics: dict[str, float]
 
 
@@ -345,19 +326,14 @@ def _explained(error: Exception, token_budget: int) -> Exception:
 def _loss(job: PassJob, rows: Sequence[Row], logps_P: Tensor, forward_only: bool) -> tuple[float, Tensor]:
     """The loss of rows of a job, and the gradient of their targets' log-probs."""
     device = logps_P.device
-    names = rows[0].inputs
     leaf_P = logps_P.detach().requires_grad_(not forward_only)
-    targets = Targets(
-        leaf_P,
-        {
-            name: to_device(np.concatenate([row.inputs[name].reshape(-1) for row in rows]).astype(np.float32), device)
-            for name in names
-        },
-        to_device(np.repeat(np.arange(len(rows)), [row.targets.size for row in rows]), device),
-        len(rows),
-    )
+    inputs = {
+        name: to_device(np.concatenate([row.inputs[name].reshape(-1) for row in rows]).astype(np.float32), device)
+        for name in rows[0].inputs
+    }
+    row_P = to_device(np.repeat(np.arange(len(rows)), [row.targets.size for row in rows]), device)
     with torch.set_grad_enabled(not forward_only):
-        loss = loss_terms(job.loss, targets, job.config).sum()
+        loss = loss_of(job.loss, leaf_P, inputs, row_P, len(rows), job.config)
     if forward_only:
         return float(loss), leaf_P
     (grad_P,) = torch.autograd.grad(loss, leaf_P)
@@ -367,7 +343,7 @@ def _loss(job: PassJob, rows: Sequence[Row], logps_P: Tensor, forward_only: bool
 def _target_pairs(
     placed: Sequence[_Placed], paths: Sequence[np.ndarray], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """For each target of all rows: the flat token that predicts it, and its id."""
+    """The flat token that predicts each target of all rows, and the target's id."""
     tokens = [np.repeat(path, own.row.targets.size // len(path)) for own, path in zip(placed, paths, strict=True)]
     targets = [own.row.targets.reshape(-1) for own in placed]
     return to_device(np.concatenate(tokens), device), to_device(np.concatenate(targets).astype(np.int64), device)

@@ -20,8 +20,9 @@ from ludic.inference.local import LocalEngine
 from ludic.models.adapters import LoraAdapter
 from ludic.tasks import all_or_none, cancel_all
 from ludic.types import ConfigError, ReturnSpec, SamplingParams, TokenCompletionRequest, derive_seed
-from ludic_tinker.server.records import Checkpoint, CheckpointPath, Refused, Sampler, Store
+from ludic_tinker.server.records import Checkpoint, CheckpointPath, Refused, Sampler
 from ludic_tinker.server.scheduler import FairShares
+from ludic_tinker.server.storage.store import DiskStore
 from ludic_tinker.server.wire.bodies import SampleBody, check_sparse
 from ludic_tinker.server.wire.messages import SampledTokens, ScoredPrompt, TopTokens, write_sample
 
@@ -120,7 +121,7 @@ class Turns:
 class Samplers:
     """The sampling sessions, and the adapters that the engine holds for them."""
 
-    def __init__(self, engine: LocalEngine, store: Store, *, max_adapters: int = 32) -> None:
+    def __init__(self, engine: LocalEngine, store: DiskStore, *, max_adapters: int = 32) -> None:
         """`max_adapters`: held by the engine at a time; more only while requests that run need them."""
         self.engine, self._store, self._max_adapters = engine, store, max_adapters
         self._by_id: dict[str, Sampler] = {}
@@ -179,7 +180,7 @@ class Samplers:
             self._make_room()
 
     def _load(self, path: str) -> None:
-        checkpoint, tensors = self._store.load_checkpoint(CheckpointPath.parse(path))
+        checkpoint, tensors = self._store.checkpoints.load(CheckpointPath.parse(path))
         self.engine.add_adapter(path, adapter_of(self.engine, checkpoint, tensors))
 
     def _make_room(self) -> None:

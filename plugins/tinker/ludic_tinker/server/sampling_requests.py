@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ludic_tinker.server.futures import Failure, Future, Futures, Result, request_id
-from ludic_tinker.server.records import CheckpointPath, Refused, Sampler, Store, TenantLimits, Usage
-from ludic_tinker.server.requests import find_checkpoint, sampler_id
+from ludic_tinker.server.records import CheckpointPath, Refused, Sampler, TenantLimits, Usage
+from ludic_tinker.server.requests import sampler_id
 from ludic_tinker.server.sampling import Samplers
 from ludic_tinker.server.scheduler import as_failure
+from ludic_tinker.server.storage.store import DiskStore
 from ludic_tinker.server.wire import bodies
 
 
@@ -22,7 +23,7 @@ class Offer:
     """What clients are told about the base model."""
 
     names: tuple[str, ...]
-    """By which they may ask for it; the first is its name."""
+    """The names by which they may ask for it, its own first."""
     max_context: int
     """Tokens of a prompt and its completion, or of a row."""
     architecture: str = ""
@@ -43,7 +44,7 @@ class SamplingRequests:
         samplers: Samplers,
         futures: Futures,
         usage: Usage,
-        store: Store,
+        store: DiskStore,
         offer: Offer,
         *,
         limits: TenantLimits,
@@ -52,10 +53,10 @@ class SamplingRequests:
         self._samplers, self._futures, self._usage = samplers, futures, usage
         self._store, self._offer, self._limits, self._clock = store, offer, limits, clock
         self.running: dict[str, asyncio.Task[None]] = {}
-        """By the id of the request."""
+        """Tasks of the requests in the engine, by id."""
 
     def create_session(self, tenant: str, body: bodies.CreateSamplingSession) -> Sampler:
-        """Of weights or of the base model; a repeated request finds the first one's."""
+        """A sampling session of weights or of the base model; a repeated request finds the first one's."""
         name = sampler_id(body.session_id, body.sampling_session_seq_id)
         try:
             return self._samplers.find(name, tenant)
@@ -67,7 +68,7 @@ class SamplingRequests:
                 f"This session has {self._limits.max_session_samplers} sampling sessions, as many as this server allows. End it "
                 "(ServiceClient.close) and use a new ServiceClient.",
             )
-        self._store.add_sampler(sampler)
+        self._store.samplers.put(sampler)
         self._samplers.add(sampler)
         return sampler
 
@@ -80,7 +81,7 @@ class SamplingRequests:
             self._offer.check(base_model)
             path = None
         else:
-            path = str(find_checkpoint(self._store, tenant, CheckpointPath.parse(model_path)).path)
+            path = str(self._store.checkpoints.get(CheckpointPath.parse(model_path), tenant).path)
         return Sampler(id=name, session=session, tenant=tenant, path=path, created=self._clock())
 
     def sample(self, tenant: str, body: bodies.SampleBody) -> Future:

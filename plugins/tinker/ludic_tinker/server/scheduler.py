@@ -1,7 +1,7 @@
 """Whose turn it is: fair shares of computed tokens, and the worker thread that carries out training requests.
 
 Requests of one run are carried out in the order of their numbers, whatever order they arrive in. A round of the worker first
-reads the passes whose turn is near, carries out what is no pass (optimizer steps, saving, loading), at most once per run, and
+reads the passes whose turn is near, carries out the other requests (optimizer steps, saving, loading), at most once per run, and
 then computes one batch of rows, taken row by row from the tenant that has had the fewest tokens: rows of several tenants share
 the batch, and a tenant with a million tokens waiting delays the others by one batch at most.
 """
@@ -20,7 +20,7 @@ from ludic_tinker.server.runs import PassJob, PassOutput, Row, TrainingRun
 logger = logging.getLogger(__name__)
 
 _STEP_COST = 64
-"""Tokens that a request which is no pass counts as."""
+"""Tokens that a request other than a pass counts as."""
 
 
 class FairShares:
@@ -47,13 +47,13 @@ class FairShares:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Task:
-    """One training request of a run that is no pass."""
+    """One training request of a run, other than a pass."""
 
     run: str
     tenant: str
     number: int
     work: Callable[[], Result] = lambda: {}
-    """In the worker thread. A LudicError says what was wrong with the request."""
+    """Called in the worker thread. A LudicError says what was wrong with the request."""
     done: "Callable[[Task, Result], None]"
     """Takes the result, in the worker thread."""
 
@@ -217,7 +217,7 @@ class Scheduler:
                 number += 1
 
     def _steps(self) -> list[Task]:
-        """At most one request of each run that is no pass, in the order of turns."""
+        """The next request of each run, where it is not a pass, in the order of turns."""
         with self._changed:
             ready: dict[str, list[Task]] = {}
             for line in self._lines.values():
@@ -259,7 +259,7 @@ class Scheduler:
         return batch
 
     def _open_passes(self) -> dict[str, list[list[PassTask]]]:
-        """Of each tenant, of each run: the passes that can be computed now."""
+        """The passes that can be computed now, by tenant and then by run."""
         found: dict[str, list[list[PassTask]]] = {}
         for line in self._lines.values():
             if line.head is None:

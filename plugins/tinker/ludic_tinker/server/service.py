@@ -12,12 +12,11 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ludic.models.adapters import AdapterSpec
 from ludic_tinker.server.futures import Failure, Future, Futures, Result, request_id
 from ludic_tinker.server.records import (
-    Checkpoint,
     CheckpointPath,
     Refused,
     RequestKind,
@@ -27,11 +26,12 @@ from ludic_tinker.server.records import (
     TenantLimits,
     Usage,
 )
-from ludic_tinker.server.requests import OpenRun, TrainingRequests, find_checkpoint
+from ludic_tinker.server.requests import OpenRun, TrainingRequests
 from ludic_tinker.server.runs import TrainingBase
 from ludic_tinker.server.sampling import Samplers
 from ludic_tinker.server.sampling_requests import Offer, SamplingRequests
 from ludic_tinker.server.scheduler import Scheduler, Task
+from ludic_tinker.server.storage.journal import Recovered
 from ludic_tinker.server.storage.store import DiskStore
 from ludic_tinker.server.wire import bodies
 
@@ -70,7 +70,7 @@ class Service:
         max_idle_s: float = 3600.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`max_idle_s`: a session ends when its client has not been heard for so long. Call it in the running event loop."""
+        """`max_idle_s`: a session ends when its client has been silent for this time. Call it in the running event loop."""
         self.samplers, self.offer, self.limits = samplers, offer, limits or TenantLimits()
         self.futures = Futures()
         self._base, self.store, self._clock, self._max_idle_s = base, store, clock, max_idle_s
@@ -110,7 +110,7 @@ class Service:
             sdk_version=body.sdk_version,
             display_name=body.display_name,
         )
-        self.store.add_session(session)
+        self.store.sessions.put(session)
         self._sessions[session.id] = _OpenSession(session, self._clock())
         return session
 
@@ -160,7 +160,7 @@ class Service:
 
     def _remove_sampler(self, sampler: Sampler) -> None:
         self.samplers.remove(sampler.id)
-        self.store.remove_sampler(sampler.id)
+        self.store.samplers.remove(sampler.id)
 
     def sweep(self) -> None:
         """End sessions whose clients are gone, and drop results that were not retrieved. Call it now and then."""
@@ -199,7 +199,7 @@ class Service:
         run_id = _run_id(body.session_id, body.model_seq_id)
         if (known := self._known(tenant, run_id, {"type": "load_weights", "model_id": run_id})) is not None:
             return known
-        checkpoint = self.checkpoint(tenant, CheckpointPath.parse(body.path))
+        checkpoint = self.store.checkpoints.get(CheckpointPath.parse(body.path), tenant)
         _check_optimizer(body.optimizer_config)
         base_model = body.base_model or checkpoint.base_model
         record = self._new_record(tenant, run_id, body.session_id, base_model, checkpoint.spec, body.user_metadata)
@@ -293,29 +293,22 @@ class Service:
         """A session of before a restart. Its client has time again to be heard."""
         self._sessions[session.id] = _OpenSession(session, self._clock(), is_finished=session.finished is not None)
 
-    def restore_run(
-        self,
-        record: Run,
-        *,
-        state: "Mapping[str, Tensor] | None",
-        next_number: int,
-        requests: Iterable[tuple[int, RequestKind, bytes]],
-        results: Mapping[int, Result],
-        unnamed: Iterable[CheckpointPath],
-    ) -> None:
-        """A run as it was before a restart: the requests from `next_number` on are carried out again. One that has a result
-        keeps it; if it now fails, the run has not the weights that its client was told of, and takes no more requests."""
-        run = self._open(record, next_number=next_number, state=state)
+    def restore_run(self, record: Run, found: Recovered, unnamed: Iterable[CheckpointPath]) -> None:
+        """A run as it was before a restart: its requests are carried out again. One that has a result keeps it; if it now fails,
+        the run does not have the weights that its client was told of, and takes no more requests."""
+        logger.info("run %s continues; %d requests are carried out again", record.id, len(found.requests))
+        run = self._open(record, next_number=found.next_number, state=found.state)
         run.unnamed.extend(unnamed)
-        for number, result in results.items():
+        for number, result in found.results.items():
             self.futures.resolve(self.futures.begin(request_id(record.id, number), record.tenant), result)
-        for number, kind, payload in requests:
-            if number not in results:
+        for request in found.requests:
+            number, kind, payload = request.seq, cast(RequestKind, request.kind), request.payload
+            if number not in found.results:
                 self._submit(run, number, kind, payload)
                 continue
             _, done = self._begin(run, number, payload)
-            done = functools.partial(_kept, run, results[number], done)
-            self._enqueue(self._requests.repeated(run, number, kind, payload, results[number], done), payload)
+            done = functools.partial(_kept, run, found.results[number], done)
+            self._enqueue(self._requests.repeated(run, number, kind, payload, found.results[number], done), payload)
 
     # --- training requests ---
 
@@ -391,21 +384,15 @@ class Service:
                 if sampler.path == str(path):
                     self._remove_sampler(sampler)
             with contextlib.suppress(Refused):  # the tenant has deleted it
-                self.store.delete_checkpoint(path)
+                self.store.checkpoints.delete(path)
 
     def create_sampling_session(self, tenant: str, body: bodies.CreateSamplingSession) -> Sampler:
         """A sampler of the session; a repeated request finds the first one's."""
         self.heard(tenant, body.session_id)
         return self.sampling.create_session(tenant, body)
 
-    # --- checks ---
-
-    def checkpoint(self, tenant: str, path: CheckpointPath) -> Checkpoint:
-        """Refused(404) if there is none, or it is another tenant's."""
-        return find_checkpoint(self.store, tenant, path)
-
     def why_waiting(self, request_id: str) -> str | None:
-        """In words, if a run waits for a request that has not arrived."""
+        """The reason in words, if a run waits for a request that has not arrived."""
         run_id, _, number = request_id.rpartition("#")
         missing = self._scheduler.missing(run_id)
         return None if missing is None or not number.isdecimal() else f"request {missing} of {run_id} has not arrived"

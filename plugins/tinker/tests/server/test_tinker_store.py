@@ -2,9 +2,12 @@
 
 import logging
 import math
+import resource
+import shutil
 import tarfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from ludic.types import ConfigError
 from ludic_tinker.server.futures import Failure
 from ludic_tinker.server.records import Checkpoint, CheckpointPath, Refused, Run, Sampler, Session
 from ludic_tinker.server.storage.checkpoints import ADAPTER, CONFIG
-from ludic_tinker.server.storage.journal import StorageError
+from ludic_tinker.server.storage.database import StorageError
 from ludic_tinker.server.storage.store import DiskStore
 from tests.unit.training.bandit import tiny_llama
 
@@ -52,9 +55,9 @@ def test_records_are_there_after_a_restart_and_only_for_their_tenant(stores: Any
     store = stores()
     session = Session(id="s1", tenant="ann", created=1.0, tags=("x",), user_metadata={"k": "v"}, display_name="mine")
     sampler = Sampler(id="s1:sample:0", session="s1", tenant="ann", path=None, created=2.0)
-    store.add_session(session)
+    store.sessions.put(session)
     store.add_run(RUN)
-    store.add_sampler(sampler)
+    store.samplers.put(sampler)
     store.end_session("s1", "success", "all done")
     store.end_session("s1", "errored", None)
 
@@ -68,7 +71,7 @@ def test_records_are_there_after_a_restart_and_only_for_their_tenant(stores: Any
         with pytest.raises(Refused, match="There is no") as refused:
             table.get(key, "bob")
         assert refused.value.status == 404
-    store.remove_sampler(sampler.id)
+    store.samplers.remove(sampler.id)
     assert stores().samplers.listed() == []
 
 
@@ -81,8 +84,8 @@ def test_a_run_is_recovered_with_state_requests_and_results(stores: Any):
     store.executed(RUN.id, 2, {"metrics": {"norm": math.inf}}, lambda: state(2))
     store.executed(RUN.id, 3, {"metrics": {}}, lambda: state(3))
 
-    [found] = stores().recover()
-    assert (found.run, found.next_number, found.state) == (RUN, 4, state(3))
+    [(run, found)] = stores().recover()
+    assert (run, found.next_number, found.state) == (RUN, 4, state(3))
     assert [(r.seq, r.kind, r.payload) for r in found.requests] == [(4, "optim_step", b"p4")]
     assert found.results == {1: b"\x00proto", 2: {"metrics": {"norm": math.inf}}, 3: {"metrics": {}}}
 
@@ -94,7 +97,7 @@ def test_a_failed_request_is_recovered_as_failed(stores: Any):
     for number, failure in enumerate(failures, start=1):
         store.accept(RUN.id, number, "forward_backward", b"")
         store.executed(RUN.id, number, failure, lambda: state(0))
-    [found] = stores().recover()
+    [(_, found)] = stores().recover()
     assert found.state is None
     assert [found.results[number] for number in (1, 2)] == failures
 
@@ -106,7 +109,7 @@ def test_a_pass_makes_no_snapshot_while_a_later_one_may_share_its_batch(stores: 
         store.accept(RUN.id, number, "forward_backward", b"")
     store.executed(RUN.id, 1, b"", lambda: pytest.fail("the state was read"))
     store.executed(RUN.id, 2, b"", lambda: state(2))
-    [found] = stores().recover()
+    [(_, found)] = stores().recover()
     assert (found.next_number, found.state, found.results) == (3, state(2), {1: b"", 2: b""})
 
 
@@ -120,12 +123,12 @@ def test_a_pass_that_is_carried_out_again_makes_no_snapshot_before_the_last_requ
         store.accept(RUN.id, number, kind, b"")
         store.executed(RUN.id, number, result, lambda: pytest.fail("one step is not enough"))
     store = stores(snapshot_every=1)
-    [found] = store.recover()
+    [(_, found)] = store.recover()
     assert found.next_number == 0 and len(found.requests) == 3
     for number in (1, 2):
         store.executed(RUN.id, number, b"", lambda: pytest.fail("the state was read"))
     store.executed(RUN.id, 3, {"metrics": {}}, lambda: state(3))
-    [found] = stores().recover()
+    [(_, found)] = stores().recover()
     assert (found.next_number, found.state) == (4, state(3))
 
 
@@ -135,7 +138,7 @@ def test_a_loaded_checkpoint_is_not_read_again(stores: Any):
     store.add_run(RUN)
     store.accept(RUN.id, 1, "load_weights", b"")
     store.executed(RUN.id, 1, {}, lambda: state(7))
-    [found] = stores().recover()
+    [(_, found)] = stores().recover()
     assert (found.next_number, found.state, found.requests) == (2, state(7), ())
     assert found.results == {1: {}}
 
@@ -148,26 +151,83 @@ def test_an_ended_run_is_listed_and_not_recovered(stores: Any):
     store = stores()
     assert store.recover() == []
     assert [run.id for run in store.runs.listed("ann")] == [RUN.id]
-    assert [path.name for path in (store.folder / "runs" / RUN.id).iterdir()] == ["run.json"]
+    assert list((store.folder / "runs" / RUN.id).iterdir()) == []
 
 
 def test_a_damaged_run_is_left_out_and_named(stores: Any, caplog: pytest.LogCaptureFixture):
     store = stores()
     store.add_run(RUN)
-    store.add_run(other := Run(**{**{n: getattr(RUN, n) for n in RUN.__slots__}, "id": "s1:train:1"}))
+    store.add_run(other := replace(RUN, id="s1:train:1"))
     for number in (1, 2):
-        store.accept(RUN.id, number, "optim_step", b"payload")
-    journal = store.folder / "runs" / RUN.id / "journal-0.log"
+        store.accept(RUN.id, number, "optim_step", b"the payload")
+    journal = store.folder / "runs" / RUN.id / "journal.db"
     store.close()
-    data = bytearray(journal.read_bytes())
-    data[30] ^= 1
-    journal.write_bytes(data)
+    journal.write_bytes(journal.read_bytes().replace(b"the payload", b"thepayload!"))
 
     store = stores()
     with caplog.at_level(logging.ERROR):
-        assert [found.run for found in store.recover()] == [other]
-    assert "damaged at byte" in store.damaged[RUN.id]
+        assert [run for run, _ in store.recover()] == [other]
+    assert "wrong checksum" in store.damaged[RUN.id]
     assert RUN.id in caplog.text
+
+
+@pytest.mark.parametrize("lost", ["log", "file"])
+def test_a_run_without_its_journal_is_left_out(stores: Any, tmp_path: Path, lost: str):
+    """The files of a server that was killed, of which one is gone."""
+    store = stores()
+    for run in (RUN, replace(RUN, id="s1:train:1")):
+        store.add_run(run)
+        store.accept(run.id, 0, "create_model", b"")
+    shutil.copytree(store.folder, tmp_path / "killed")
+    (tmp_path / "killed/runs" / RUN.id / {"log": "journal.db-wal", "file": "journal.db"}[lost]).unlink()
+    killed = DiskStore(tmp_path / "killed", base_model="tiny")
+    assert [run.id for run, _ in killed.recover()] == ["s1:train:1"]
+    assert {"log": "has lost its log", "file": "is empty"}[lost] in killed.damaged[RUN.id]
+    killed.close()
+
+
+@pytest.mark.parametrize("damage", ["cut", "zeros", "no database", "log is gone", "log is changed"])
+def test_a_damaged_database_is_set_aside_and_checkpoints_stay(
+    stores: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+):
+    store = stores()
+    store.add_run(RUN)
+    store.checkpoints.save(*saved("weights", "one"), overwrite=False)
+    if "log" not in damage:
+        store.close()
+    folder = tmp_path / "killed"
+    shutil.copytree(store.folder, folder)
+    file, log = folder / "server.db", folder / "server.db-wal"
+    data = file.read_bytes()
+    if damage == "cut":
+        file.write_bytes(data[: len(data) // 2])
+    elif damage == "zeros":
+        file.write_bytes(data[:4096] + bytes(len(data) - 4096))
+    elif damage == "no database":
+        file.write_bytes(b"something else" * 100)
+    elif damage == "log is gone":
+        log.unlink()
+    else:
+        changed = bytearray(log.read_bytes())
+        changed[100] ^= 1
+        log.write_bytes(changed)
+    for attempt in range(2):
+        started = DiskStore(folder, base_model="tiny")
+        assert started.recover() == [] and started.runs.listed() == []
+        assert [c.path.name for c in started.checkpoints.listed("ann")] == ["one"]
+        assert len(list(folder.glob("server.db.damaged-*"))) == 1
+        assert caplog.text.count("It is set aside") == 1
+        if attempt == 0:
+            started.add_run(RUN)
+            started.end_run(RUN.id)
+            started.runs.remove(RUN.id)
+        started.close()
+
+
+def test_a_folder_of_another_format_says_what_to_do(tmp_path: Path):
+    (tmp_path / "server.json").write_text('{"format": 1, "base_model": "tiny", "secret": "00"}')
+    with pytest.raises(ConfigError, match="Ludic 0.2, whose journals are no longer read. Choose another folder"):
+        DiskStore(tmp_path, base_model="tiny")
 
 
 def test_a_folder_has_one_server_and_one_base_model(tmp_path: Path):
@@ -180,18 +240,31 @@ def test_a_folder_has_one_server_and_one_base_model(tmp_path: Path):
     assert DiskStore(tmp_path, base_model="tiny").secret == store.secret
 
 
-def test_a_full_disk_is_an_error_of_the_request(stores: Any, caplog: pytest.LogCaptureFixture):
-    """A file where a folder must be stands for every failing write."""
+def test_a_full_disk_is_an_error_of_the_request(stores: Any):
+    """RLIMIT_FSIZE makes writes fail as a full disk does."""
     store = stores()
     store.add_run(RUN)
-    (store.folder / "samplers").write_text("")
-    with pytest.raises(StorageError, match="MiB are free"):
-        store.add_sampler(Sampler(id="x", session="s1", tenant="ann", path=None, created=2.0))
-    assert store.samplers.listed() == []
-    with pytest.raises(StorageError):
-        (store.folder / "runs" / RUN.id / "weights").write_text("")
-        store.save_checkpoint(*saved("weights", "one"), overwrite=False)
-    assert store.checkpoints.listed("ann") == []
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    sampler = Sampler(id="x", session="s1", tenant="ann", path=None, created=2.0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+    try:
+        for write in (
+            lambda: store.samplers.put(sampler),
+            lambda: store.accept(RUN.id, 0, "create_model", b""),
+            lambda: store.add_run(replace(RUN, id="s1:train:1")),
+            lambda: store.checkpoints.save(*saved("weights", "one"), overwrite=False),
+        ):
+            with pytest.raises(StorageError, match="MiB are free"):
+                write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert store.samplers.listed() == store.checkpoints.listed("ann") == []
+    assert [run.id for run in store.runs.listed()] == [RUN.id]
+    store.samplers.put(sampler)
+    store.accept(RUN.id, 0, "create_model", b"")
+    store = stores()
+    assert store.samplers.listed() == [sampler]
+    assert [len(found.requests) for _, found in store.recover()] == [1]
 
 
 # --- checkpoints ---
@@ -210,10 +283,10 @@ def saved(folder: str, name: str, **fields: Any) -> tuple[Checkpoint, dict[str, 
 def test_a_checkpoint_is_loaded_as_it_was_saved(stores: Any):
     store = stores()
     checkpoint, tensors = saved("weights", "step-1", user_metadata={"k": "v"})
-    store.save_checkpoint(checkpoint, tensors, overwrite=False)
+    store.checkpoints.save(checkpoint, tensors, overwrite=False)
     store = stores()
-    loaded, found = store.load_checkpoint(checkpoint.path)
-    assert loaded == checkpoint == store.checkpoint(checkpoint.path)
+    loaded, found = store.checkpoints.load(checkpoint.path)
+    assert loaded == checkpoint == store.checkpoints.get(checkpoint.path)
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
     assert store.checkpoints.size(checkpoint.path) > sum(t.nbytes for t in tensors.values())
@@ -227,7 +300,7 @@ def test_only_unnamed_weights_without_sync_do_not_wait_for_the_disk(
 ):
     store, synced = stores(sync=sync), []
     monkeypatch.setattr("ludic_tinker.server.storage.checkpoints.sync", lambda path: synced.append(path.name))
-    store.save_checkpoint(*saved("sampler_weights", "one", is_unnamed=is_unnamed), overwrite=False)
+    store.checkpoints.save(*saved("sampler_weights", "one", is_unnamed=is_unnamed), overwrite=False)
     assert ("adapter_model.safetensors" in synced) == is_synced
 
 
@@ -236,7 +309,7 @@ def test_peft_loads_the_files_of_a_checkpoint(stores: Any, tmp_path: Path):
     checkpoint, tensors = saved("sampler_weights", "final")
     weight = next(tensor for name, tensor in tensors.items() if "q_proj.lora_B" in name)
     weight.fill_(0.5)
-    store.save_checkpoint(checkpoint, tensors, overwrite=False)
+    store.checkpoints.save(checkpoint, tensors, overwrite=False)
     store.checkpoints.archive(checkpoint.path, tmp_path / "adapter.tar.gz")
     with tarfile.open(tmp_path / "adapter.tar.gz") as tar:
         assert tar.getnames() == [CONFIG, ADAPTER]
@@ -250,15 +323,15 @@ def test_peft_loads_the_files_of_a_checkpoint(stores: Any, tmp_path: Path):
 def test_a_repeated_save_finds_its_checkpoint_and_another_is_refused(stores: Any):
     store = stores()
     first, tensors = saved("weights", "latest")
-    store.save_checkpoint(first, tensors, overwrite=False)
-    store.save_checkpoint(first, {**tensors, "num_steps": torch.tensor(99)}, overwrite=False)
-    assert store.load_checkpoint(first.path)[1]["num_steps"] == 3
+    store.checkpoints.save(first, tensors, overwrite=False)
+    store.checkpoints.save(first, {**tensors, "num_steps": torch.tensor(99)}, overwrite=False)
+    assert store.checkpoints.load(first.path)[1]["num_steps"] == 3
     later, _ = saved("weights", "latest", number=5)
     with pytest.raises(Refused, match="exists") as refused:
-        store.save_checkpoint(later, tensors, overwrite=False)
+        store.checkpoints.save(later, tensors, overwrite=False)
     assert refused.value.status == 409
-    store.save_checkpoint(later, {**tensors, "num_steps": torch.tensor(5)}, overwrite=True)
-    assert stores().load_checkpoint(first.path)[1]["num_steps"] == 5
+    store.checkpoints.save(later, {**tensors, "num_steps": torch.tensor(5)}, overwrite=True)
+    assert stores().checkpoints.load(first.path)[1]["num_steps"] == 5
 
 
 def test_listing_has_the_tenants_named_checkpoints_newest_first(stores: Any):
@@ -269,7 +342,7 @@ def test_listing_has_the_tenants_named_checkpoints_newest_first(stores: Any):
         ("c", {"is_unnamed": True}),
         ("d", {"tenant": "bob"}),
     ):
-        store.save_checkpoint(*saved("sampler_weights", name, **fields), overwrite=False)
+        store.checkpoints.save(*saved("sampler_weights", name, **fields), overwrite=False)
     assert [c.path.name for c in store.checkpoints.listed("ann")] == ["b", "a"]
     assert [c.path.name for c in store.checkpoints.listed("ann", RUN.id)] == ["b", "a"]
     assert store.checkpoints.listed("ann", "another run") == []
@@ -281,20 +354,20 @@ def test_listing_has_the_tenants_named_checkpoints_newest_first(stores: Any):
 def test_a_checkpoint_expires_and_is_deleted(stores: Any):
     store = stores()
     checkpoint, tensors = saved("weights", "soon", expires=time.time() - 1)
-    store.save_checkpoint(checkpoint, tensors, overwrite=False)
+    store.checkpoints.save(checkpoint, tensors, overwrite=False)
     with pytest.raises(Refused):
-        store.checkpoint(checkpoint.path)
+        store.checkpoints.get(checkpoint.path)
     kept, _ = saved("weights", "kept", number=6)
-    store.save_checkpoint(kept, tensors, overwrite=False)
+    store.checkpoints.save(kept, tensors, overwrite=False)
     folder = store.folder / "runs" / RUN.id / "weights"
     assert [path.name for path in folder.iterdir()] == ["kept"]
     store.checkpoints.set_ttl(kept.path, 3600)
-    assert stores().checkpoint(kept.path).expires == pytest.approx(time.time() + 3600, abs=60)
+    assert stores().checkpoints.get(kept.path).expires == pytest.approx(time.time() + 3600, abs=60)
     store = stores()
     store.checkpoints.set_ttl(kept.path, None)
-    assert stores().checkpoint(kept.path).expires is None
+    assert stores().checkpoints.get(kept.path).expires is None
     store = stores()
-    store.delete_checkpoint(kept.path)
+    store.checkpoints.delete(kept.path)
     assert list(folder.iterdir()) == []
     assert stores().checkpoints.listed("ann") == []
 
@@ -306,7 +379,7 @@ def test_a_checkpoint_expires_and_is_deleted(stores: Any):
 def test_what_a_killed_save_leaves_is_put_right(stores: Any, left: list[str], kept: list[str]):
     store = stores()
     checkpoint, tensors = saved("weights", "x")
-    store.save_checkpoint(checkpoint, tensors, overwrite=False)
+    store.checkpoints.save(checkpoint, tensors, overwrite=False)
     folder = store.folder / "runs" / RUN.id / "weights"
     store.close()
     contents = {file.name: file.read_bytes() for file in (folder / "x").iterdir()}

@@ -31,7 +31,8 @@ from ludic_tinker.server.records import (
     TenantLimits,
     Usage,
 )
-from ludic_tinker.server.storage.journal import StorageError
+from ludic_tinker.server.storage.database import StorageError
+from ludic_tinker.server.storage.journal import Record
 from ludic_tinker.server.storage.store import DiskStore
 from plugins.tinker.tests.server.running import NAME, RunningServer, datum, prompt
 
@@ -133,8 +134,10 @@ def test_other_keys_are_refused(server, key):
 
 
 def test_wrong_key_fails_at_once_in_the_sdk(server):
+    client = tinker.ServiceClient(base_url=server.url, api_key="tml-else")
     with pytest.raises(tinker.AuthenticationError):
-        tinker.ServiceClient(base_url=server.url, api_key="tml-else").get_server_capabilities()
+        client.get_server_capabilities()
+    client.close("errored").result()
 
 
 def test_nothing_of_one_tenant_exists_for_another(server, raw, run):
@@ -407,7 +410,7 @@ def test_a_server_without_keys_starts_though_its_journals_hold_what_it_cannot_re
     """Twelve huge passes, accepted by an earlier version; a result that is no JSON; a success that cannot be read again."""
     restarted = RunningServer(model=server.model)
     store = DiskStore(restarted.folder.name, base_model=NAME)
-    store.add_session(Session(id="session-1", tenant=LOCAL_TENANT, created=1.0))
+    store.sessions.put(Session(id="session-1", tenant=LOCAL_TENANT, created=1.0))
     names = [f"session-1:train:{number}" for number in range(4)]
     for name in names:
         spec = AdapterSpec(rank=1, alpha=32.0, seed=1)
@@ -417,9 +420,9 @@ def test_a_server_without_keys_starts_though_its_journals_hold_what_it_cannot_re
     for number in range(1, 13):
         store.accept(huge, number, "forward_backward", huge_body(huge, number))
     store.accept(no_json, 1, "optim_step", b"{}")
-    store._journals[no_json].result(1, "json", b"{")
+    store._journals[no_json]._insert("results", Record(1, "json", b"{"), "0")
     store.accept(unreadable, 1, "forward_backward", b"\xff")
-    store._journals[unreadable].result(1, "proto", b"")
+    store._journals[unreadable].result(1, b"")
     store.close()
     with restarted:
         raw = Raw(restarted)
@@ -509,7 +512,7 @@ def test_only_a_failure_to_write_is_answered_507(server, raw, run, monkeypatch, 
         def fail(*_: Any) -> None:
             raise error
 
-        monkeypatch.setattr(server.service.store, "add_session", fail)
+        monkeypatch.setattr(server.service.store.sessions, "put", fail)
         return raw.post("create_session", {}).status_code
 
     assert fails_with(StorageError.of(tmp_path, OSError(28, "No space left on device"))) == 507

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ludic.training.algorithms.algorithm import RLAlgorithm, checked, with_kl
 from ludic.training.credit_assignment import GroupNormalizedReturn, HybridNormalizedReturn
-from ludic.training.losses.base import Loss, common_stats, require_not_negative
+from ludic.training.losses.base import Bound, Loss, clipped, common_stats, require_not_negative
 from ludic.training.losses.tokens import ActionTokens, Reduction, Stats, sum_and_count
 
 
@@ -17,8 +17,8 @@ class CISPOLoss(Loss):
     def __init__(
         self,
         *,
-        clip_eps_low: float = 1e6,
-        clip_eps_high: float = 0.2,
+        clip_eps_low: Bound = 1e6,
+        clip_eps_high: Bound = 0.2,
         length_normalize: bool = True,
         reduction: Reduction | str | None = None,
     ) -> None:
@@ -28,7 +28,7 @@ class CISPOLoss(Loss):
 
     def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
         ratio = tokens.log_ratio(self).detach().exp()
-        held = ratio.clamp(1 - self.clip_eps_low, 1 + self.clip_eps_high)
+        held = clipped(ratio, self.clip_eps_low, self.clip_eps_high)
         stats = {
             **common_stats(tokens),
             "ratio_mean": sum_and_count(ratio),

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from ludic.training.losses.tokens import ActionTokens, BatchFacts, ObservedToken
 from ludic.types import ConfigError, spread_of
 
 _E = TypeVar("_E", bound=StrEnum)
+Bound: TypeAlias = float | Tensor
+"""How far from 1 a ratio may be: one number for all tokens, or a tensor with one for each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,9 +217,9 @@ def named(kind: type[_E], value: _E | str, setting: str) -> _E:
         raise ConfigError(f"{setting}={value!r}; there are {', '.join(member.value for member in kind)}.") from None
 
 
-def require_not_negative(**values: float | None) -> None:
+def require_not_negative(**values: Bound | None) -> None:
     for name, value in values.items():
-        if value is not None and value < 0:
+        if isinstance(value, (int, float)) and value < 0:
             raise ConfigError(f"{name}={value}; it must be 0 or more.")
 
 
@@ -225,6 +227,11 @@ def require_positive(**values: float | None) -> None:
     for name, value in values.items():
         if value is not None and value <= 0:
             raise ConfigError(f"{name}={value}; it must be above 0.")
+
+
+def clipped(ratio: Tensor, low: Bound, high: Bound) -> Tensor:
+    """The ratio, held within [1 − low, 1 + high]."""
+    return ratio.clamp(min=1 - low).clamp(max=1 + high)
 
 
 def capped(ratio: Tensor, cap: float | None) -> Tensor:

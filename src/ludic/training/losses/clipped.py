@@ -9,13 +9,22 @@ policy that sampled.
 import torch
 from torch import Tensor
 
-from ludic.training.losses.base import Loss, Needs, capped, common_stats, require_not_negative, require_positive
+from ludic.training.losses.base import (
+    Bound,
+    Loss,
+    Needs,
+    capped,
+    clipped,
+    common_stats,
+    require_not_negative,
+    require_positive,
+)
 from ludic.training.losses.tokens import ActionTokens, Reduction, Stats, sum_and_count
 
 
-def clipped_objective(ratio: Tensor, weight: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+def clipped_objective(ratio: Tensor, weight: Tensor, low: Bound, high: Bound) -> tuple[Tensor, Tensor]:
     """(min(r A, clip(r) A), whether the clipped term is the smaller)."""
-    free, held = ratio * weight, ratio.clamp(1 - low, 1 + high) * weight
+    free, held = ratio * weight, clipped(ratio, low, high) * weight
     return torch.minimum(free, held), held < free
 
 
@@ -25,8 +34,8 @@ class TokenClippedSurrogateLoss(Loss):
     def __init__(
         self,
         *,
-        clip_eps_low: float = 0.2,
-        clip_eps_high: float = 0.2,
+        clip_eps_low: Bound = 0.2,
+        clip_eps_high: Bound = 0.2,
         length_normalize: bool = False,
         ratio_clip: float | None = None,
         reduction: Reduction | str | None = None,

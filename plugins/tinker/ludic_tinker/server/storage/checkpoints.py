@@ -29,7 +29,8 @@ from torch import Tensor
 from ludic.models.adapters import LoraAdapter
 from ludic.util.files import UNFINISHED, replacing, sync
 from ludic_tinker.server.records import Checkpoint, CheckpointPath, Refused
-from ludic_tinker.server.storage.journal import StorageError, own_tensors
+from ludic_tinker.server.storage.database import StorageError
+from ludic_tinker.server.storage.journal import own_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class Checkpoints:
             raise StorageError.of(target, error) from error
 
     def set_ttl(self, path: CheckpointPath, ttl_s: float | None) -> None:
-        """Let a checkpoint expire after so many seconds from now; None: never."""
+        """Let a checkpoint expire this many seconds from now; None: never."""
         with self._lock:
             changed = dataclasses.replace(self.get(path), expires=None if ttl_s is None else time.time() + ttl_s)
             file = self._folder(path) / _META

@@ -1,9 +1,7 @@
-"""The journal of one training run: its requests and their results, in a file that survives `kill -9`.
+"""The journal of one training run: its requests and their results, in a database that survives `kill -9`.
 
-The server appends a request before it answers the client's submit, and the result before the client can retrieve it. The
-kernel keeps what was written when the process is killed; `sync` also waits for the disk, so that a power cut loses nothing.
-A snapshot of the run's state replaces the requests that it contains. `RunJournal` recovers snapshot and requests after a
-restart.
+The server writes a request before it answers the client's submit, and the result before the client can retrieve it. A snapshot
+of the run's state replaces the requests that it contains.
 
 A request is written before the submit is answered, not only before its result, because of the SDK (0.36): it sends a request
 again, with the same sequence number, until it has an answer (`execute_with_retries`: connection errors, 408, 409, 429, 5xx, for
@@ -11,42 +9,34 @@ again, with the same sequence number, until it has an answer (`execute_with_retr
 request whose id a restarted server does not know ends the client's program.
 """
 
+import json
 import logging
-import os
-import struct
-import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ludic.util.files import UNFINISHED, NotWritten, replacing
+from ludic.util.files import UNFINISHED, parse_json, replacing
+from ludic_tinker.server.futures import Failure, Result
+from ludic_tinker.server.storage.database import Damaged, Database, StorageError
 
 logger = logging.getLogger(__name__)
 
 STEP = "optim_step"
 """The kind of request that counts as a step."""
-FAILED = "failed"
-"""The kind of result of a request that was refused or failed: it is not carried out again after a restart."""
-_FIELDS = struct.Struct("<HQ?II")
-"""Length of the kind's name, sequence number, is a result, length and checksum of the body; then the checksum of these."""
-_CHECKSUM = struct.Struct("<I")
-_HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
-
-
-class StorageError(NotWritten):
-    """The data folder cannot be written or read; the message says why and what to do."""
-
-    advice = "free some, for example by deleting checkpoints"
-
-
-class JournalDamaged(StorageError):
-    """A record in the middle of a journal is not what was written."""
+_TABLES = ("requests", "results", "start")
+"""`start` has the number of the first request that the snapshot does not contain, if there is a snapshot."""
+_SCHEMA = ";".join(
+    f"CREATE TABLE {name} (seq INTEGER PRIMARY KEY, kind TEXT, payload BLOB, checksum INTEGER)" for name in _TABLES
+)
+_FIRST = "SELECT coalesce(max(seq), 0) FROM start"
+_NUM_STEPS = "SELECT count(*) FROM requests JOIN results USING (seq) WHERE requests.kind = ?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,101 +46,26 @@ class Record:
     seq: int
     """The client's sequence number; requests of a run are carried out in this order."""
     kind: str
-    """Of a request its name, of a result its encoding or FAILED."""
+    """The name of a request, or the encoding of a result: json, proto or failed."""
     payload: bytes
-    is_result: bool = False
 
-    def encoded(self) -> bytes:
-        name = self.kind.encode()
-        body = name + self.payload
-        fields = _FIELDS.pack(len(name), self.seq, self.is_result, len(body), zlib.crc32(body))
-        return fields + _CHECKSUM.pack(zlib.crc32(fields)) + body
-
-
-def decode(data: bytes, name: str = "journal") -> Iterator[tuple[Record, int]]:
-    """Each whole record and the offset behind it. Ends at a record that a killed process did not finish.
-
-    Every prefix of a record has a right header or is shorter than one. So a wrong checksum with more data behind it is no
-    interrupted write, and raises JournalDamaged: requests behind it were acknowledged, and leaving them out would be silent loss.
-    After a power cut the end may also be zeros.
-    """
-    place = 0
-    while len(data) - place >= _HEADER_BYTES:
-        length, seq, is_result, size, checksum = _FIELDS.unpack_from(data, place)
-        start = place + _HEADER_BYTES
-        if _CHECKSUM.pack(zlib.crc32(data[place : place + _FIELDS.size])) != data[start - _CHECKSUM.size : start]:
-            if any(data[place:]):
-                raise JournalDamaged(f"{name} is damaged at byte {place}: a header has a wrong checksum.")
-            return
-        if start + size > len(data):
-            return
-        body = data[start : start + size]
-        if zlib.crc32(body) != checksum:
-            if start + size < len(data) and any(data[start + size :]):
-                raise JournalDamaged(f"{name} is damaged at byte {start}: request {seq} has a wrong checksum.")
-            return
-        place = start + size
-        yield Record(seq, body[:length].decode(), body[length:], is_result), place
-
-
-class JournalFile:
-    """A file of records that is appended to. Opening it cuts off a record that was not finished."""
-
-    def __init__(self, path: Path, *, sync: bool = False) -> None:
-        self.path, self._sync = path, sync
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            data = self.read()
-            whole = list(decode(data, str(path)))
-        except BaseException:
-            os.close(self._file)
-            raise
-        self.records = [record for record, _ in whole]
-        """What the file held when it was opened; the caller may empty it."""
-        self.size = whole[-1][1] if whole else 0
-        if self.size < len(data):
-            logger.warning(
-                "%s ends in the middle of a write; the last %d bytes, a request that was not acknowledged, are cut off.",
-                path,
-                len(data) - self.size,
-            )
-            os.ftruncate(self._file, self.size)
-
-    def append(self, record: Record) -> None:
-        """The record is in the file when it returns; after a StorageError the file is as before."""
-        data = memoryview(record.encoded())
-        place = self.size
-        try:
-            while data:
-                written = os.pwrite(self._file, data, place)
-                data, place = data[written:], place + written
-            if self._sync:
-                os.fdatasync(self._file)
-        except OSError as error:
-            os.ftruncate(self._file, self.size)
-            raise StorageError.of(self.path, error) from error
-        self.size = place
-
-    def read(self) -> bytes:
-        """The whole file."""
-        return os.pread(self._file, os.fstat(self._file).st_size, 0)
-
-    def close(self) -> None:
-        os.close(self._file)
+    @property
+    def checksum(self) -> int:
+        return zlib.crc32(self.payload, zlib.crc32(f"{self.seq} {self.kind}".encode()))
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
     """What a restarted server continues from."""
 
-    first_seq: int
-    """The state contains every request before this number."""
+    next_number: int
+    """The number of the first request that the state does not contain."""
     state: Mapping[str, Tensor] | None
     """None: the run has no snapshot yet and starts as it was created."""
     requests: tuple[Record, ...]
-    """The requests from that number on, in their order, carried out or not."""
-    results: Mapping[int, Record] = field(default_factory=dict)
-    """Results by sequence number: of those requests that were done, and of some earlier ones."""
+    """From that number on, in their order. All are carried out again, but for saves and failed ones that have a result."""
+    results: Mapping[int, Result]
+    """By number: of those requests that were done, and of some earlier ones. A request that has one keeps it."""
 
 
 def own_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -159,7 +74,7 @@ def own_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class RunJournal:
-    """Requests, results and snapshots of one run, in its folder: journal-N.log has the requests from number N on, and
+    """Requests, results and snapshots of one run, in its folder: journal.db has the requests from some number N on, and
     snapshot-N.safetensors the state before them. Thread-safe."""
 
     def __init__(
@@ -167,181 +82,157 @@ class RunJournal:
         folder: Path,
         *,
         background: Executor,
+        is_new: bool = False,
         sync: bool = False,
         snapshot_every: int = 16,
         max_bytes: int = 64 << 20,
         num_results: int = 256,
     ) -> None:
         """`background`: carries out the writing of snapshots. A snapshot is due after `snapshot_every` steps or `max_bytes` of
-        requests. `num_results`: how many results of requests before the snapshot are kept; a client has no more open requests."""
-        self.folder, self._background, self._sync = folder, background, sync
+        the log. `num_results`: how many results of requests before the snapshot are kept; a client has no more open requests."""
+        self.folder, self._background = folder, background
         self._snapshot_every, self._max_bytes, self._num_results = snapshot_every, max_bytes, num_results
-        self._lock = threading.RLock()
         self._pending: Future[None] | None = None
-        self._first_seq = self._newest_pair()
-        self._file = JournalFile(self._journal(self._first_seq), sync=sync)
-        self._kinds: dict[int, str] = {}
-        """Of the requests in the file."""
-        self._done: set[int] = set()
-        """Numbers of the results in the file."""
-        self._num_steps = 0
-        for record in self._file.records:
-            self._count(record)
-        self._kept_bytes = 0
-        """Size of the file when it was begun."""
+        self._database = Database(folder / "journal.db", _SCHEMA if is_new else None, sync=sync)
+        self._tried_steps = self._tried_bytes = 0
+        """How many there were at the last attempt to write a snapshot, if it failed."""
 
     def recover(self) -> Recovered:
         """What the files hold. Called once, after opening."""
-        records, self._file.records = self._file.records, []
-        state = None
-        if self._first_seq:
-            try:
-                state = load_file(self._snapshot(self._first_seq))
-            except (OSError, SafetensorError) as error:
-                raise JournalDamaged(f"{self._snapshot(self._first_seq)} cannot be read: {error}.") from error
-        requests = {r.seq: r for r in records if not r.is_result}
-        results = {r.seq: r for r in records if r.is_result}
-        return Recovered(self._first_seq, state, tuple(requests[seq] for seq in sorted(requests)), results)
+        requests, results, starts = map(self._records, _TABLES)
+        first = starts[0].seq if starts else 0
+        self._remove_snapshots(but=self._snapshot(first))
+        try:
+            state = load_file(self._snapshot(first)) if first else None
+        except (OSError, SafetensorError) as error:
+            raise Damaged(f"{self._snapshot(first)} cannot be read: {error}.") from error
+        return Recovered(first, state, tuple(requests), {record.seq: _decoded(record) for record in results})
 
-    # --- appending ---
+    def _records(self, table: str) -> list[Record]:
+        found = []
+        for *fields, checksum in self._database.read(f"SELECT seq, kind, payload, checksum FROM {table} ORDER BY seq"):
+            if not all(map(isinstance, fields, (int, str, bytes))) or Record(*fields).checksum != checksum:
+                raise Damaged(f"{self._database.path} is damaged: number {fields[0]} of {table} has a wrong checksum.")
+            found.append(Record(*fields))
+        return found
+
+    # --- writing ---
 
     def request(self, seq: int, kind: str, payload: bytes) -> bool:
-        """Append a request; False if the run has it already, which a client's retry causes."""
-        with self._lock:
-            if seq < self._first_seq or seq in self._kinds:
-                return False
-            self._append(Record(seq, kind, payload))
-            return True
+        """Write a request; False if the run has it already, which a client's retry causes."""
+        return self._insert("requests", Record(seq, kind, payload), f"({_FIRST})")
+
+    def result(self, seq: int, result: Result) -> None:
+        """Write the result of a request. One that is carried out again after a restart keeps the first."""
+        self._insert("results", Record(seq, *_encoded(result)), "0")
+
+    def _insert(self, table: str, record: Record, lowest: str) -> bool:
+        row = (record.seq, record.kind, record.payload, record.checksum, record.seq)
+        with self._database.writing() as execute:
+            return execute(f"INSERT OR IGNORE INTO {table} SELECT ?, ?, ?, ? WHERE ? >= {lowest}", row).rowcount > 0
 
     def kind(self, seq: int) -> str | None:
-        """Of a request after the snapshot."""
-        return self._kinds.get(seq)
-
-    def result(self, seq: int, kind: str, payload: bytes) -> None:
-        """Append the result of a request. One that is carried out again after a restart keeps the first."""
-        with self._lock:
-            if seq not in self._done:
-                self._append(Record(seq, kind, payload, is_result=True))
-
-    def _append(self, record: Record) -> None:
-        self._file.append(record)
-        self._count(record)
-
-    def _count(self, record: Record) -> None:
-        if not record.is_result:
-            self._kinds[record.seq] = record.kind
-            return
-        self._done.add(record.seq)
-        self._num_steps += self._kinds.get(record.seq) == STEP
+        """The kind of a request after the snapshot."""
+        found = self._database.read("SELECT kind FROM requests WHERE seq = ?", seq)
+        return found[0][0] if found else None
 
     # --- snapshots ---
 
     @property
     def snapshot_due(self) -> bool:
-        """Whether the requests since the last snapshot are many enough for another one."""
-        with self._lock:
-            is_long = self._file.size - self._kept_bytes > self._max_bytes
-            is_writing = self._pending is not None and not self._pending.done()
-            return not is_writing and (is_long or self._num_steps >= self._snapshot_every)
+        """Whether there is enough since the last snapshot for another one."""
+        if self._pending is not None and not self._pending.done():
+            return False
+        num_steps = self._num_steps() - self._tried_steps
+        return num_steps >= self._snapshot_every or self._database.log_bytes() - self._tried_bytes > self._max_bytes
+
+    def _num_steps(self) -> int:
+        """Steps since the last snapshot that were carried out."""
+        [[num_steps]] = self._database.read(_NUM_STEPS, STEP)
+        assert isinstance(num_steps, int), "count(*)"
+        return num_steps
 
     def is_last(self, seq: int) -> bool:
         """Whether no later request has come. Results do not tell: after a restart requests that have one are carried out again."""
-        with self._lock:
-            return seq == max(self._kinds, default=seq)
+        return not self._database.read("SELECT 1 FROM requests WHERE seq > ? LIMIT 1", seq)
 
     def snapshot(self, seq: int, state: Mapping[str, Tensor], *, wait: bool = False) -> None:
         """Write the state in the background, then drop the requests up to `seq`, all of which it must contain.
 
-        `state` must not change afterwards. A failure is logged: the earlier snapshot and the whole journal remain. With `wait`
+        `state` must not change afterwards. A failure is logged: the earlier snapshot and all requests remain. With `wait`
         the snapshot is on the disk when it returns, and a failure raises StorageError.
         """
         self.wait()
         if wait:
-            self._write_snapshot(seq, state)
+            self._write_snapshot(seq + 1, state)
         else:
-            self._pending = self._background.submit(self._snapshot_in_background, seq, state)
+            self._pending = self._background.submit(self._snapshot_in_background, seq + 1, state)
 
     def wait(self) -> None:
         """Until the snapshot in the background is written."""
-        pending = self._pending
-        if pending is not None:
-            pending.result()
+        if self._pending is not None:
+            self._pending.result()
 
-    def _snapshot_in_background(self, seq: int, state: Mapping[str, Tensor]) -> None:
+    def _snapshot_in_background(self, first: int, state: Mapping[str, Tensor]) -> None:
         try:
-            self._write_snapshot(seq, state)
+            self._write_snapshot(first, state)
         except StorageError as error:
             logger.warning("No snapshot of %s: %s The journal is kept.", self.folder.name, error)
-            with self._lock:
-                self._num_steps = 0  # the next attempt comes after as many steps again
-                self._kept_bytes = self._file.size
+            self._tried_steps, self._tried_bytes = self._num_steps(), self._database.log_bytes()
 
-    def _write_snapshot(self, seq: int, state: Mapping[str, Tensor]) -> None:
-        first = seq + 1
-        path = self._snapshot(first)
-        if first <= self._first_seq:
+    def _write_snapshot(self, first: int, state: Mapping[str, Tensor]) -> None:
+        [[known]] = self._database.read(_FIRST)
+        path, start = self._snapshot(first), (first, "snapshot", b"")
+        if first <= known:
             return
         try:
             with replacing(path) as unfinished:
                 save_file(own_tensors(state), unfinished)
-            self._begin_file(first)
+            with self._database.writing() as execute:
+                execute("DELETE FROM requests WHERE seq < ?", (first,))
+                execute("DELETE FROM results WHERE seq < ?", (first - self._num_results,))
+                execute("DELETE FROM start")
+                execute("INSERT INTO start VALUES (?, ?, ?, ?)", (*start, Record(*start).checksum))
         except (OSError, SafetensorError) as error:
-            path.unlink(missing_ok=True)
-            self._remove(lambda name: name.startswith(UNFINISHED))
-            raise StorageError.of(path, error) from error
-        self._remove_others(first)
-
-    def _begin_file(self, first: int) -> None:
-        """Continue in a file without the requests that the snapshot contains. Its name appears when it is complete."""
-        with self._lock:
-            records = [record for record, _ in decode(self._file.read(), str(self._file.path))]
-            kept = [r for r in records if r.seq >= first or (r.is_result and r.seq >= first - self._num_results)]
-            path = self._journal(first)
-            with replacing(path) as unfinished:
-                unfinished.write_bytes(b"".join(record.encoded() for record in kept))
-            begun = JournalFile(path, sync=self._sync)
-            begun.records = []
-            self._file.close()
-            self._file, self._first_seq, self._kept_bytes = begun, first, begun.size
-            self._kinds, self._done, self._num_steps = {}, set(), 0
-            for record in kept:
-                self._count(record)
+            path.with_name(f"{UNFINISHED}{path.name}").unlink(missing_ok=True)
+            raise error if isinstance(error, StorageError) else StorageError.of(path, error) from error
+        self._database.empty_log()
+        self._tried_steps, self._tried_bytes = 0, self._database.log_bytes()
+        self._remove_snapshots(but=path)
 
     # --- files ---
 
     def _snapshot(self, first: int) -> Path:
         return self.folder / f"snapshot-{first}.safetensors"
 
-    def _journal(self, first: int) -> Path:
-        return self.folder / f"journal-{first}.log"
-
-    def _newest_pair(self) -> int:
-        """The number of the newest journal whose snapshot is there. A snapshot alone is from a process that was killed before it
-        continued in a new journal."""
-        found = [int(path.stem.removeprefix("journal-")) for path in self.folder.glob("journal-*.log")]
-        newest = max((first for first in found if first == 0 or self._snapshot(first).exists()), default=0)
-        if found and newest not in found:
-            raise JournalDamaged(f"{self.folder} has a journal but not the snapshot that it continues.")
-        self._remove_others(newest)
-        return newest
-
-    def _remove_others(self, first: int) -> None:
-        own = {self._snapshot(first).name, self._journal(first).name}
-        self._remove(lambda name: name not in own)
-
-    def _remove(self, is_old: Callable[[str], bool]) -> None:
-        for pattern in ("snapshot-*", "journal-*", f"{UNFINISHED}snapshot-*", f"{UNFINISHED}journal-*"):
+    def _remove_snapshots(self, *, but: Path | None = None) -> None:
+        for pattern in ("snapshot-*", f"{UNFINISHED}snapshot-*"):
             for path in self.folder.glob(pattern):
-                if is_old(path.name):
+                if path != but:
                     path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """After the snapshot in the background."""
         self.wait()
-        with self._lock:
-            self._file.close()
+        self._database.close()
 
     def delete(self) -> None:
         """Close and remove all files: the run will not be continued."""
-        self.close()
-        self._remove(lambda name: True)
+        self.wait()
+        self._database.delete()
+        self._remove_snapshots()
+
+
+def _encoded(result: Result) -> tuple[str, bytes]:
+    """The kind and payload of a result's record."""
+    if isinstance(result, Failure):
+        return "failed", msgspec.json.encode(result)
+    return ("proto", result) if isinstance(result, bytes) else ("json", json.dumps(result).encode())
+
+
+def _decoded(record: Record) -> Result:
+    """The result of a record; ValueError or MsgspecError if it cannot be read."""
+    if record.kind == "failed":
+        return msgspec.json.decode(record.payload, type=Failure)
+    decoded: Result = record.payload if record.kind == "proto" else parse_json(record.payload)
+    return decoded

@@ -1,9 +1,8 @@
 """The data folder of a Tinker server: everything that survives a restart, also after `kill -9`.
 
     server.json                    format and base model; a server of another model refuses the folder
-    sessions/<id>.json             samplers/<id>.json: sampling sessions and the weights that they sample from
-    runs/<run id>/run.json         settings of a training run, with the seed of its adapter
-    runs/<run id>/journal-S.log    requests after snapshot-S.safetensors (journal.py)
+    server.db                      sessions, training runs (with the seed of their adapter) and sampling sessions
+    runs/<run id>/journal.db       requests after snapshot-S.safetensors (journal.py)
     runs/<run id>/weights/<name>/  checkpoints; also sampler_weights/ and external_weights/ (checkpoints.py)
 
 Ids follow from what the client sends (session and sequence number), so a repeated request meets the record of the first.
@@ -11,73 +10,58 @@ Ids follow from what the client sends (session and sequence number), so a repeat
 
 import dataclasses
 import fcntl
-import json
+import functools
 import logging
 import secrets
 import shutil
-import threading
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Generic, Protocol, TypeVar
+from typing import IO, Any, Generic, TypeVar
 from urllib.parse import quote
 
 import msgspec
 from torch import Tensor
 
 from ludic.types import ConfigError
-from ludic.util.files import parse_json, replacing, write_json
+from ludic.util.files import parse_json, write_json
 from ludic_tinker.server.futures import Failure, Result
-from ludic_tinker.server.records import Checkpoint, CheckpointPath, Refused, RequestKind, Run, Sampler, Session
+from ludic_tinker.server.records import Refused, RequestKind, Run, Sampler, Session
 from ludic_tinker.server.storage.checkpoints import Checkpoints
-from ludic_tinker.server.storage.journal import FAILED, Record, RunJournal, StorageError
+from ludic_tinker.server.storage.database import Damaged, Database, StorageError, log_of
+from ludic_tinker.server.storage.journal import Recovered, RunJournal
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
+_ABOUT = "server.json"
+_SCHEMA = "CREATE TABLE records (kind TEXT, id TEXT, data BLOB, PRIMARY KEY (kind, id))"
 _LOAD: RequestKind = "load_weights"
 _PASS: RequestKind = "forward_backward"
 
 
-class Kept(Protocol):
-    """A record that one tenant sees."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def tenant(self) -> str: ...
-    @property
-    def created(self) -> float: ...
-
-
-Entry = TypeVar("Entry", bound=Kept)
+Entry = TypeVar("Entry", Session, Run, Sampler)
 
 
 class Table(Generic[Entry]):
-    """Records of one kind by id, each in a file that is replaced in one step. Thread-safe."""
+    """Records of one kind by id. Thread-safe."""
 
-    def __init__(self, kind: type[Entry], path_of: Callable[[str], Path], found: Iterable[Path]) -> None:
-        self._kind, self._path_of = kind, path_of
-        self._lock = threading.Lock()
+    def __init__(self, kind: type[Entry], database: Database) -> None:
+        self._kind: type[Entry] = kind
+        self._database = database
         self._entries: dict[str, Entry] = {}
-        for path in found:
+        for key, data in database.read("SELECT id, data FROM records WHERE kind = ?", kind.__name__):
             try:
-                entry = msgspec.json.decode(path.read_bytes(), type=kind)
-            except (OSError, msgspec.MsgspecError, RecursionError) as error:
-                logger.warning("%s is left out: %s", path, error)
-            else:
-                self._entries[entry.id] = entry
+                self._entries[key] = msgspec.json.decode(data, type=kind)
+            except (msgspec.MsgspecError, RecursionError, TypeError) as error:
+                logger.warning("%s %s in %s is left out: %s", kind.__name__, key, database.path, error)
 
     def put(self, entry: Entry) -> None:
         """Write an entry, over an earlier one of the same id."""
-        path = self._path_of(entry.id)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with self._lock, replacing(path) as unfinished:
-                unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(entry), indent=1))
-        except OSError as error:
-            raise StorageError.of(path, error) from error
+        row = (self._kind.__name__, entry.id, msgspec.json.encode(entry))
+        with self._database.writing() as execute:
+            execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", row)
         self._entries[entry.id] = entry
 
     def get(self, key: str, tenant: str | None = None) -> Entry:
@@ -93,27 +77,17 @@ class Table(Generic[Entry]):
         return sorted(found, key=lambda entry: (-entry.created, entry.id))
 
     def remove(self, key: str) -> None:
-        if self._entries.pop(key, None) is not None:
-            self._path_of(key).unlink(missing_ok=True)
-
-
-@dataclass(frozen=True, slots=True)
-class RecoveredRun:
-    """A run that the last server had not ended."""
-
-    run: Run
-    state: Mapping[str, Tensor] | None
-    """None: the run starts as it was created."""
-    next_number: int
-    """Of the first request that the state does not contain."""
-    requests: tuple[Record, ...]
-    """From that number on, in their order. All are carried out again, but for saves and failed ones that have a result."""
-    results: Mapping[int, Result]
-    """By number: a request that has one keeps it."""
+        with self._database.writing() as execute:
+            execute("DELETE FROM records WHERE kind = ? AND id = ?", (self._kind.__name__, key))
+        self._entries.pop(key, None)
 
 
 class DiskStore:
-    """A `Store` in a folder. One server at a time has it."""
+    """Everything that survives the process. A call returns when the data is written, and raises OSError if it cannot be.
+
+    The event loop calls what is about records and accepted requests, the training worker the rest. One server at a time has the
+    folder.
+    """
 
     def __init__(
         self,
@@ -131,25 +105,30 @@ class DiskStore:
             raise ConfigError(f"snapshot_every={snapshot_every}; it must be at least 1 step.")
         self.folder = Path(folder)
         self._runs = self.folder / "runs"
-        self._settings: dict[str, Any] = {
-            "sync": sync,
-            "snapshot_every": snapshot_every,
-            "max_bytes": max_journal_bytes,
-        }
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock_file = self._locked()
-            self.secret = self._checked(base_model)
+            about = self._about(base_model)
+            self._database = self._opened(sync, is_new=about is None)
+            self.secret = bytes.fromhex((about or self._begun(base_model))["secret"])
             """Signs the addresses of downloads."""
+        except StorageError:
+            raise
         except OSError as error:
             raise StorageError.of(self.folder, error) from error
         self._background = ThreadPoolExecutor(1, thread_name_prefix="ludic-tinker-snapshots")
+        self._new_journal = functools.partial(
+            RunJournal,
+            background=self._background,
+            sync=sync,
+            snapshot_every=snapshot_every,
+            max_bytes=max_journal_bytes,
+        )
         self._journals: dict[str, RunJournal] = {}
         self.damaged: dict[str, str] = {}
         """Runs that could not be recovered, and why."""
-        self.sessions = self._table(Session, "sessions")
-        self.samplers = self._table(Sampler, "samplers")
-        self.runs = Table(Run, lambda key: self._run_folder(key) / "run.json", self._runs.glob("*/run.json"))
+        self.sessions, self.samplers = Table(Session, self._database), Table(Sampler, self._database)
+        self.runs = Table(Run, self._database)
         self.checkpoints = Checkpoints(self._runs, sync=sync)
 
     def _locked(self) -> IO[bytes]:
@@ -163,22 +142,46 @@ class DiskStore:
             ) from error
         return file
 
-    def _checked(self, base_model: str) -> bytes:
-        path = self.folder / "server.json"
-        if not path.exists():
-            write_json(path, {"format": _FORMAT, "base_model": base_model, "secret": secrets.token_hex(32)})
-            path.chmod(0o600)
-        found = parse_json(path.read_text())
+    def _about(self, base_model: str) -> dict[str, Any] | None:
+        """What the folder says about itself, if it is not new; it must be of this format and base model."""
+        if not (self.folder / _ABOUT).exists():
+            return None
+        found: dict[str, Any] = parse_json((self.folder / _ABOUT).read_text())
+        if found["format"] == 1:
+            raise ConfigError(
+                f"{self.folder} is of a server of Ludic 0.2, whose journals are no longer read. Choose another folder with --data; "
+                f"to keep the checkpoints, copy {self._runs} there."
+            )
         if (found["format"], found["base_model"]) != (_FORMAT, base_model):
             raise ConfigError(
                 f"{self.folder} has the runs of base model {found['base_model']!r} (format {found['format']}), but this server "
                 f"serves {base_model!r} (format {_FORMAT}). Choose another folder with --data."
             )
-        return bytes.fromhex(found["secret"])
+        return found
 
-    def _table(self, kind: type[Entry], name: str) -> Table[Entry]:
-        folder = self.folder / name
-        return Table(kind, lambda key: folder / f"{quote(key, safe=':')}.json", folder.glob("*.json"))
+    def _begun(self, base_model: str) -> dict[str, Any]:
+        """The file that makes a folder a server's, written when its database is there."""
+        about = {"format": _FORMAT, "base_model": base_model, "secret": secrets.token_hex(32)}
+        write_json(self.folder / _ABOUT, about)
+        (self.folder / _ABOUT).chmod(0o600)
+        return about
+
+    def _opened(self, sync: bool, *, is_new: bool) -> Database:
+        """The database of records; a damaged one is set aside."""
+        path = self.folder / "server.db"
+        try:
+            return Database(path, _SCHEMA if is_new else None, sync=sync)
+        except Damaged as error:
+            aside = path.with_name(f"{path.name}.damaged-{time.time_ns()}")
+            for file in (path, log_of(path)):
+                if file.exists():
+                    file.rename(file.with_name(file.name.replace(path.name, aside.name)))
+            logger.error(
+                "%s It is set aside as %s. Its sessions and runs have ended; their checkpoints can still be loaded.",
+                error,
+                aside.name,
+            )
+            return Database(path, _SCHEMA, sync=sync)
 
     def _run_folder(self, run_id: str) -> Path:
         return self._runs / quote(run_id, safe=":")
@@ -188,12 +191,10 @@ class DiskStore:
         while self._journals:
             self._journals.popitem()[1].close()
         self._background.shutdown()
+        self._database.close()
         self._lock_file.close()
 
     # --- records ---
-
-    def add_session(self, session: Session) -> None:
-        self.sessions.put(session)
 
     def end_session(self, session_id: str, finished: str, detail: str | None) -> None:
         """The client said how it ended; what it said first counts."""
@@ -221,19 +222,22 @@ class DiskStore:
 
     def add_run(self, run: Run) -> None:
         assert run.spec.seed is not None, "after a restart the adapter is made again from its seed"
+        try:
+            self._run_folder(run.id).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError.of(self._run_folder(run.id), error) from error
+        self._open_journal(run.id, is_new=True)  # first: every run in the table has a journal
         self.runs.put(run)
-        self._open_journal(run.id)
 
     def drop_run(self, run_id: str) -> None:
         """Forget a run that no client was told of."""
         self.end_run(run_id)
         self.runs.remove(run_id)
 
-    def _open_journal(self, run_id: str) -> RunJournal:
+    def _open_journal(self, run_id: str, *, is_new: bool = False) -> RunJournal:
         if run_id in self._journals:
             self._journals.pop(run_id).close()
-        journal = RunJournal(self._run_folder(run_id), background=self._background, **self._settings)
-        self._journals[run_id] = journal
+        journal = self._journals[run_id] = self._new_journal(self._run_folder(run_id), is_new=is_new)
         return journal
 
     def end_run(self, run_id: str) -> None:
@@ -246,14 +250,8 @@ class DiskStore:
     def last_request(self, run_id: str) -> float:
         """When a run was last written to."""
         folder = self._run_folder(run_id)
-        return max(path.stat().st_mtime for path in [folder / "run.json", *folder.glob("journal-*.log")])
-
-    def add_sampler(self, sampler: Sampler) -> None:
-        self.samplers.put(sampler)
-
-    def remove_sampler(self, sampler_id: str) -> None:
-        """The sampling session has ended."""
-        self.samplers.remove(sampler_id)
+        found = [path.stat().st_mtime for path in (folder, *folder.glob("journal.db*")) if path.exists()]
+        return max(found, default=self.runs.get(run_id).created)
 
     # --- training requests ---
 
@@ -272,53 +270,22 @@ class DiskStore:
             if kind == _LOAD and not isinstance(result, Failure):
                 # The loaded checkpoint may be overwritten later, so a restart must not have to load it again.
                 journal.snapshot(number, state(), wait=True)
-            journal.result(number, *_encoded(result))
+            journal.result(number, result)
         except StorageError as error:
             logger.warning("The result of request %d of %s is not kept for a restart: %s", number, run_id, error)
         # The state may contain a part of a later pass if this is one, since they share batches; then a later request has come.
         if journal.snapshot_due and (kind != _PASS or journal.is_last(number)):
             journal.snapshot(number, state())
 
-    def recover(self) -> list[RecoveredRun]:
-        """The runs that the last server had not ended, oldest first. One whose files are damaged is logged and left out."""
+    def recover(self) -> list[tuple[Run, Recovered]]:
+        """The runs that the last server had not ended, oldest first. A damaged one is logged and left out."""
         found = []
         for run in reversed(self.runs.listed()):
             if run.is_ended:
                 continue
             try:
-                saved = self._open_journal(run.id).recover()
-                results = {number: _decoded(record) for number, record in saved.results.items()}
-            except (OSError, ValueError, msgspec.MsgspecError) as error:
+                found.append((run, self._open_journal(run.id).recover()))
+            except (Damaged, ValueError, msgspec.MsgspecError) as error:
                 logger.error("Run %s cannot be continued: %s Its checkpoints can still be loaded.", run.id, error)
                 self.damaged[run.id] = str(error)
-                continue
-            found.append(RecoveredRun(run, saved.state, saved.first_seq, saved.requests, results))
         return found
-
-    # --- checkpoints ---
-
-    def save_checkpoint(self, checkpoint: Checkpoint, tensors: Mapping[str, Tensor], *, overwrite: bool) -> None:
-        self.checkpoints.save(checkpoint, tensors, overwrite=overwrite)
-
-    def load_checkpoint(self, path: CheckpointPath) -> tuple[Checkpoint, dict[str, Tensor]]:
-        return self.checkpoints.load(path)
-
-    def checkpoint(self, path: CheckpointPath) -> Checkpoint:
-        return self.checkpoints.get(path)
-
-    def delete_checkpoint(self, path: CheckpointPath) -> None:
-        self.checkpoints.delete(path)
-
-
-def _encoded(result: Result) -> tuple[str, bytes]:
-    """The kind and payload of a result's record."""
-    if isinstance(result, Failure):
-        return FAILED, msgspec.json.encode(result)
-    return ("proto", result) if isinstance(result, bytes) else ("json", json.dumps(result).encode())
-
-
-def _decoded(record: Record) -> Result:
-    if record.kind == FAILED:
-        return msgspec.json.decode(record.payload, type=Failure)
-    decoded: Result = record.payload if record.kind == "proto" else parse_json(record.payload)
-    return decoded

@@ -3,8 +3,9 @@
 A field that this server does not know is refused by name if it holds anything, since ignoring it could change the answer.
 """
 
+import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,18 +22,22 @@ Lifetime = Annotated[int, Meta(ge=1, le=100 * 366 * 24 * 3600)]
 """Seconds, a century at most: dates end in the year 9999."""
 
 
-class CreateSession(Struct, kw_only=True):
+class Body(Struct, kw_only=True):
+    """What many bodies have, and nobody reads."""
+
+    type: str = ""
+
+
+class CreateSession(Body, kw_only=True):
     tags: list[str] = []
     user_metadata: dict[str, Any] | None = None
     sdk_version: str = ""
     project_id: str | None = None
     display_name: str | None = None
-    type: str = ""
 
 
-class SessionBody(Struct, kw_only=True):
+class SessionBody(Body, kw_only=True):
     session_id: str
-    type: str = ""
 
 
 class FinishReason(Struct, kw_only=True):
@@ -56,40 +61,48 @@ class OptimizerSettings(Struct, kw_only=True):
     type: str = "adamw"
 
 
-class CreateModel(Struct, kw_only=True):
+class CreateModel(Body, kw_only=True):
     session_id: str
     model_seq_id: Number
     base_model: str
     user_metadata: dict[str, Any] | None = None
     lora_config: LoraSettings = msgspec.field(default_factory=LoraSettings)
     optimizer_config: OptimizerSettings = msgspec.field(default_factory=OptimizerSettings)
-    type: str = ""
 
 
-class ModelBody(Struct, kw_only=True):
+class ModelBody(Body, kw_only=True):
     model_id: str
-    type: str = ""
 
 
-class AdamBody(Struct, kw_only=True):
+class AdamSettings(Struct, kw_only=True):
+    """The settings of one optimizer step (`tinker.AdamParams`), checked when its turn comes."""
+
     learning_rate: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-12
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
+    """0 does not clip."""
+
+    def checked(self) -> Self:
+        """Raise ConfigError for a number that AdamW cannot have."""
+        for name, value in msgspec.structs.asdict(self).items():
+            limit = 1.0 if name in ("beta1", "beta2") else math.inf
+            if not 0 <= value < limit:
+                raise ConfigError(f"{name}={value}; it must be at least 0 and less than {limit:g}.")
+        return self
 
 
-class OptimStep(Struct, kw_only=True):
+class OptimStep(Body, kw_only=True):
     model_id: str
     seq_id: Number
-    adam_params: AdamBody | None = None
+    adam_params: AdamSettings | None = None
     optimizer_params: dict[str, Any] | None = None
-    type: str = ""
 
 
-class SaveWeights(Struct, kw_only=True):
-    """Of both kinds of checkpoints."""
+class SaveWeights(Body, kw_only=True):
+    """A request to save a checkpoint of either kind."""
 
     model_id: str
     seq_id: Number
@@ -99,11 +112,10 @@ class SaveWeights(Struct, kw_only=True):
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
     kind: Literal["snapshot"] = "snapshot"
-    """Of SDK 0.38; its inflight saves are refused."""
-    type: str = ""
+    """A field of SDK 0.38, whose inflight saves are refused."""
 
 
-class SaveExternal(Struct, kw_only=True):
+class SaveExternal(Body, kw_only=True):
     """Weights to download."""
 
     model_id: str
@@ -111,10 +123,9 @@ class SaveExternal(Struct, kw_only=True):
     path: str
     ttl_seconds: Lifetime | None = None
     age_encryption_recipients: list[str] | None = None
-    type: str = ""
 
 
-class LoadWeights(Struct, kw_only=True):
+class LoadWeights(Body, kw_only=True):
     """Into a run (`model_id` and `seq_id`), or into a new one (`session_id` and `model_seq_id`)."""
 
     path: str
@@ -127,24 +138,21 @@ class LoadWeights(Struct, kw_only=True):
     user_metadata: dict[str, Any] | None = None
     optimizer_config: OptimizerSettings | None = None
     weights_access_token: str | None = None
-    type: str = ""
 
 
 class WeightsInfo(Struct, kw_only=True):
     tinker_path: str
 
 
-class CreateSamplingSession(Struct, kw_only=True):
+class CreateSamplingSession(Body, kw_only=True):
     session_id: str
     sampling_session_seq_id: Number
     base_model: str | None = None
     model_path: str | None = None
-    type: str = ""
 
 
-class SamplingSessionBody(Struct, kw_only=True):
+class SamplingSessionBody(Body, kw_only=True):
     sampling_session_id: str
-    type: str = ""
 
 
 class Chunk(Struct, kw_only=True):
@@ -191,7 +199,7 @@ class JsonTensor(Struct, kw_only=True):
             raise ConfigError(f"A tensor cannot be read: {error}.") from error
 
 
-class SampleBody(Struct, kw_only=True):
+class SampleBody(Body, kw_only=True):
     prompt: Prompt
     sampling_params: SamplingBody
     num_samples: Annotated[int, Meta(ge=1, le=1024)] = 1
@@ -204,7 +212,6 @@ class SampleBody(Struct, kw_only=True):
     topk_sample_logprobs: Annotated[int, Meta(ge=0, le=1024)] = 0
     target_prompt_logprobs: JsonTensor | None = None
     prompt_logprobs_last_n: Annotated[int, Meta(ge=1)] | None = None
-    type: str = ""
 
 
 class RetrieveFuture(Struct, kw_only=True):
@@ -212,10 +219,9 @@ class RetrieveFuture(Struct, kw_only=True):
     allow_metadata_only: bool = False
 
 
-class FuturesTarget(Struct, kw_only=True):
+class FuturesTarget(Body, kw_only=True):
     sampling_session_id: str
     cloned_sampler_id: Number = 0
-    type: str = ""
 
 
 class RetrieveFutures(Struct, kw_only=True):
@@ -262,7 +268,7 @@ def check_sparse(name: str, shape: Sequence[int], num_rows: int) -> None:
 
 
 def shaped(values: npt.NDArray[Any], shape: Sequence[int] | None) -> npt.NDArray[Any]:
-    """In this shape; without one, flat."""
+    """The values in this shape; without one, flat."""
     return values.reshape(list(shape)) if shape else values
 
 

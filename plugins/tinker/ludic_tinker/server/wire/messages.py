@@ -36,7 +36,7 @@ def read_pass(data: bytes) -> Any:
     try:
         request.ParseFromString(data)
     except DecodeError as error:
-        raise Refused(400, f"The body is no ForwardBackwardRequest of Tinker's protobuf: {error}.") from error
+        raise Refused(400, f"The body is not a ForwardBackwardRequest of Tinker's protobuf: {error}.") from error
     if not request.model_id or request.seq_id < 1:
         raise Refused(400, "A ForwardBackwardRequest needs a model_id, and a seq_id from 1.")
     return request
@@ -137,7 +137,7 @@ def write_pass(outputs: Sequence[PassOutput]) -> bytes:
 
 
 def _joined_metrics(outputs: Sequence[PassOutput]) -> dict[str, float]:
-    """As the SDK joins the parts of a large request: sums are added, means weighted by rows."""
+    """The metrics joined as the SDK joins the parts of a large request: sums are added, means weighted by rows."""
     if len(outputs) == 1:
         return dict(outputs[0].metrics)
     weights = [len(output.logprobs) for output in outputs]
@@ -173,7 +173,7 @@ class TopTokens(msgspec.Struct, frozen=True):
     logprobs: npt.NDArray[Any]
 
     def after(self, num_empty: int) -> "TopTokens":
-        """With this many positions in front that have none."""
+        """The same with this many positions in front that have none."""
         width = self.ids.shape[1]
         ids = np.concatenate([np.zeros((num_empty, width), np.int32), self.ids])
         logprobs = np.concatenate([np.full((num_empty, width), _MASKED_LOGPROB, np.float32), self.logprobs])
@@ -188,7 +188,7 @@ class ScoredPrompt(msgspec.Struct, frozen=True):
     targets: FloatArray | None = None
     """[positions - 1, K], 0 where none was asked for."""
     target_layout: JsonTensor | None = None
-    """As they were asked for, if that was sparse."""
+    """The sparse layout that was asked for, if it was one."""
 
 
 def write_sample(sequences: Iterable[SampledTokens], prompt: ScoredPrompt) -> bytes:

@@ -17,7 +17,7 @@ from ludic.http.request import parse_object
 from ludic.run.config.run_config import RunConfig
 from ludic.run.settings import read_pair, read_toml
 from ludic.training.checkpoint.manifest import CheckpointError, read_object
-from ludic.training.loggers.base import read_metrics
+from ludic.training.loggers.jsonl import read_metrics
 from ludic.types import ConfigError, load_rollouts
 from ludic_envs.adapters.openenv.actions import ActionFormat, UnreadableAction
 from ludic_judges.llm import read_criteria

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ludic.batch_gen.stitching import call_segments
+from ludic.batch_gen.segments import call_segments
 from ludic.types import Rollout, Step, spread_of
 from ludic_view.cards import Card, compared_groups, is_zero_spread
 from ludic_view.index import RunIndex

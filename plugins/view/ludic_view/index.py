@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ludic.run.folder import CONFIG, FAILURE, METRICS, ROLLOUTS, TRAINED
-from ludic.training.loggers.base import metrics_row
+from ludic.run.names import CONFIG, FAILURE, METRICS, ROLLOUTS, TRAINED
+from ludic.training.loggers.jsonl import metrics_row
 from ludic.types import ConfigError
 from ludic.util.files import Line, is_compressed, parse_json, parse_toml, read_lines
 from ludic_view.cards import Card

@@ -16,13 +16,13 @@ import numpy as np
 
 from ludic.types.errors import ConfigError, EnvContractError, Failure, LudicError
 from ludic.types.messages import Message, MessageView, Pictures, images_in, name_pictures, restore_pictures
-from ludic.types.metrics import added
 from ludic.types.steps import (
     AgentStep,
     EnvironmentStep,
     Step,
     StopReason,
     Turn,
+    added,
     components_of,
     is_parse_failure,
     new_id,

@@ -19,7 +19,7 @@ from rich.table import Table
 from ludic import __version__
 from ludic.cli.eval.config import MAY_CHANGE_ON_RESUME, EvalConfig
 from ludic.eval import Estimate, EvalReport, paired_difference
-from ludic.run.folder import CONFIG
+from ludic.run.names import CONFIG
 from ludic.run.resolve import slug
 from ludic.run.settings import differences, read_toml, to_toml, with_values
 from ludic.types import ConfigError, LudicError

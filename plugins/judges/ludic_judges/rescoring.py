@@ -17,7 +17,7 @@ from ludic.batch_gen.store import index_lines
 from ludic.interaction import score_or_record
 from ludic.rewards import Rewards, remove_scores
 from ludic.types import ConfigError, Rollout
-from ludic.types.rollout import stored_rollout
+from ludic.types.rollout_files import stored_rollout
 from ludic.util.files import Line, LineWriter, replacing
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ludic.batch_gen.segments import call_segments
 from ludic.types import Rollout, Step, spread_of
+from ludic.types.segments import call_segments
 from ludic_view.cards import Card, compared_groups, is_zero_spread
 from ludic_view.index import RunIndex
 from ludic_view.queries import BadQuery, JSONObject, NotFound, Query, live, matching_cards, mean, number_in, page_of

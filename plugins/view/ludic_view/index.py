@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from ludic.run.names import CONFIG, FAILURE, METRICS, ROLLOUTS, TRAINED
-from ludic.training.loggers.jsonl import metrics_row
 from ludic.types import ConfigError
 from ludic.util.files import Line, is_compressed, parse_json, parse_toml, read_lines
+from ludic.util.metrics_file import metrics_row
 from ludic_view.cards import Card
 from ludic_view.files import RolloutFile, is_record, rollouts_in, step_of_record
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from ludic.batch_gen.segments import call_segments
 from ludic.http.response import TextStream
 from ludic.models import SMOLLM2, TINY
 from ludic.run.names import CHECKPOINTS
 from ludic.types import Rollout, Step
+from ludic.types.segments import call_segments
 from ludic_view.files import step_of_record
 from ludic_view.index import RunIndex
 

@@ -1,13 +1,12 @@
 """Batch generation: runs episodes, applies the credit rule, stitches tokens into samples, serves batches.
 
 `run`, `eval` and `minimal` import it; `training` sees only its interfaces (`ludic.types`). Start with engine.py (episodes), then
-segments.py (which calls belong together), stitching.py (samples), sources/ (batches), requests/ (tasks). The names below are
-imported when they are asked for.
+stitching.py (samples), sources/ (batches), requests/ (tasks). The names below are imported when they are asked for.
 """
 
 from typing import TYPE_CHECKING
 
-from ludic.plugins import lazy
+from ludic.util.lazy import lazy
 
 if TYPE_CHECKING:
     from ludic.batch_gen.engine import *  # noqa: F403

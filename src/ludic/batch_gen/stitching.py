@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ludic.batch_gen.segments import ModelCall, model_calls, segments_of
 from ludic.types import (
     ActorTokenLogps,
     CandidateSets,
@@ -31,6 +30,7 @@ from ludic.types import (
     was_rejected_as_cut_off,
 )
 from ludic.types.messages import spans_with_reply
+from ludic.types.segments import ModelCall, model_calls, segments_of
 
 MAX_INFO_TEXT = 256
 """Longer texts of a step's info are not copied into an item's meta."""

@@ -23,7 +23,8 @@ import msgspec
 from ludic.batch_gen.episodes import Episode, EpisodePlan
 from ludic.rewards import Rewards
 from ludic.types import BackendExtensions, ConfigError, InferenceSpec, ReturnSpec, Rollout, SamplingParams
-from ludic.types.rollout import json_number, request_meta_in, stored_rollouts
+from ludic.types.rollout import json_number, request_meta_in
+from ludic.types.rollout_files import stored_rollouts
 from ludic.util.files import MEMBER_BYTES, Line, LineWriter, read_lines, repair
 
 logger = logging.getLogger(__name__)

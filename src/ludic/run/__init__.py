@@ -10,7 +10,7 @@ export.py are `--dry-run` and `ludic export`.
 
 from typing import TYPE_CHECKING
 
-from ludic.plugins import lazy
+from ludic.util.lazy import lazy
 
 if TYPE_CHECKING:
     from ludic.run.config.run_config import RunConfig

@@ -24,9 +24,9 @@ from ludic.run.policies.entry import POLICIES
 from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import Difference, differences, read_toml, to_toml
 from ludic.training.checkpoint.manifest import CheckpointError, read_manifest
-from ludic.training.loggers import newest_step_of, read_metrics
 from ludic.types import ConfigError
 from ludic.types.errors import RunComplete
+from ludic.util.metrics_file import newest_step_of, read_metrics
 
 if TYPE_CHECKING:
     from ludic.training.checkpoint.manager import CheckpointManager

@@ -6,7 +6,7 @@ only: `ludic.types.ConfigError` loads errors.py.
 
 from typing import TYPE_CHECKING
 
-from ludic.plugins import lazy
+from ludic.util.lazy import lazy
 
 if TYPE_CHECKING:
     from ludic.types.errors import *  # noqa: F403
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ludic.types.metrics import *  # noqa: F403
     from ludic.types.requests import *  # noqa: F403
     from ludic.types.rollout import *  # noqa: F403
+    from ludic.types.rollout_files import *  # noqa: F403
     from ludic.types.samples import *  # noqa: F403
     from ludic.types.sampling import *  # noqa: F403
     from ludic.types.steps import *  # noqa: F403
@@ -34,7 +35,8 @@ _NAMES_BY_MODULE = {
     "metrics": "apply_reducers_to_records component_means default_reducers NormalizeBy percent_keys Reducer ReducerKind "
     "result_names result_rates",
     "requests": "CtxSpec derive_seed EnvSpec prompt_key ProtocolSpec RolloutRequest",
-    "rollout": "by_session GroupKey load_rollouts Rollout save_rollouts",
+    "rollout": "by_session GroupKey Rollout",
+    "rollout_files": "load_rollouts save_rollouts",
     "samples": "ActorTokenLogps has_actor_logps HasActorLogps RolloutStepKey SampleAttachments SampleOrigin "
     "samples_by_session SAWBatch SAWItem",
     "sampling": "BackendExtensions ChatResponse InferenceSpec require_trainable_reply ReturnSpec SamplingConfig "

@@ -26,8 +26,8 @@ from ludic.run.policies.resolve import resolve_run
 from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import to_toml
 from ludic.types import ConfigError
-from ludic.types.errors import RestartLimit
 from ludic.util.files import parse_json
+from ludic.util.restarts import RestartLimit
 from ludic_pipeline.launch.command import LaunchArgs
 from ludic_pipeline.launch.processes import LocalProcesses, RayProcesses
 from ludic_pipeline.launch.supervisor import MergedOutput, Role, Supervisor, WhenDone

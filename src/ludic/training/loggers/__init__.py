@@ -6,7 +6,7 @@ the record of a run.
 
 from typing import TYPE_CHECKING
 
-from ludic.plugins import lazy
+from ludic.util.lazy import lazy
 
 if TYPE_CHECKING:
     from ludic.training.loggers.base import *  # noqa: F403
@@ -14,13 +14,16 @@ if TYPE_CHECKING:
     from ludic.training.loggers.print import *  # noqa: F403
     from ludic.training.loggers.rich_live import *  # noqa: F403
     from ludic.training.loggers.trackers import *  # noqa: F403
+    from ludic.util.metrics_file import newest_step_of as newest_step_of
+    from ludic.util.metrics_file import read_metrics as read_metrics
 
 _NAMES_BY_MODULE = {
     "base": "Closable KeepsRecord Resumable ShowsActivity TeeLogger",
-    "jsonl": "JSONLLogger newest_step_of read_metrics",
+    "jsonl": "JSONLLogger",
     "print": "PrintLogger",
     "rich_live": "RichLiveLogger",
     "trackers": "TensorBoardLogger TrackioLogger WandbLogger",
+    "ludic.util.metrics_file": "newest_step_of read_metrics",
 }
 __all__ = [name for names in _NAMES_BY_MODULE.values() for name in names.split()]
 __getattr__ = lazy(__name__, _NAMES_BY_MODULE)

@@ -1,4 +1,5 @@
-"""Which model calls of a rollout form one training item; `stitching` makes the item, `ludic view` shows it.
+"""Which model calls of a rollout form one training item. `ludic.batch_gen.stitching` makes the items, `ludic view` shows
+what was computed of them.
 
 Consecutive calls belong together as long as each prompt extends the previous prompt and completion exactly, across turns and tool
 loops.
@@ -9,7 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ludic.types import Rollout, Step, TokenTrace, Turn
+from ludic.types.rollout import Rollout
+from ludic.types.steps import Step, Turn
+from ludic.types.tokens import TokenTrace
 
 
 @dataclass(frozen=True, slots=True)

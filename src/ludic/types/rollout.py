@@ -6,7 +6,6 @@ conversation, and each picture once per rollout, in the table `images`: messages
 """
 
 import json
-import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -30,8 +29,6 @@ from ludic.types.steps import (
 )
 from ludic.types.tokens import TokenLog, TokenTrace
 from ludic.util.files import parse_json
-
-logger = logging.getLogger(__name__)
 
 FORMAT = 1
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from ludic.types.errors import ConfigError
 from ludic.types.rollout import DAMAGE, Rollout
-from ludic.util.files import Line, LineWriter, read_lines
+from ludic.util.files import Line, read_lines
+from ludic.util.line_writer import LineWriter
 
 logger = logging.getLogger(__name__)
 

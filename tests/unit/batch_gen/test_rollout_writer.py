@@ -29,7 +29,8 @@ from ludic.types import (
     load_rollouts,
 )
 from ludic.util import files
-from ludic.util.files import MEMBER_BYTES, LineWriter, read_lines, repair
+from ludic.util.files import read_lines, repair
+from ludic.util.line_writer import MEMBER_BYTES, LineWriter
 from tests.fakes import make_agent
 from tests.unit.batch_gen.parts import RL, TotalReward, make_engine, request, summary
 

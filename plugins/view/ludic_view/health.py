@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from ludic_view.cards import Card, compared_groups, is_zero_spread
+from ludic_view.files import Card, compared_groups, is_zero_spread
 from ludic_view.index import RunIndex
 
 WINDOW = 5

@@ -14,8 +14,7 @@ from ludic.run.names import CONFIG, FAILURE, METRICS, ROLLOUTS, TRAINED
 from ludic.types import ConfigError
 from ludic.util.files import Line, is_compressed, parse_json, parse_toml, read_lines
 from ludic.util.metrics_file import metrics_row
-from ludic_view.cards import Card
-from ludic_view.files import RolloutFile, is_record, rollouts_in, step_of_record
+from ludic_view.files import Card, RolloutFile, is_record, rollouts_in, step_of_record
 
 T = TypeVar("T")
 MAX_TEXT_BYTES = 1 << 20

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from ludic.batch_gen.sources.mixed import *  # noqa: F403
     from ludic.batch_gen.sources.offline import *  # noqa: F403
     from ludic.batch_gen.sources.preferences import *  # noqa: F403
-    from ludic.batch_gen.sources.rollouts import *  # noqa: F403
+    from ludic.batch_gen.sources.rollouts import DynamicSampling as DynamicSampling
+    from ludic.batch_gen.sources.rollouts import RolloutBatchSource as RolloutBatchSource
     from ludic.batch_gen.sources.shared import *  # noqa: F403
     from ludic.batch_gen.sources.stragglers import *  # noqa: F403
     from ludic.batch_gen.sources.teachers import *  # noqa: F403

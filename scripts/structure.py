@@ -1,7 +1,6 @@
 """Counts what REDESIGN bounds: lines, files, what an import loads, circles, arrows between packages, parameters, docstrings.
 
-    python scripts/structure.py             a table of this clone, with the target of each number
-    python scripts/structure.py PATH        the same of another tree, such as an older checkout
+    python scripts/structure.py [PATH]      a table of this clone (or of another tree), with the target of each number
 
 Standard library only; nothing that it counts is imported. tests/contract/test_structure.py holds what must not grow again.
 """
@@ -17,12 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FRAGMENTS = re.compile(r"(Of|That|As|By|What|Which|Where|How|Whether|From)\b")
-CLOSURES = {
-    "ludic_view.server": "6,000",
-    "ludic.training.trainer": "19,000",
-    "ludic.inference.local": "",
-    "ludic.run.run": "",
-}
+CLOSURES = {"ludic_view.server": "6,000", "ludic.training.trainer": "19,000", "ludic.run.run": ""}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -35,48 +29,31 @@ class Module:
         self.lines = text.count("\n")
         self.tree = ast.parse(text)
 
-    @functools.cached_property
-    def loaded(self) -> list[ast.AST]:
-        """The import statements that run when the module is imported."""
-        return [*_imports(self.tree, functions=False)]
+    @functools.cache  # noqa: B019 - a tree lives as long as the script
+    def imports(self, functions: bool) -> list[ast.AST]:
+        """The import statements that run when the module is imported; with `functions`, also those inside functions."""
+        return [*_imports(self.tree, functions)]
 
     @functools.cached_property
-    def all_imports(self) -> list[ast.AST]:
-        """The same, and those inside functions."""
-        return [*_imports(self.tree, functions=True)]
+    def face(self) -> ast.FunctionDef | ast.Assign | None:
+        """What makes the module's `__getattr__`: a function, or a call of `lazy` or `forward`."""
+        made = (node for node in self.tree.body if isinstance(node, ast.FunctionDef | ast.Assign))
+        return next((node for node in made if "__getattr__" in _bound_by(node)), None)
 
     @functools.cached_property
-    def face(self) -> ast.FunctionDef | ast.Call | None:
-        """The module's `__getattr__`: a function, or the call of `lazy` or `forward` that makes one."""
-        for node in self.tree.body:
-            if isinstance(node, ast.FunctionDef) and node.name == "__getattr__":
-                return node
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-                if any(isinstance(each, ast.Name) and each.id == "__getattr__" for each in node.targets):
-                    return node.value
-        return None
-
-    @functools.cached_property
-    def bound(self) -> set[str]:
-        """The names that the module's own statements bind."""
-        found: set[str] = set()
-        for node in self.tree.body:
-            if isinstance(node, Function | ast.ClassDef):
-                found.add(node.name)
-            elif isinstance(node, ast.Import | ast.ImportFrom):
-                found |= {alias.asname or alias.name for alias in node.names}
-            elif isinstance(node, ast.Assign | ast.AnnAssign):
-                found |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-        return found
+    def table(self) -> dict[str, str]:
+        """Name -> module, of the tables from which lazy faces are made."""
+        tables = (node for node in ast.walk(self.tree) if isinstance(node, ast.Dict))
+        pairs = (pair for table in tables for pair in zip(table.keys, table.values, strict=True))
+        texts = ((k.value, v.value) for k, v in pairs if isinstance(k, ast.Constant) and isinstance(v, ast.Constant))
+        return {name: str(module) for module, names in texts if isinstance(names, str) for name in names.split()}
 
     def homes(self, name: str) -> list[str]:
         """The modules in which a lazy face looks for a name; empty where the module itself has it."""
-        if self.face is None or name in self.bound:
+        if self.face is None or any(name in _bound_by(node) for node in self.tree.body):
             return []
-        tables = (node for node in ast.walk(self.tree) if isinstance(node, ast.Dict))
-        for key, value in (pair for table in tables for pair in zip(table.keys, table.values, strict=True)):
-            if isinstance(key, ast.Constant) and isinstance(value, ast.Constant) and name in str(value.value).split():
-                return [str(key.value), f"{self.name}.{key.value}"]
+        if name in self.table:
+            return [self.table[name], f"{self.name}.{self.table[name]}"]
         texts = [node.value for node in ast.walk(self.face) if isinstance(node, ast.Constant)]
         inside = [target for node in _imports(self.face, functions=True) for target in _targets(node)]
         return [text for text in texts if isinstance(text, str) and text.startswith("ludic")] + inside
@@ -92,33 +69,23 @@ class Tree:
 
     def core(self) -> list[Module]:
         """The modules of `ludic` without `ludic.minimal`."""
-        return [
-            module for name, module in self.modules.items() if is_in(name, "ludic") and not is_in(name, "ludic.minimal")
-        ]
-
-    def packages(self) -> list[str]:
-        return sorted({name.partition(".")[0] for name in self.modules})
+        return [m for name, m in self.modules.items() if is_in(name, "ludic") and not is_in(name, "ludic.minimal")]
 
     def named(self, node: ast.AST) -> set[str]:
         """The modules that an import statement names; of a lazy face, those in which it finds the names."""
-        found: set[str] = set()
-        for target in _targets(node):
-            found |= self._find(target)
-        return found
+        return set().union(*map(self._find, _targets(node)))
 
-    def _find(self, dotted: str, asked: frozenset[str] = frozenset()) -> set[str]:
-        if dotted in self.modules or dotted in asked:
-            return {dotted} & self.modules.keys()
+    def _find(self, dotted: str, asked: tuple[str, ...] = ()) -> set[str]:
         module, _, name = dotted.rpartition(".")
+        if dotted in self.modules or dotted in asked or not module:
+            return {dotted} & self.modules.keys()
         if module not in self.modules:
-            return self._find(module) if module else set()
-        home = next((home for home in self.modules[module].homes(name) if self._inside(home)), None)
-        if home is None:
-            return {module}
-        return {module} | self._find(f"{home}.{name}" if home in self.modules else home, asked | {dotted})
-
-    def _inside(self, dotted: str) -> bool:
-        return dotted in self.modules or dotted.rpartition(".")[0] in self.modules
+            return self._find(module)
+        for home in self.modules[module].homes(name):
+            if home in self.modules or home.rpartition(".")[0] in self.modules:
+                inside = f"{home}.{name}" if home in self.modules else home
+                return {module} | self._find(inside, (*asked, dotted))
+        return {module}
 
     def closure(self, *starts: str) -> set[str]:
         """The modules that importing these loads: by statements outside of functions, with the packages around each."""
@@ -128,7 +95,7 @@ class Tree:
             parts = waiting.pop().split(".")
             for name in {".".join(parts[:end]) for end in range(1, len(parts) + 1)} & self.modules.keys() - reached:
                 reached.add(name)
-                waiting += [target for node in self.modules[name].loaded for target in self.named(node)]
+                waiting += [target for node in self.modules[name].imports(False) for target in self.named(node)]
         return reached
 
     def program(self, page: str = "docs/training.md") -> set[str]:
@@ -142,10 +109,8 @@ class Tree:
 
     def arrows(self, functions: bool) -> dict[str, set[str]]:
         """What each module names in its imports, itself and the packages around a module not counted."""
-        return {
-            name: {t for node in (m.all_imports if functions else m.loaded) for t in self.named(node)} - {name}
-            for name, m in self.modules.items()
-        }
+        found = {name: map(self.named, module.imports(functions)) for name, module in self.modules.items()}
+        return {name: set().union(*targets) - {name} for name, targets in found.items()}
 
     def package_arrows(self) -> Counter[tuple[str, str]]:
         """Arrows that leave a package (the core or a plug-in), also from inside functions: (from, to) -> number."""
@@ -172,11 +137,21 @@ def _imports(node: ast.AST, functions: bool) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child
-        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+        elif isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
             for other in child.orelse:
                 yield from _imports(other, functions)
-        elif functions or not isinstance(child, Function | ast.Lambda):
+        elif isinstance(child, ast.stmt | ast.excepthandler) and (functions or not isinstance(child, Function)):
             yield from _imports(child, functions)
+
+
+def _bound_by(node: ast.AST) -> set[str]:
+    """The names that a statement of a module binds."""
+    if isinstance(node, Function | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return {alias.asname or alias.name for alias in node.names}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
 
 
 def _targets(node: ast.AST) -> list[str]:
@@ -187,51 +162,34 @@ def _targets(node: ast.AST) -> list[str]:
 
 
 def circles(arrows: Mapping[str, set[str]]) -> list[list[str]]:
-    """Groups of modules that reach each other, largest first (Tarjan's strongly connected components)."""
-    order: dict[str, int] = {}
-    low: dict[str, int] = {}
-    path: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(name: str) -> None:
-        order[name] = low[name] = len(order)
-        path.append(name)
-        for target in sorted(arrows[name]):
-            if target not in order:
-                visit(target)
-                low[name] = min(low[name], low[target])
-            elif target in path:
-                low[name] = min(low[name], order[target])
-        if low[name] == order[name]:
-            start = path.index(name)
-            found.append(sorted(path[start:]))
-            del path[start:]
-
-    for name in sorted(arrows):
-        if name not in order:
-            visit(name)
-    return sorted((group for group in found if len(group) > 1), key=len, reverse=True)
+    """Groups of modules that reach each other, largest first."""
+    reached: dict[str, set[str]] = {}
+    for start in arrows:
+        found: set[str] = set()
+        waiting = [start]
+        while waiting:
+            new = arrows[waiting.pop()] - found
+            found |= new
+            waiting += new
+        reached[start] = found
+    groups = {tuple(sorted(t for t in found if name in reached[t])) for name, found in reached.items() if name in found}
+    return sorted(map(list, groups), key=len, reverse=True)
 
 
 def parameters(modules: Iterable[Module]) -> tuple[int, str]:
     """The most parameters of a function, without self, *args and **kwargs, and its name."""
     most = (0, "")
     for module in modules:
-        for node in ast.walk(module.tree):
-            inside = node.body if isinstance(node, ast.ClassDef | ast.Module) else []
+        for node in (node for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef | ast.Module)):
             owner = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
-            for function in (each for each in inside if isinstance(each, Function) and not _is_kernel(each)):
-                names = [
-                    each.arg for each in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
-                ]
+            for function in (each for each in node.body if isinstance(each, Function)):
+                if any("jit" in ast.unparse(decorator) for decorator in function.decorator_list):
+                    continue  # Triton's language, whose functions take each pointer and stride by itself
+                given = function.args
+                names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
                 count = len(names) - (names[:1] in (["self"], ["cls"]))
                 most = max(most, (count, f"{module.name}.{owner}{function.name}"))
     return most
-
-
-def _is_kernel(function: Function) -> bool:
-    """Whether it is in Triton's language, whose functions take each pointer and stride by itself."""
-    return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
 def public_definitions(modules: Iterable[Module]) -> int:
@@ -242,16 +200,11 @@ def public_definitions(modules: Iterable[Module]) -> int:
 
 def docstrings(modules: Iterable[Module]) -> tuple[int, int]:
     """(fragments, all): texts that document a module, class, function or attribute, and those that begin in mid-sentence."""
-    texts = [text for module in modules for text in _docstrings(module.tree)]
+    nodes = (node for module in modules for node in ast.walk(module.tree))
+    inside = (s for node in nodes if isinstance(node, Function | ast.ClassDef | ast.Module) for s in node.body)
+    values = [s.value.value for s in inside if isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)]
+    texts = [value for value in values if isinstance(value, str)]
     return sum(bool(FRAGMENTS.match(text.strip())) for text in texts), len(texts)
-
-
-def _docstrings(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        for statement in getattr(node, "body", []) if isinstance(node, Function | ast.ClassDef | ast.Module) else []:
-            value = statement.value if isinstance(statement, ast.Expr) else None
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                yield value.value
 
 
 def config_errors(tree: Tree) -> int:
@@ -265,9 +218,8 @@ def rows(tree: Tree) -> Iterator[tuple[str, object, str]]:
     every, core = tree.modules.values(), tree.core()
     yield "lines", tree.lines(tree.modules), "84,000"
     yield "files", len(tree.modules), "460"
-    yield "lines of the core", sum(module.lines for module in core), "42,000"
-    yield "files of the core", len(core), ""
-    for package in tree.packages():
+    yield f"lines of the core (in {len(core)} files)", sum(module.lines for module in core), "42,000"
+    for package in sorted({name.partition(".")[0] for name in tree.modules}):
         inside = [name for name in tree.modules if is_in(name, package)]
         yield f"  {package}", f"{tree.lines(inside):,} in {len(inside)}", ""
     folder, number = tree.folders().most_common(1)[0]

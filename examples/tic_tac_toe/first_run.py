@@ -36,8 +36,9 @@ from ludic.inference.local import LocalEngine
 from ludic.models.execution import use_fastest_num_threads
 from ludic.models.loading import LoadedModel, load_model, no_progress_bar
 from ludic.run import build
-from ludic.run.config.run_config import CHECKPOINTS, RunConfig
-from ludic.run.folder import CONFIG, METRICS, TRAINED, ResumePoint, failure_written, rollouts_file, saved_step
+from ludic.run.config.run_config import RunConfig
+from ludic.run.folder import ResumePoint, failure_written, rollouts_file, saved_step
+from ludic.run.names import CHECKPOINTS, CONFIG, METRICS, TRAINED
 from ludic.run.settings import to_toml, with_values
 from ludic.training import CheckpointConfig, JSONLLogger, TeeLogger, Trainer, TrainerConfig, make_grpo, make_sft
 from ludic.training.config import LRSchedule

@@ -12,9 +12,12 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from ludic.util.lazy import forward as forward
+from ludic.util.lazy import lazy as lazy
+from ludic.util.lazy import missing as missing
 
 GROUPS = "ludic."
 """Prefix of the entry-point groups that Ludic reads."""
@@ -56,53 +59,6 @@ def find(group: str, name: str) -> Point | None:
 
     named = [point for point in points(group) if point.name == name]
     return min(named, key=lambda point: point.distribution != DISTRIBUTION, default=None)
-
-
-def missing(package: str, what: str) -> Exception:
-    """The error for a plug-in of Ludic that is not installed."""
-    from ludic.types.errors import MissingPlugin
-
-    return MissingPlugin(package, what)
-
-
-def forward(shim: str, package: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a module whose names are in a plug-in."""
-
-    def __getattr__(name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(f"module {shim!r} has no attribute {name!r}")
-        try:
-            module = importlib.import_module(package)
-        except ModuleNotFoundError as error:
-            if error.name != package.partition(".")[0]:
-                raise
-            raise missing(package.partition(".")[0], f"{shim}.{name}") from error
-        try:
-            return getattr(module, name)
-        except AttributeError:
-            raise AttributeError(f"module {shim!r} has no attribute {name!r}") from None
-
-    return __getattr__
-
-
-def lazy(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package that imports each module on first use. `names`: module -> names in it."""
-    homes = {name: module for module, inside in names.items() for name in inside.split()}
-
-    def __getattr__(name: str) -> Any:
-        if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has {', '.join(sorted(homes))}.")
-        home = homes[name] if homes[name].startswith("ludic") else f"{package}.{homes[name]}"
-        try:
-            found = getattr(importlib.import_module(home), name)
-        except ModuleNotFoundError as error:
-            if error.name != home.partition(".")[0]:
-                raise
-            raise missing(home.partition(".")[0], f"{package}.{name}") from error
-        setattr(sys.modules[package], name, found)
-        return found
-
-    return __getattr__
 
 
 def is_stale(group: str, name: str) -> bool:

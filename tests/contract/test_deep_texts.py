@@ -17,8 +17,8 @@ from ludic.http.request import parse_object
 from ludic.run.config.run_config import RunConfig
 from ludic.run.settings import read_pair, read_toml
 from ludic.training.checkpoint.manifest import CheckpointError, read_object
-from ludic.training.loggers.base import read_metrics
 from ludic.types import ConfigError, load_rollouts
+from ludic.util.metrics_file import read_metrics
 from ludic_envs.adapters.openenv.actions import ActionFormat, UnreadableAction
 from ludic_judges.llm import read_criteria
 from ludic_ops.scaling import read_shape

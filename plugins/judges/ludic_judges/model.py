@@ -26,7 +26,8 @@ from ludic.types import (
     derive_seed,
 )
 from ludic.types.errors import encodable
-from ludic.util.files import LineWriter, is_compressed, parse_json, read_lines
+from ludic.util.files import is_compressed, parse_json, read_lines
+from ludic.util.line_writer import LineWriter
 from ludic_judges.verdicts import (
     Form,
     JudgeError,

@@ -17,8 +17,9 @@ from ludic.batch_gen.store import index_lines
 from ludic.interaction import score_or_record
 from ludic.rewards import Rewards, remove_scores
 from ludic.types import ConfigError, Rollout
-from ludic.types.rollout import stored_rollout
-from ludic.util.files import Line, LineWriter, replacing
+from ludic.types.rollout_files import stored_rollout
+from ludic.util.files import Line, replacing
+from ludic.util.line_writer import LineWriter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

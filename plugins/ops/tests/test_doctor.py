@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from ludic import plugins
 from ludic.types.errors import DISTRIBUTION
 from ludic.util import packages
 from ludic_ops.doctor import machine
 from ludic_ops.doctor.command import ABILITIES, findings_of
-from ludic_ops.doctor.machine import CHECKS, Finding, ask_all
+from ludic_ops.doctor.machine import Finding, all_checks, ask_all
 from tests.unit.cli.runner import invoke
 
 ROOT = Path(__file__).parents[3]
@@ -33,7 +34,7 @@ def program(folder: Path, name: str, text: str, monkeypatch) -> None:
 
 def ability(name: str, **statuses: str) -> Finding:
     """What is said of an ability on a machine where all is well but for `statuses`."""
-    found = {check: Finding(name=check, status="ok", says="") for check in CHECKS}
+    found = {check: Finding(name=check, status="ok", says="") for check in all_checks()}
     for check, status in statuses.items():
         name_of_check = check.replace("_", " ")
         found[name_of_check] = Finding(name=name_of_check, status=status, says="why", repair="do this")  # type: ignore[arg-type]
@@ -44,7 +45,7 @@ def test_json_has_every_check_and_ability_and_the_exit_code_is_0_where_the_base_
     shown = invoke(["doctor", "--json", "--wait-s", "300"])
     found = json.loads(shown.output)
     assert shown.exit_code == 0 and found["ok"] is True
-    assert [one["name"] for one in found["machine"]] == list(CHECKS)
+    assert [one["name"] for one in found["machine"]] == list(all_checks())
     assert [one["name"] for one in found["abilities"]] == [one.name for one in ABILITIES]
     assert {one["status"] for one in found["machine"]} <= {"ok", "missing", "doubtful", "broken"}
     assert not any("cannot be checked" in one["says"] for one in found["machine"])
@@ -57,11 +58,13 @@ def test_doctor_runs_without_any_package_and_says_what_to_install(tmp_path):
     info = tmp_path / "ludic_rl-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ludic-rl\nVersion: 0\n")
-    commands = project["entry-points"]["ludic.commands"].items()
-    (info / "entry_points.txt").write_text(
-        "[ludic.commands]\n" + "\n".join(f"{name} = {value}" for name, value in commands)
-    )
-    places = [str(ROOT / "src"), str(ROOT / "plugins" / "ops"), str(tmp_path)]
+    groups = {group: project["entry-points"][group] for group in ("ludic.commands", "ludic.checks")}
+    lines = [
+        f"[{group}]\n" + "\n".join(f"{name} = {value}" for name, value in group_of.items())
+        for group, group_of in groups.items()
+    ]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    places = [str(ROOT / "src"), str(ROOT / "plugins" / "ops"), str(ROOT / "plugins" / "sandbox"), str(tmp_path)]
     code = (
         f"import sys; sys.path[:0] = {places!r}; sys.argv = ['ludic', 'doctor', '--wait-s', '300']\n"
         "from ludic.cli.main import main; main()"
@@ -69,6 +72,7 @@ def test_doctor_runs_without_any_package_and_says_what_to_install(tmp_path):
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1 and done.stderr == "", done.stderr
     assert "not installed: numpy, msgspec, rich, tyro" in done.stdout and "The base install is broken." in done.stdout
+    assert "missing   vLLM           the plug-in ludic_vllm is not installed" in done.stdout
     assert f"pip install -e {ROOT}\n" in done.stdout and f"install -e '{ROOT}[train]'" in done.stdout
 
 
@@ -108,28 +112,6 @@ def test_a_redis_that_does_not_start_is_broken(tmp_path, monkeypatch):
     assert machine.redis() == Finding(name="redis-server", status="ok", says="7.2.4")
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     assert machine.redis().status == "missing" and "install redis" in machine.redis().repair
-
-
-def test_a_vllm_that_is_not_installed_is_missing_and_not_broken(tmp_path, monkeypatch):
-    program(tmp_path, "python", f'#!/bin/sh\nexec {sys.executable} -S "$@"\n', monkeypatch)
-    monkeypatch.setenv("LUDIC_VLLM_PYTHON", str(tmp_path / "python"))
-    found = machine.vllm()
-    assert (found.status, found.says.partition(".")[0]) == ("missing", f"{tmp_path / 'python'} has no vLLM")
-    monkeypatch.setenv("LUDIC_VLLM_PYTHON", str(tmp_path / "gone"))
-    found = machine.vllm()
-    assert found.status == "broken" and "is not a working Python" in found.says
-
-
-def test_a_bubblewrap_without_namespaces_is_broken_and_the_kernel_settings_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("ludic_sandbox.bubblewrap.bubblewrap_problem", lambda: "bwrap cannot make a sandbox here: no.")
-    program(tmp_path, "bwrap", "#!/bin/sh\necho bubblewrap 0.8.0\n", monkeypatch)
-    monkeypatch.setattr(sys, "platform", "linux")
-    found = machine.bubblewrap()
-    assert (
-        found.status == "broken"
-        and "cannot make a sandbox" in found.says
-        and "unprivileged_userns_clone" in found.repair
-    )
 
 
 def test_torch_version_file_says_for_what_torch_is_built(tmp_path, monkeypatch):
@@ -181,9 +163,19 @@ def test_abilities_follow_from_checks_and_packages(monkeypatch):
     assert lacking.status == "missing" and "train,pipeline" in lacking.repair and "not installed" in lacking.says
 
 
+def test_a_check_of_a_plug_in_that_is_gone_is_missing_and_so_is_what_needs_it(monkeypatch):
+    gone = plugins.Point("ludic.checks", "vLLM", "ludic_nowhere.checks:vllm", DISTRIBUTION)
+    monkeypatch.setattr(plugins, "points", lambda group: [gone])
+    found = {name: check() for name, check in all_checks().items() if name in ("vLLM", "python")}
+    assert (found["vLLM"].status, found["vLLM"].says) == ("missing", "the plug-in ludic_nowhere is not installed")
+    assert "[nowhere]" in found["vLLM"].repair and "bubblewrap" not in all_checks()
+    code_envs = findings_of(next(one for one in ABILITIES if one.name.startswith("code envs")), found)
+    assert (code_envs.status, code_envs.says) == ("missing", "bubblewrap: no installed plug-in looks for it")
+
+
 def test_every_extra_and_check_that_an_ability_names_exists():
     for one in ABILITIES:
-        assert set(one.extras) <= packages.requirements().keys() and set(one.needs) <= CHECKS.keys()
+        assert set(one.extras) <= packages.requirements().keys() and set(one.needs) <= all_checks().keys()
     assert packages.DISTRIBUTION == DISTRIBUTION
 
 

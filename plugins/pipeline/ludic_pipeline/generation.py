@@ -11,9 +11,10 @@ from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot
 from ludic.models.loading import LoadedModel
 from ludic.models.lora import dense_parameters
-from ludic.run.folder import WEIGHTS, ResumePoint
+from ludic.run.folder import ResumePoint
 from ludic.run.generation.base import Generation
 from ludic.run.model import ServedPolicy, local_engine
+from ludic.run.names import WEIGHTS
 from ludic.run.parts.algorithm import make_algorithm
 from ludic.run.parts.episodes import EpisodeSetup
 from ludic.run.resolve import ResolvedRun

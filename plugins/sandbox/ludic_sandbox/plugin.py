@@ -1,4 +1,4 @@
-"""What this plug-in adds: programming tasks with a small example of each, a tool and a command. Entry points name these objects."""
+"""What this plug-in adds: programming tasks with a small example of each, a tool, a command and a check. Entry points name them."""
 
 from ludic.catalog import Entry, Suggested
 from ludic.cli.commands import Command
@@ -85,3 +85,28 @@ HARBOR_FAMILY = Entry(
     ),
 )
 PYTHON = Entry("ludic_sandbox.python_tool:python_tool")
+
+
+def check_bubblewrap() -> tuple[str, str, str]:
+    """For `ludic doctor`: (status, what there is, how to repair it). A sandbox is made: users may make namespaces, or may not."""
+    import shutil
+    import subprocess
+    import sys
+
+    if not sys.platform.startswith("linux"):
+        return "missing", "exists for Linux only; docker or podman do instead", ""
+    if shutil.which("bwrap") is None:
+        return "missing", "not installed; programs of models run in it", "apt-get install bubblewrap"
+    from ludic_sandbox.bubblewrap import bubblewrap_problem
+
+    problem = bubblewrap_problem()
+    if not problem:
+        shown = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
+        return "ok", f"{shown.strip().removeprefix('bubblewrap ')}; namespaces work", ""
+    engines = [name for name in ("docker", "podman") if shutil.which(name)]
+    other = f" (or --sandbox {engines[0]})" if engines else ""
+    repair = (
+        "sysctl -w kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0; in a container: docker run "
+        f"--security-opt seccomp=unconfined --security-opt apparmor=unconfined{other}"
+    )
+    return "broken", problem.partition(" (Does")[0], repair

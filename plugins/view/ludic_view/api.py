@@ -11,8 +11,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import msgspec
 
-from ludic_view.cards import Card, compared_groups, is_zero_spread, strict_json
-from ludic_view.groups import groups, show_group, show_task, tasks
+from ludic_view.files import Card, compared_groups, is_zero_spread, strict_json
 from ludic_view.health import advisories
 from ludic_view.index import RunIndex, Runs
 from ludic_view.queries import (
@@ -29,7 +28,7 @@ from ludic_view.queries import (
     page_of,
     sorted_cards,
 )
-from ludic_view.rollouts import show_rollout
+from ludic_view.rollouts import groups, show_group, show_rollout, show_task, tasks
 from ludic_view.tokens import has_texts
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""One self-contained HTML file with chosen rollouts: to attach to an issue or a paper, or to keep beside an evaluation.
+"""One self-contained HTML file with chosen rollouts: to attach to an issue or a paper, or to keep with an evaluation.
 
 The file holds the page's own modules as one script, its style, and the server's answers as JSON. Its policy (CSP) allows exactly
 this script and this style, by hash, and no request at all; `<` is escaped in the JSON, so that no text of a model can end it.
@@ -10,11 +10,14 @@ import html
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ludic_view.groups import task_numbers
+from ludic_view import api
+from ludic_view.index import Runs
+from ludic_view.rollouts import task_numbers
 
 PAGE = Path(__file__).parent / "page"
 
@@ -28,6 +31,16 @@ Answer = Callable[[str], Mapping[str, Any]]
 def export_page(answer: Answer, run: str, rollouts: Iterable[str], *, title: str | None = None) -> str:
     """A page with these rollouts of a run, their groups and tasks, and the run's metrics."""
     return page_of(answers_for(answer, run, rollouts), title=title or f"{run} · ludic view")
+
+
+def evaluation_page(folder: Path) -> str:
+    """The page of an evaluation: its worst rollouts and some of the best. `ludic eval` finds it as a report."""
+    runs = Runs(folder)
+    index = runs.get(folder.resolve().name)
+    index.refresh(float("inf"))
+    worst, best = (api.rollouts(index, {"sort": way, "limit": "32"})["rollouts"] for way in ("reward", "-reward"))
+    ids = dict.fromkeys(card["id"] for card in [*worst[:24], *best[:8]])
+    return export_page(partial(api.answer, runs), index.id, ids, title=folder.name)
 
 
 def answers_for(answer: Answer, run: str, rollouts: Iterable[str]) -> dict[str, Any]:

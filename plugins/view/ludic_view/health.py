@@ -13,8 +13,7 @@ from urllib.parse import quote
 import numpy as np
 
 from ludic.training.causes import likely_cause
-from ludic.training.config import TrainerConfig
-from ludic_view.cards import Card, compared_groups, is_zero_spread
+from ludic_view.files import Card, compared_groups, is_zero_spread
 from ludic_view.index import RunIndex
 
 WINDOW = 5
@@ -25,6 +24,8 @@ MAX_PARSE_ERRORS = 0.25
 MAX_FAILED = 0.05
 MAX_CLIPPED = 0.3
 MIN_ESS = 0.5
+PARITY_TOLERANCE = 0.05
+"""`TrainerConfig.parity_tolerance`, which a run cannot set."""
 ENTROPY_LEFT = 0.1
 """Share of the first updates' entropy below which it has collapsed."""
 MIN_STRAGGLER_S = 5.0
@@ -188,15 +189,14 @@ def _parse_errors(run: _Run) -> Iterator[Advisory]:
 
 
 def _mismatch(run: _Run) -> Iterator[Advisory]:
-    tolerance = TrainerConfig().parity_tolerance
     recent = run.metric("train/logp_difference_abs")[-WINDOW:]
-    if recent and median(value for _, value in recent) > tolerance:
+    if recent and median(value for _, value in recent) > PARITY_TOLERANCE:
         step, worst = max(recent, key=lambda found: found[1])
         yield Advisory(
             level="warning",
             code="mismatch",
             title=f"Sampler and trainer disagree by {worst:.3f} nats per token",
-            detail=f"More than parity_tolerance={tolerance:g}. At lag 0 the two should agree up to rounding.",
+            detail=f"More than parity_tolerance={PARITY_TOLERANCE:g}. At lag 0 the two should agree up to rounding.",
             advice="Usual causes: another precision, a sampling temperature that samples do not record, an adapter that only one "
             "of them has, stale samples. train/kl_actor_policy_q1 to _q4 show where in a sample they differ; --corrections masks "
             "what is too far away.",

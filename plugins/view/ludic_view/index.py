@@ -10,12 +10,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ludic.run.folder import CONFIG, FAILURE, METRICS, ROLLOUTS, TRAINED
-from ludic.training.loggers.base import metrics_row
+from ludic.run.names import CONFIG, FAILURE, METRICS, ROLLOUTS, TRAINED
 from ludic.types import ConfigError
 from ludic.util.files import Line, is_compressed, parse_json, parse_toml, read_lines
-from ludic_view.cards import Card
-from ludic_view.files import RolloutFile
+from ludic.util.metrics_file import metrics_row
+from ludic_view.files import Card, RolloutFile
 from ludic_view.records import BadRecord, is_record, rollouts_in, step_of_record
 
 T = TypeVar("T")

@@ -12,8 +12,8 @@ import tyro
 
 from ludic.cli.args import Switch, parse
 from ludic.cli.terminal.colour import make_console
-from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError, MissingExtra
+from ludic.util.metrics_file import read_metrics
 from ludic_view.command import find_runs
 
 USUAL = ("train/avg_total_reward", "eval/accuracy")

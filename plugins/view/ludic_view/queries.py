@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from ludic.types import LudicError
-from ludic_view.cards import Card, compared_groups, is_zero_spread, strict_json
+from ludic_view.files import Card, compared_groups, is_zero_spread, strict_json
 from ludic_view.index import RunIndex
 
 JSONObject: TypeAlias = dict[str, Any]

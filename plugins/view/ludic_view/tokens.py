@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from ludic.batch_gen.stitching import call_segments
 from ludic.http.response import TextStream
 from ludic.models import SMOLLM2, TINY
-from ludic.run.config.model import ModelSettings
-from ludic.run.config.run_config import CHECKPOINTS
+from ludic.run.names import CHECKPOINTS
 from ludic.types import Rollout, Step
+from ludic.types.segments import call_segments
 from ludic_view.index import RunIndex
 from ludic_view.records import BadRecord, segments_in, step_of_record
 
@@ -138,6 +137,7 @@ def _known_tokenizer(model: str) -> Any:
     if not _is_known(model):
         return None
     try:
+        from ludic.run.config.model import ModelSettings
         from ludic.run.model import load_tokenizer
 
         return load_tokenizer(ModelSettings(model=model))

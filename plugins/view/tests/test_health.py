@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ludic.training.causes import why_nothing_was_learned
-from ludic.util.files import LineWriter
+from ludic.util.line_writer import LineWriter
 from ludic_view.health import RULES, advisories
 from ludic_view.index import RunIndex
 from plugins.view.tests.test_index import line_of

@@ -13,7 +13,7 @@ import pytest
 
 from ludic.cli.eval.results import write_page
 from ludic.types import ConfigError, Rollout
-from ludic.util.files import LineWriter
+from ludic.util.line_writer import LineWriter
 from ludic_view import api
 from ludic_view import files as files_module
 from ludic_view.index import RunIndex, Runs

@@ -7,7 +7,7 @@ import pytest
 
 from ludic.cli.main import find_command
 from ludic.types import ConfigError
-from ludic.util.files import LineWriter
+from ludic.util.line_writer import LineWriter
 from ludic_view.plot import chart, points_of
 from plugins.view.tests.conftest import private_cache, recorded  # noqa: F401 - fixtures
 from plugins.view.tests.test_index import empty_run, line_of

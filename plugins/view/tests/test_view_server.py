@@ -10,7 +10,7 @@ aiohttp = pytest.importorskip("aiohttp")
 from aiohttp.test_utils import TestClient, TestServer  # noqa: E402
 
 from ludic.types import ConfigError  # noqa: E402
-from ludic.util.files import LineWriter  # noqa: E402
+from ludic.util.line_writer import LineWriter  # noqa: E402
 from ludic_view.index import Runs  # noqa: E402
 from ludic_view.server import check_access, make_app, serve  # noqa: E402
 from plugins.view.tests.test_index import empty_run, line_of  # noqa: E402

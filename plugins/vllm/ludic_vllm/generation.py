@@ -22,8 +22,8 @@ from ludic.run.model import ServedPolicy
 from ludic.run.resolve import ResolvedRun
 from ludic.training.learner.stop import run_sync
 from ludic.types import BatchSource, ConfigError, PolicyPublisher, SAWBatch, shown_url
-from ludic.types.errors import RestartLimit, Restarts
 from ludic.types.interfaces import load_into, state_of, tell_version
+from ludic.util.restarts import RestartLimit, Restarts
 from ludic_gpu.vision.inputs import save_tokenizer
 from ludic_pipeline.settings import required_servers
 from ludic_vllm.client import VLLMChatClient

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from ludic.http.client import EndpointError, get_without_loop
 from ludic.types import ConfigError, PolicyGone
-from ludic.types.errors import Restarts
+from ludic.util.restarts import Restarts
 from ludic_vllm.command import check_port
 from ludic_vllm.process import VLLMServerProcess, last_words
 

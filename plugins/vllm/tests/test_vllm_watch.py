@@ -14,7 +14,7 @@ import pytest
 
 from ludic.http.client import get_without_loop
 from ludic.types import PolicyGone
-from ludic.types.errors import RestartLimit, Restarts
+from ludic.util.restarts import RestartLimit, Restarts
 from ludic_vllm.command import ServerCommand, free_port
 from ludic_vllm.process import VLLMServerProcess, is_healthy, wait_for_vllm_health
 from ludic_vllm.watch import HealthCheck, ServerWatch

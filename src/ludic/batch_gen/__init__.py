@@ -1,58 +1,51 @@
 """Batch generation: runs episodes, applies the credit rule, stitches tokens into samples, serves batches.
 
 `run`, `eval` and `minimal` import it; `training` sees only its interfaces (`ludic.types`). Start with engine.py (episodes), then
-stitching.py (samples), sources/ (batches), requests/ (tasks), pipeline/ (actors and learners over Redis).
+stitching.py (samples), sources/ (batches), requests/ (tasks). The names below are imported when they are asked for.
 """
 
-from ludic.batch_gen.engine import Progress, RolloutEngine
-from ludic.batch_gen.episodes import TooManyFailures
-from ludic.batch_gen.requests.curriculum import (
-    Curriculum,
-    EasiestFirstCurriculum,
-    KnowsSuccess,
-    PrioritisedCurriculum,
-    SuccessBandCurriculum,
-    TaskCurriculum,
-    UniformCurriculum,
-)
-from ludic.batch_gen.requests.dataset import (
-    DatasetRequests,
-    MixedRequests,
-    RequestsFn,
-    make_dataset_queue_requests_fn,
-    make_dataset_sequence_requests_fn,
-    make_requests_fn_from_queue,
-)
-from ludic.batch_gen.requests.groups import GRPORequestStrategy, IdentityStrategy, RequestStrategy
-from ludic.batch_gen.requests.roles import AssignedRequests, assign_roles
-from ludic.batch_gen.sources.asynchronous import AsyncRolloutBatchSource
-from ludic.batch_gen.sources.mixed import MixedBatchSource, MixedPart, ReplayBatchSource
-from ludic.batch_gen.sources.offline import OfflineBatchSource, make_chat_template_step_to_item
-from ludic.batch_gen.sources.preferences import PreferenceBatchSource
-from ludic.batch_gen.sources.rollouts import DynamicSampling, RolloutBatchSource
-from ludic.batch_gen.sources.shared import PolicyBatchSource, SharedRollouts
-from ludic.batch_gen.sources.stragglers import Stragglers
-from ludic.batch_gen.sources.teachers import (
-    DomainTeachers,
-    PrivilegedTeacher,
-    TeacherAnnotatedBatchSource,
-    Teachers,
-    hint_first,
-)
-from ludic.batch_gen.stitching import stitch_rollout, stitch_rollouts
-from ludic.types import RequestsExhausted
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "RolloutEngine", "Progress", "TooManyFailures",
-    "RequestStrategy", "IdentityStrategy", "GRPORequestStrategy", "DynamicSampling", "Stragglers",
-    "Curriculum", "TaskCurriculum", "UniformCurriculum", "EasiestFirstCurriculum", "SuccessBandCurriculum",
-    "PrioritisedCurriculum", "KnowsSuccess",
-    "RequestsFn", "RequestsExhausted", "DatasetRequests", "MixedRequests", "make_requests_fn_from_queue",
-    "make_dataset_queue_requests_fn", "make_dataset_sequence_requests_fn",
-    "stitch_rollout", "stitch_rollouts",
-    "RolloutBatchSource", "AsyncRolloutBatchSource", "OfflineBatchSource", "make_chat_template_step_to_item",
-    "PreferenceBatchSource",
-    "MixedBatchSource", "MixedPart", "ReplayBatchSource",
-    "TeacherAnnotatedBatchSource", "Teachers", "DomainTeachers", "PrivilegedTeacher", "hint_first",
-    "AssignedRequests", "assign_roles", "SharedRollouts", "PolicyBatchSource",
-]  # fmt: skip
+from ludic.util.lazy import lazy
+
+if TYPE_CHECKING:
+    from ludic.batch_gen.engine import *  # noqa: F403
+    from ludic.batch_gen.episodes import *  # noqa: F403
+    from ludic.batch_gen.requests.curriculum import *  # noqa: F403
+    from ludic.batch_gen.requests.dataset import *  # noqa: F403
+    from ludic.batch_gen.requests.groups import *  # noqa: F403
+    from ludic.batch_gen.requests.roles import *  # noqa: F403
+    from ludic.batch_gen.sources.asynchronous import *  # noqa: F403
+    from ludic.batch_gen.sources.mixed import *  # noqa: F403
+    from ludic.batch_gen.sources.offline import *  # noqa: F403
+    from ludic.batch_gen.sources.preferences import *  # noqa: F403
+    from ludic.batch_gen.sources.rollouts import DynamicSampling as DynamicSampling
+    from ludic.batch_gen.sources.rollouts import RolloutBatchSource as RolloutBatchSource
+    from ludic.batch_gen.sources.shared import *  # noqa: F403
+    from ludic.batch_gen.sources.stragglers import *  # noqa: F403
+    from ludic.batch_gen.sources.teachers import *  # noqa: F403
+    from ludic.batch_gen.stitching import *  # noqa: F403
+    from ludic.types import RequestsExhausted as RequestsExhausted
+
+_NAMES_BY_MODULE = {
+    "engine": "Progress RolloutEngine",
+    "episodes": "TooManyFailures",
+    "requests.curriculum": "Curriculum EasiestFirstCurriculum KnowsSuccess PrioritisedCurriculum SuccessBandCurriculum "
+    "TaskCurriculum UniformCurriculum",
+    "requests.dataset": "DatasetRequests MixedRequests RequestsFn make_dataset_queue_requests_fn "
+    "make_dataset_sequence_requests_fn make_requests_fn_from_queue",
+    "requests.groups": "GRPORequestStrategy IdentityStrategy RequestStrategy",
+    "requests.roles": "AssignedRequests assign_roles",
+    "sources.asynchronous": "AsyncRolloutBatchSource",
+    "sources.mixed": "MixedBatchSource MixedPart ReplayBatchSource",
+    "sources.offline": "OfflineBatchSource make_chat_template_step_to_item",
+    "sources.preferences": "PreferenceBatchSource",
+    "sources.rollouts": "DynamicSampling RolloutBatchSource",
+    "sources.shared": "PolicyBatchSource SharedRollouts",
+    "sources.stragglers": "Stragglers",
+    "sources.teachers": "DomainTeachers PrivilegedTeacher TeacherAnnotatedBatchSource Teachers hint_first",
+    "stitching": "stitch_rollout stitch_rollouts",
+    "ludic.types": "RequestsExhausted",
+}
+__all__ = [name for names in _NAMES_BY_MODULE.values() for name in names.split()]
+__getattr__ = lazy(__name__, _NAMES_BY_MODULE)

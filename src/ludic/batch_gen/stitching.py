@@ -6,7 +6,7 @@ starts a new item. Nothing is retokenised.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,36 +25,15 @@ from ludic.types import (
     SAWItem,
     Step,
     TokenTrace,
-    Turn,
     VersionRun,
     is_parse_failure,
     was_rejected_as_cut_off,
 )
 from ludic.types.messages import spans_with_reply
+from ludic.types.segments import ModelCall, model_calls, segments_of
 
 MAX_INFO_TEXT = 256
 """Longer texts of a step's info are not copied into an item's meta."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A step with sampled tokens, and its turn."""
-
-    step: Step
-    turn: Turn
-    ends_turn: bool
-    """Whether it is the last call of its turn."""
-
-    @property
-    def trace(self) -> TokenTrace:
-        assert self.step.trace is not None, "only steps with one are calls"
-        return self.step.trace
-
-    @property
-    def kind(self) -> tuple[float | None, bool, bool]:
-        """Facts that all calls of one item share, because the item stores them once."""
-        trace = self.trace
-        return trace.temperature, trace.completion_logprobs is not None, bool(trace.version_runs)
 
 
 def stitch_rollouts(
@@ -85,64 +64,18 @@ def stitch_rollout(
     """
     if rollout.failure is not None:
         return []
-    calls = _calls(rollout)
+    calls = model_calls(rollout)
     if require_logprobs:
         _require_logprobs(rollout, calls)
-    segments = _segments(calls, per_turn=per_turn)
+    segments = segments_of(calls, per_turn=per_turn)
     rewards, origin = _call_rewards(rollout, calls), SampleOrigin.of_rollout(rollout)
     return [_item(rollout, segment, number, weights, rewards, origin) for number, segment in enumerate(segments)]
-
-
-# --- which calls belong together ---
-
-
-def call_segments(rollout: Rollout, *, per_turn: bool = False) -> list[list[Step]]:
-    """The model calls of each item that `stitch_rollout` makes of a rollout."""
-    return [[call.step for call in segment] for segment in _segments(_calls(rollout), per_turn=per_turn)]
-
-
-def _calls(rollout: Rollout) -> list[_Call]:
-    turn_of = {step.id: turn for turn in rollout.turns() for step in turn.steps}
-    sampling = rollout.sampling_steps
-    last_calls = {turn_of[call.id].number: call.id for call in sampling}
-    return [_Call(c, turn_of[c.id], ends_turn=last_calls[turn_of[c.id].number] == c.id) for c in sampling]
-
-
-def _segments(calls: Sequence[_Call], *, per_turn: bool) -> list[list[_Call]]:
-    segments: list[list[_Call]] = []
-    for call in calls:
-        if (
-            segments
-            and _continues(segments[-1][-1], call)
-            and not (per_turn and segments[-1][-1].turn is not call.turn)
-        ):
-            segments[-1].append(call)
-        else:
-            segments.append([call])
-    return segments
-
-
-def _continues(before: _Call, call: _Call) -> bool:
-    """True if the prompt starts with the prompt and the completion of `before`."""
-    prompt, sent, sampled = (
-        call.trace.prompt_token_ids,
-        before.trace.prompt_token_ids,
-        before.trace.completion_token_ids,
-    )
-    end = len(sent) + len(sampled)
-    return (
-        call.kind == before.kind
-        and len(prompt) >= end
-        and np.array_equal(prompt[: len(sent)], sent)
-        and np.array_equal(prompt[len(sent) : end], sampled)
-        and call.trace.images[: len(before.trace.images)] == before.trace.images
-    )
 
 
 # --- one item ---
 
 
-def _call_rewards(rollout: Rollout, calls: Sequence[_Call]) -> dict[str, float]:
+def _call_rewards(rollout: Rollout, calls: Sequence[ModelCall]) -> dict[str, float]:
     """Reward of each call by its id: the reward of the turn that it ends. They sum to the total reward.
 
     The last call also gets the reward of turns without a call (another player's move decided the game).
@@ -155,7 +88,7 @@ def _call_rewards(rollout: Rollout, calls: Sequence[_Call]) -> dict[str, float]:
 
 def _item(
     rollout: Rollout,
-    calls: list[_Call],
+    calls: list[ModelCall],
     number: int,
     weights: Mapping[RolloutStepKey, float],
     rewards: Mapping[str, float],
@@ -205,7 +138,7 @@ def _weights(by_call: list[float], lengths: npt.NDArray[np.int64]) -> tuple[floa
     return float(np.average(by_call, weights=lengths)), np.repeat(np.array(by_call, dtype=np.float32), lengths)
 
 
-def _weight(rollout: Rollout, call: _Call, weights: Mapping[RolloutStepKey, float]) -> float:
+def _weight(rollout: Rollout, call: ModelCall, weights: Mapping[RolloutStepKey, float]) -> float:
     index = call.turn.last.index
     try:
         weight = float(weights[rollout.id, index])
@@ -219,7 +152,7 @@ def _weight(rollout: Rollout, call: _Call, weights: Mapping[RolloutStepKey, floa
     return weight
 
 
-def _candidates(calls: list[_Call]) -> CandidateSets | None:
+def _candidates(calls: list[ModelCall]) -> CandidateSets | None:
     traces = [call.trace for call in calls]
     if all(trace.candidates is None for trace in traces):
         return None
@@ -228,7 +161,7 @@ def _candidates(calls: list[_Call]) -> CandidateSets | None:
     )
 
 
-def _experts(calls: list[_Call]) -> ExpertArray | None:
+def _experts(calls: list[ModelCall]) -> ExpertArray | None:
     """Of each token as first recorded: that is what its log-prob and those after it were computed with. A later call fills in
     tokens that were not known, such as the last one of a completion."""
     found: ExpertArray | None = None
@@ -243,7 +176,7 @@ def _experts(calls: list[_Call]) -> ExpertArray | None:
     return found
 
 
-def _require_logprobs(rollout: Rollout, calls: Sequence[_Call]) -> None:
+def _require_logprobs(rollout: Rollout, calls: Sequence[ModelCall]) -> None:
     missing = [call.step.index for call in calls if call.trace.completion_logprobs is None]
     if missing:
         raise ValueError(
@@ -252,7 +185,7 @@ def _require_logprobs(rollout: Rollout, calls: Sequence[_Call]) -> None:
         )
 
 
-def _version_runs(calls: list[_Call]) -> tuple[VersionRun, ...]:
+def _version_runs(calls: list[ModelCall]) -> tuple[VersionRun, ...]:
     merged: list[VersionRun] = []
     for run in (run for call in calls for run in call.trace.version_runs):
         if merged and merged[-1].version == run.version:
@@ -269,7 +202,7 @@ def _message_spans(last: TokenTrace) -> tuple[MessageSpan, ...]:
     return tuple(spans_with_reply(last.message_spans, len(last.completion_token_ids)))
 
 
-def _origin(whole: SampleOrigin, calls: list[_Call], number: int) -> SampleOrigin:
+def _origin(whole: SampleOrigin, calls: list[ModelCall], number: int) -> SampleOrigin:
     """`whole`: the facts of the rollout, which all its items share."""
     last = calls[-1].turn.last
     return replace(

@@ -23,8 +23,10 @@ import msgspec
 from ludic.batch_gen.episodes import Episode, EpisodePlan
 from ludic.rewards import Rewards
 from ludic.types import BackendExtensions, ConfigError, InferenceSpec, ReturnSpec, Rollout, SamplingParams
-from ludic.types.rollout import json_number, request_meta_in, stored_rollouts
-from ludic.util.files import MEMBER_BYTES, Line, LineWriter, read_lines, repair
+from ludic.types.rollout import json_number, request_meta_in
+from ludic.types.rollout_files import stored_rollouts
+from ludic.util.files import Line, read_lines, repair
+from ludic.util.line_writer import MEMBER_BYTES, LineWriter
 
 logger = logging.getLogger(__name__)
 

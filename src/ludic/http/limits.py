@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -24,8 +24,10 @@ from ludic.types import (
     PromptTooLong,
     QueueFull,
     TemplateError,
-    TokenCompletionRequest,
 )
+
+if TYPE_CHECKING:
+    from ludic.types import TokenCompletionRequest
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +94,7 @@ class Load:
             self.num_body_bytes -= size
 
     @contextlib.contextmanager
-    def completions(self, requests: Sequence[TokenCompletionRequest]) -> Iterator[None]:
+    def completions(self, requests: "Sequence[TokenCompletionRequest]") -> Iterator[None]:
         """Count completions in progress; refuses them before they reach the engine."""
         num, limits = len(requests), self._limits
         num_tokens = sum(len(request.prompt_token_ids) for request in requests)

@@ -4,24 +4,17 @@
 config/ (settings), given.py (the env, and parts as objects), resolve.py (every default filled in) and checks.py. generation/ is
 where samples come from: the engine here, servers, actors, teachers. parts/ makes episodes, requests, the algorithm and loggers,
 protocols/ agents and protocols, policies/ runs with several policies. sources.py is the batch source. model.py loads weights and
-serves them, folder.py is the run folder, settings.py reads and writes TOML; dry_run.py and export.py are `--dry-run` and
-`ludic export`.
+serves them, folder.py is the run folder, names.py the names of its files, settings.py reads and writes TOML; dry_run.py and
+export.py are `--dry-run` and `ludic export`.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ludic.run.config.run_config import RunConfig
+from ludic.util.lazy import lazy
 
 if TYPE_CHECKING:
+    from ludic.run.config.run_config import RunConfig
     from ludic.run.run import Run, RunFailed, TrainResult, build, load
 
 __all__ = ["Run", "RunConfig", "RunFailed", "TrainResult", "build", "load"]
-
-
-def __getattr__(name: str) -> Any:
-    """What loads torch is imported when it is asked for."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ludic.run import run
-
-    return getattr(run, name)
+__getattr__ = lazy(__name__, {"config.run_config": "RunConfig", "run": "Run RunFailed TrainResult build load"})

@@ -9,9 +9,10 @@ import torch
 from ludic.models import TINY
 from ludic.models.loading import SMOLLM2, LoadedModel, load_model
 from ludic.run.config.model import ModelSettings
-from ludic.run.config.run_config import CHECKPOINTS, RunConfig
-from ludic.run.folder import CONFIG, policy_folders
+from ludic.run.config.run_config import RunConfig
+from ludic.run.folder import policy_folders
 from ludic.run.model import base_settings, checkpoint_in, load_policy
+from ludic.run.names import CHECKPOINTS, CONFIG
 from ludic.run.settings import read_toml
 from ludic.training.checkpoint.export import check_target, export_checkpoint, export_model, write_pretrained
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager

@@ -18,21 +18,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic import __version__
-from ludic.run.config.run_config import CHECKPOINTS, MAY_CHANGE_ON_RESUME, RunConfig
+from ludic.run.config.run_config import MAY_CHANGE_ON_RESUME, RunConfig
+from ludic.run.names import CHECKPOINTS, CONFIG, FAILURE, LOGS, METRICS, REDIS, ROLLOUTS, SERVER, WANDB_ID
 from ludic.run.policies.entry import POLICIES
 from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import Difference, differences, read_toml, to_toml
 from ludic.training.checkpoint.manifest import CheckpointError, read_manifest
-from ludic.training.loggers import newest_step_of, read_metrics
 from ludic.types import ConfigError
 from ludic.types.errors import RunComplete
+from ludic.util.metrics_file import newest_step_of, read_metrics
 
 if TYPE_CHECKING:
     from ludic.training.checkpoint.manager import CheckpointManager
 
-CONFIG, METRICS, ROLLOUTS, TRAINED = "config.toml", "metrics.jsonl", "rollouts", "trained"
-WANDB_ID, SERVER, FAILURE = "wandb_id", "server", "failure.json"
-WEIGHTS, REDIS, LOGS = "weights", "redis", "logs"
 logger = logging.getLogger(__name__)
 
 _BEFORE_THE_RUN = {SERVER, ROLLOUTS, REDIS, LOGS}

@@ -31,9 +31,10 @@ from ludic.models.loading import (
 )
 from ludic.models.lora import adapted_layers, not_adaptable
 from ludic.run.config.model import ModelSettings, is_served
-from ludic.run.config.run_config import CHECKPOINTS, RunConfig
-from ludic.run.folder import CONFIG, METRICS, policy_folders
+from ludic.run.config.run_config import RunConfig
+from ludic.run.folder import policy_folders
 from ludic.run.given import Parts
+from ludic.run.names import CHECKPOINTS, CONFIG, METRICS
 from ludic.run.policies.entry import PolicyEntry
 from ludic.run.protocols.agents import uses_gateway
 from ludic.run.resolve import default_name

@@ -13,9 +13,10 @@ from ludic.catalog import Suggested
 from ludic.run.checks import check_engine, check_loggers, check_numbers, check_stored_kind, check_tasks
 from ludic.run.config.entries import EnvEntry
 from ludic.run.config.rollouts import DEFAULT_MAX_LAG
-from ludic.run.config.run_config import CHECKPOINTS, RunConfig
+from ludic.run.config.run_config import RunConfig
 from ludic.run.config.training import AlgoSettings, Averaging
 from ludic.run.given import EnvFactory, Parts, check_data, env_factory, has_task
+from ludic.run.names import CHECKPOINTS
 from ludic.run.settings import values_of, with_values
 from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.types import ConfigError, SamplingParams

@@ -23,8 +23,6 @@ from ludic.run.checks import check_stored_kind
 from ludic.run.config.run_config import RunConfig
 from ludic.run.dry_run import plan_lines
 from ludic.run.folder import (
-    CONFIG,
-    TRAINED,
     ResumePoint,
     failure_written,
     how_to_resume,
@@ -37,6 +35,7 @@ from ludic.run.folder import (
 from ludic.run.generation import Generation, generation_of, mark_finished
 from ludic.run.given import EnvFactory, Parts, env_factory, no_env
 from ludic.run.model import load_policy, load_reference, use_threads, with_pinned_checkpoints
+from ludic.run.names import CONFIG, TRAINED
 from ludic.run.parts.loggers import make_loggers
 from ludic.run.parts.rewards import make_rewards
 from ludic.run.policies.entry import PolicyEntry

@@ -1,175 +1,51 @@
 """Types that cross package borders. Standard library and numpy only.
 
-Every package may import it; it imports none. Start with rollout.py and samples.py, then interfaces.py.
+Every package may import it; it imports none. Start with rollout.py and samples.py, then interfaces.py. A name loads its own module
+only: `ludic.types.ConfigError` loads errors.py.
 """
 
-from ludic.types.errors import (
-    BrokenSample,
-    ConfigError,
-    ContextError,
-    EngineClosed,
-    EnvContractError,
-    EnvCrashed,
-    EnvWorkerError,
-    Failure,
-    LudicError,
-    MissingExtra,
-    MissingPackage,
-    NotFinite,
-    OutOfGPUMemory,
-    OutOfRoom,
-    ParserContractError,
-    PolicyGone,
-    PromptTooLong,
-    QueueFull,
-    RequestsExhausted,
-    ResetNeeded,
-    ScorerContractError,
-    SnapshotUnsupported,
-    TemplateError,
-    TokenBudgetSpent,
-    TokenMismatch,
-    UnknownName,
-)
-from ludic.types.interfaces import (
-    AccountsForItems,
-    AdapterPublisher,
-    BatchSource,
-    ChatClient,
-    ChecksSamples,
-    ChecksServers,
-    CreditAssigner,
-    Evaluator,
-    FollowsDrift,
-    FollowsVersions,
-    InPlacePublisher,
-    PolicyPublisher,
-    ReportsMeans,
-    ReportsMetrics,
-    SampleCheck,
-    SampleFilter,
-    Scorer,
-    StateFromStepFn,
-    Stateful,
-    StepSelector,
-    StreamingClient,
-    TakesSnapshots,
-    TeacherScorer,
-    TokenizeFn,
-    TrainingLogger,
-    VersionedClient,
-)
-from ludic.types.messages import (
-    JSON,
-    Content,
-    Image,
-    ImageSpan,
-    Message,
-    MessageSpan,
-    MessageView,
-    ToolCall,
-    content_of,
-    images_in,
-)
-from ludic.types.metrics import (
-    NormalizeBy,
-    Reducer,
-    ReducerKind,
-    added,
-    apply_reducers_to_records,
-    component_means,
-    default_reducers,
-    percent_keys,
-    result_names,
-    result_rates,
-)
-from ludic.types.requests import CtxSpec, EnvSpec, ProtocolSpec, RolloutRequest, derive_seed, prompt_key
-from ludic.types.rollout import GroupKey, Rollout, by_session, load_rollouts, save_rollouts
-from ludic.types.samples import (
-    ActorTokenLogps,
-    HasActorLogps,
-    RolloutStepKey,
-    SampleAttachments,
-    SampleOrigin,
-    SAWBatch,
-    SAWItem,
-    has_actor_logps,
-    samples_by_session,
-)
-from ludic.types.sampling import (
-    BackendExtensions,
-    ChatResponse,
-    InferenceSpec,
-    ReturnSpec,
-    SamplingConfig,
-    SamplingParams,
-    TokenChunk,
-    TokenCompletionRequest,
-    ToolRequest,
-    VLLMExtensions,
-    require_trainable_reply,
-    untrainable_settings,
-)
-from ludic.types.steps import (
-    ActionTarget,
-    AgentStep,
-    EnvironmentStep,
-    Info,
-    Observation,
-    Snapshot,
-    Step,
-    StepOutcome,
-    StopReason,
-    Turn,
-    components_of,
-    is_parse_failure,
-    new_id,
-    scores_of,
-    was_rejected_as_cut_off,
-)
-from ludic.types.tokens import (
-    CandidateSets,
-    ExpertArray,
-    FloatArray,
-    LogprobArray,
-    TokenArray,
-    TokenIds,
-    TokenLog,
-    TokenTrace,
-    TurnNumbers,
-    VersionRun,
-    float_array,
-    rounding_of,
-    spread_of,
-    token_array,
-)
-from ludic.util.urls import shown_url
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "JSON", "Message", "MessageSpan", "Content", "MessageView", "ToolCall", "Image", "ImageSpan", "content_of", "images_in",
-    "Stateful", "FollowsVersions", "InPlacePublisher", "ChecksServers",
-    "ChecksSamples", "FollowsDrift", "AccountsForItems", "AdapterPublisher", "TakesSnapshots", "RequestsExhausted",
-    "TokenArray", "TokenIds", "FloatArray", "LogprobArray", "TurnNumbers", "TokenLog", "TokenTrace", "CandidateSets", "VersionRun",
-    "ExpertArray", "token_array", "rounding_of", "spread_of",
-    "float_array", "ChatResponse", "SamplingParams", "SamplingConfig", "ReturnSpec", "ToolRequest", "TokenCompletionRequest",
-    "InferenceSpec", "BackendExtensions", "VLLMExtensions", "untrainable_settings", "require_trainable_reply",
-    "Observation", "Info", "StepOutcome", "Snapshot", "StopReason", "ActionTarget", "new_id",
-    "AgentStep", "EnvironmentStep", "Step", "Turn", "Rollout", "by_session", "GroupKey", "Failure", "is_parse_failure",
-    "components_of", "scores_of", "was_rejected_as_cut_off", "save_rollouts", "load_rollouts",
-    "EnvSpec", "ProtocolSpec", "CtxSpec", "RolloutRequest", "prompt_key",
-    "SAWItem", "SAWBatch", "SampleAttachments", "SampleOrigin", "ActorTokenLogps", "HasActorLogps", "has_actor_logps",
-    "RolloutStepKey", "samples_by_session",
-    "ChatClient", "VersionedClient", "BatchSource", "CreditAssigner", "PolicyPublisher", "Evaluator", "TrainingLogger",
-    "TeacherScorer", "Scorer", "ReportsMetrics", "ReportsMeans", "SampleFilter", "SampleCheck", "TokenizeFn",
-    "StateFromStepFn", "StepSelector",
-    "Reducer", "ReducerKind", "NormalizeBy", "default_reducers", "apply_reducers_to_records", "percent_keys",
-    "result_names", "result_rates", "component_means", "added",
-    "derive_seed", "shown_url",
-    "LudicError", "ConfigError", "UnknownName", "MissingExtra", "MissingPackage", "EnvContractError", "EnvCrashed", "BrokenSample",
-    "EnvWorkerError", "ResetNeeded",
-    "SnapshotUnsupported", "TemplateError", "ContextError", "ParserContractError", "ScorerContractError",
-    "PolicyGone", "TokenMismatch", "OutOfRoom",
-    "NotFinite",
-    "OutOfGPUMemory",
-    "PromptTooLong", "TokenBudgetSpent", "EngineClosed", "QueueFull", "StreamingClient", "TokenChunk",
-]  # fmt: skip
+from ludic.util.lazy import lazy
+
+if TYPE_CHECKING:
+    from ludic.types.errors import *  # noqa: F403
+    from ludic.types.interfaces import *  # noqa: F403
+    from ludic.types.messages import *  # noqa: F403
+    from ludic.types.metrics import *  # noqa: F403
+    from ludic.types.requests import *  # noqa: F403
+    from ludic.types.rollout import *  # noqa: F403
+    from ludic.types.rollout_files import *  # noqa: F403
+    from ludic.types.samples import *  # noqa: F403
+    from ludic.types.sampling import *  # noqa: F403
+    from ludic.types.steps import *  # noqa: F403
+    from ludic.types.tokens import *  # noqa: F403
+    from ludic.util.urls import shown_url as shown_url
+
+_NAMES_BY_MODULE = {
+    "errors": "BrokenSample ConfigError ContextError EngineClosed EnvContractError EnvCrashed EnvWorkerError Failure "
+    "LudicError MissingExtra MissingPackage NotFinite OutOfGPUMemory OutOfRoom ParserContractError PolicyGone "
+    "PromptTooLong QueueFull RequestsExhausted ResetNeeded ScorerContractError SnapshotUnsupported TemplateError "
+    "TokenBudgetSpent TokenMismatch UnknownName",
+    "interfaces": "AccountsForItems AdapterPublisher BatchSource ChatClient ChecksSamples ChecksServers CreditAssigner "
+    "Evaluator FollowsDrift FollowsVersions InPlacePublisher PolicyPublisher ReportsMeans ReportsMetrics "
+    "SampleCheck SampleFilter Scorer StateFromStepFn Stateful StepSelector StreamingClient TakesSnapshots "
+    "TeacherScorer TokenizeFn TrainingLogger VersionedClient",
+    "messages": "Content content_of Image images_in ImageSpan JSON Message MessageSpan MessageView ToolCall",
+    "metrics": "apply_reducers_to_records component_means default_reducers NormalizeBy percent_keys Reducer ReducerKind "
+    "result_names result_rates",
+    "requests": "CtxSpec derive_seed EnvSpec prompt_key ProtocolSpec RolloutRequest",
+    "rollout": "by_session GroupKey Rollout",
+    "rollout_files": "load_rollouts save_rollouts",
+    "samples": "ActorTokenLogps has_actor_logps HasActorLogps RolloutStepKey SampleAttachments SampleOrigin "
+    "samples_by_session SAWBatch SAWItem",
+    "sampling": "BackendExtensions ChatResponse InferenceSpec require_trainable_reply ReturnSpec SamplingConfig "
+    "SamplingParams TokenChunk TokenCompletionRequest ToolRequest untrainable_settings VLLMExtensions",
+    "steps": "ActionTarget added AgentStep components_of EnvironmentStep Info is_parse_failure new_id Observation "
+    "scores_of Snapshot Step StepOutcome StopReason Turn was_rejected_as_cut_off",
+    "tokens": "CandidateSets ExpertArray float_array FloatArray LogprobArray rounding_of spread_of token_array TokenArray "
+    "TokenIds TokenLog TokenTrace TurnNumbers VersionRun",
+    "ludic.util.urls": "shown_url",
+}
+__all__ = [name for names in _NAMES_BY_MODULE.values() for name in names.split()]
+__getattr__ = lazy(__name__, _NAMES_BY_MODULE)

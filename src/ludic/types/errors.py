@@ -9,9 +9,7 @@ import os
 import random
 import re
 import sysconfig
-import time
 import traceback
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,46 +130,6 @@ def retry_wait_s(num_failures: int, first_s: float, longest_s: float) -> float:
     """Exponential back-off: seconds to wait before the next attempt, after this many earlier failures."""
     # Jitter: processes that failed together must not all return together. The exponent is limited because floats are.
     return min(first_s * 2 ** min(num_failures, 60), longest_s) * random.uniform(0.75, 1.25)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RestartLimit:
-    """How often a process may be restarted."""
-
-    max_restarts: int = 5
-    """Deaths within `within_s`; one more is too many."""
-    within_s: float = 600.0
-    delay_s: float = 1.0
-    """Pause before the first restart; doubled with each further one in the window."""
-
-
-class Restarts:
-    """Counts the deaths of one process against a limit."""
-
-    def __init__(self, limit: RestartLimit) -> None:
-        self.limit = limit
-        self._deaths: deque[float] = deque()
-
-    @property
-    def num_deaths(self) -> int:
-        """Those within the window, at the last death."""
-        return len(self._deaths)
-
-    def died(self) -> float | None:
-        """Count a death now; returns the pause before the restart, or None if the process has died too often."""
-        now = time.monotonic()
-        self._deaths.append(now)
-        while self._deaths[0] < now - self.limit.within_s:
-            self._deaths.popleft()
-        is_over = self.num_deaths > self.limit.max_restarts
-        return None if is_over else self.limit.delay_s * 2 ** (self.num_deaths - 1)
-
-    def too_many(self) -> str:
-        """How often it has died, for a message."""
-        return (
-            f"has died {self.num_deaths} times within {self.limit.within_s:g} s, more than max_restarts = "
-            f"{self.limit.max_restarts} allows"
-        )
 
 
 class EnvContractError(LudicError, TypeError):

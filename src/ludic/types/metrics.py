@@ -4,13 +4,14 @@ A record is a mapping, such as a sample's meta or a line of an evaluation. A red
 combine the values, and what to divide by; a record without the value is skipped.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from ludic.types.errors import ConfigError
+from ludic.types.steps import added
 
 Record: TypeAlias = Mapping[str, Any]
 ReducerKind: TypeAlias = Literal["mean", "sum", "count_true"]
@@ -102,15 +103,6 @@ def result_names(results: Sequence[str | None]) -> list[str]:
     """The results that occur; for a game all three."""
     seen = {result for result in results if result is not None}
     return [*GAME_RESULTS, *sorted(seen - set(GAME_RESULTS))] if seen & set(GAME_RESULTS) else sorted(seen)
-
-
-def added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The sum of each name."""
-    totals: dict[str, float] = {}
-    for part in parts:
-        for name, value in part.items():
-            totals[name] = totals.get(name, 0.0) + value
-    return totals
 
 
 def component_means(

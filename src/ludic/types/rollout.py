@@ -6,23 +6,21 @@ conversation, and each picture once per rollout, in the table `images`: messages
 """
 
 import json
-import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ludic.types.errors import ConfigError, EnvContractError, Failure, LudicError
+from ludic.types.errors import EnvContractError, Failure, LudicError
 from ludic.types.messages import Message, MessageView, Pictures, images_in, name_pictures, restore_pictures
-from ludic.types.metrics import added
 from ludic.types.steps import (
     AgentStep,
     EnvironmentStep,
     Step,
     StopReason,
     Turn,
+    added,
     components_of,
     is_parse_failure,
     new_id,
@@ -30,9 +28,7 @@ from ludic.types.steps import (
     scores_of,
 )
 from ludic.types.tokens import TokenLog, TokenTrace
-from ludic.util.files import Line, LineWriter, parse_json, read_lines
-
-logger = logging.getLogger(__name__)
+from ludic.util.files import parse_json
 
 FORMAT = 1
 
@@ -310,53 +306,8 @@ def by_session(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     return [sorted(session, key=lambda rollout: rollout.is_thread) for session in sessions.values()]
 
 
-def save_rollouts(rollouts: Iterable[Rollout], path: str | Path) -> None:
-    """Append rollouts to a JSONL file, one line each; a file called *.gz is compressed."""
-    writer = LineWriter(path)
-    writer.append(b"")  # without rollouts, the file is created too
-    for rollout in rollouts:
-        writer.append(f"{rollout.to_json()}\n".encode())
-
-
-def load_rollouts(path: str | Path) -> Iterator[Rollout]:
-    """The rollouts of a JSONL file, plain or compressed (*.gz), read lazily. Skips an incomplete last line, and damaged lines
-    with a warning. Raises ValueError if no line is a rollout."""
-    return (rollout for _, rollout in stored_rollouts(path))
-
-
-def stored_rollouts(path: str | Path) -> Iterator[tuple[Line, Rollout]]:
-    """`load_rollouts` with the position of each."""
-    num_read = 0
-    damaged: list[tuple[int, Exception]] = []
-    for number, (line, text) in enumerate(read_lines(path), start=1):
-        if not text.strip():
-            continue
-        try:
-            rollout = Rollout.from_json(text)
-        except DAMAGE as error:
-            damaged.append((number, error))
-            continue
-        num_read += 1
-        yield line, rollout
-    if not damaged:
-        return
-    number, reason = damaged[0]
-    if not num_read:
-        raise ValueError(f"No line of {path} is a stored rollout. Line {number}: {reason}") from reason
-    logger.warning("%s: %d damaged lines are left out. Line %d: %s", path, len(damaged), number, reason)
-
-
 DAMAGE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, LudicError)
 """What `Rollout.from_json` may raise for a line that is not a stored rollout."""
-
-
-def stored_rollout(line: Line) -> Rollout:
-    """The rollout of a line that an index has found."""
-    try:
-        return Rollout.from_json(line.read())
-    except DAMAGE as error:
-        number = next((n for n, (one, _) in enumerate(read_lines(line.path), start=1) if one == line), "?")
-        raise ConfigError(f"Line {number} of {line.path} is not a stored rollout: {error}") from error
 
 
 # --- JSON -----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ takes four times as long to construct.
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Literal, TypeAlias
@@ -191,6 +191,15 @@ def components_of(step: Step) -> dict[str, float]:
     return {"env" if step.kind == "env" else "parser": step.reward}
 
 
+def added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The sum of each name."""
+    totals: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            totals[name] = totals.get(name, 0.0) + value
+    return totals
+
+
 SCORES = "scores"
 """Key of a step's info: name → value before the weight, of the components that `ludic.rewards` added or weighted."""
 
@@ -206,8 +215,8 @@ OWN_COMPONENTS = ("env", "parser", "reward", "call")
 
 def own_scores(step: Step) -> dict[str, float]:
     """The components of a step that no scorer added, before their weights. A gateway session has names of the user's, too."""
-    added = step.info.get(SCORES, {})
-    return {name: value for name, value in scores_of(step).items() if name in OWN_COMPONENTS or name not in added}
+    scored = step.info.get(SCORES, {})
+    return {name: value for name, value in scores_of(step).items() if name in OWN_COMPONENTS or name not in scored}
 
 
 def was_rejected_as_cut_off(step: Step) -> bool:

@@ -1,9 +1,10 @@
 """Files on disk: atomic replacement, files of JSON lines that are appended to while they are read; and texts of other authors.
 
-Checkpoints, exports and published weights use the first; rollouts (`ludic.types.rollout`, `ludic.batch_gen.store`) the second.
-A file of lines is plain text, or gzip if its name ends in .gz: gzip members of about 256 KiB of text. Each append extends the
-last member and closes it again, so the file is complete between two appends, `zcat` reads it at any time, and a line can be
-found without reading the members before it. Of a damaged member only its own lines are lost: readers continue at the next.
+Checkpoints, exports and published weights use the first; rollouts (`ludic.types.rollout_files`, `ludic.batch_gen.store`) the
+second, which `ludic.util.line_writer` writes. A file of lines is plain text, or gzip if its name ends in .gz: gzip members of about
+256 KiB of text. Each append extends the last member and closes it again, so the file is complete between two appends, `zcat` reads
+it at any time, and a line can be found without reading the members before it. Of a damaged member only its own lines are lost:
+readers continue at the next.
 """
 
 import fcntl
@@ -11,7 +12,6 @@ import json
 import logging
 import os
 import shutil
-import struct
 import tomllib
 import zlib
 from collections.abc import Iterator
@@ -28,11 +28,9 @@ logger = logging.getLogger(__name__)
 UNFINISHED = ".unfinished-"
 """Prefix of a file or folder while it is written. A killed writer leaves it behind; the next one removes it."""
 
-MEMBER_BYTES = 1 << 18
-"""Bytes of text after which a new gzip member begins: larger compresses better, but finding a line takes longer."""
 MAX_LINE_BYTES = 1 << 26
 """Longest line that readers take: a compressed file of 1 MB can hold one of 1 GB."""
-_LEVEL = 6
+GZIP_LEVEL = 6
 _BLOCK = 1 << 20
 """More than a member has, so that its checksum is verified before one of its lines is returned."""
 _PIECE = 1 << 22
@@ -40,8 +38,7 @@ _PIECE = 1 << 22
 _MAX_DAMAGED = 100
 """Members of one file without an end, behind which no more is looked for: any ten bytes may look like the start of one."""
 _GZIP = 16 + zlib.MAX_WBITS
-_HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
-_LAST_BLOCK = b"\x03\x00"  # an empty deflate block that ends the stream; what comes before it ends at a whole byte
+MEMBER_HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
 
 
 class NotWritten(LudicError, OSError):
@@ -94,72 +91,6 @@ def sync(path: Path) -> None:
 
 def is_compressed(path: Path) -> bool:
     return path.suffix == ".gz"
-
-
-class LineWriter:
-    """Appends lines. Several writers, also of several processes, may take turns on one file."""
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self._is_ready = False
-        self._member: _Member | None = None
-
-    def append(self, lines: bytes) -> None:
-        """The lines are in the file when it returns. A killed writer leaves some of them, and a partial one that readers skip."""
-        try:
-            if not self._is_ready:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                repair(self.path)
-                self._is_ready = True
-            with open(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "rb+", buffering=0) as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
-                self._write(file, lines)
-        except BaseException as error:
-            self._is_ready, self._member = False, None  # a full disk may hold a part
-            if isinstance(error, OSError):
-                raise NotWritten.of(self.path, error) from error
-            raise
-
-    def _write(self, file: IO[bytes], lines: bytes) -> None:
-        size = os.fstat(file.fileno()).st_size
-        if not is_compressed(self.path):
-            _write_at(file, size, lines)
-            return
-        if self._member is None or self._member.end != size or self._member.num_bytes >= MEMBER_BYTES:
-            self._member = _Member(start=size)
-        self._member.extend(file, lines)
-
-
-class _Member:
-    """The gzip member that a writer extends."""
-
-    def __init__(self, start: int) -> None:
-        self._deflate = zlib.compressobj(_LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
-        self._crc = 0
-        self._place = start
-        """Position of the next bytes: after the last block, over the end of the member."""
-        self._pending = _HEADER
-        self.num_bytes = 0
-        self.end = start
-        """Size of the file after the last append; another size means that another writer has appended."""
-
-    def extend(self, file: IO[bytes], lines: bytes) -> None:
-        self.num_bytes += len(lines)
-        self._crc = zlib.crc32(lines, self._crc)
-        blocks = self._pending + self._deflate.compress(lines) + self._deflate.flush(zlib.Z_SYNC_FLUSH)
-        end = _LAST_BLOCK + struct.pack("<II", self._crc, self.num_bytes & 0xFFFFFFFF)
-        # The old end is removed first: after an interrupted write its bytes would be read as text.
-        os.ftruncate(file.fileno(), self._place)
-        _write_at(file, self._place, blocks + end)
-        self._pending = b""
-        self._place += len(blocks)
-        self.end = self._place + len(end)
-
-
-def _write_at(file: IO[bytes], place: int, data: bytes) -> None:
-    while data:
-        written = os.pwrite(file.fileno(), data, place)
-        data, place = data[written:], place + written
 
 
 # --- reading ----------------------------------------------------------------------------------------------------
@@ -260,11 +191,11 @@ def _members(file: IO[bytes]) -> Iterator[_StoredMember]:
 
 def _next_member(file: IO[bytes], place: int) -> int:
     """Offset of the first member of a LineWriter after `place`; leaves the file positioned there, or at its end."""
-    overlap = len(_HEADER) - 1
+    overlap = len(MEMBER_HEADER) - 1
     while True:
         file.seek(place)
         block = file.read(_BLOCK)
-        found = block.find(_HEADER)
+        found = block.find(MEMBER_HEADER)
         if found >= 0:
             return file.seek(place + found)
         if len(block) <= overlap:
@@ -274,7 +205,7 @@ def _next_member(file: IO[bytes], place: int) -> int:
 
 def _inflated(file: IO[bytes], block: bytes, member: _StoredMember) -> Iterator[bytes]:
     inflate = zlib.decompressobj(_GZIP)
-    is_readable = block.startswith(_HEADER[: len(block)])  # or written by other programs, and has text
+    is_readable = block.startswith(MEMBER_HEADER[: len(block)])  # or written by other programs, and has text
     while not inflate.eof and (block := block or file.read(_BLOCK)):
         try:
             text = inflate.decompress(block, _PIECE)
@@ -360,7 +291,7 @@ def _repair_compressed(file: IO[bytes]) -> None:
     logger.warning("%s ends in the middle of a write; %d lines of its last part are kept.", file.name, len(lines))
     text = b"".join(line if line.endswith(b"\n") else line + b"\n" for line in lines)
     file.seek(member.start)
-    file.write(zlib.compress(text, _LEVEL, _GZIP) if text else b"")
+    file.write(zlib.compress(text, GZIP_LEVEL, _GZIP) if text else b"")
     file.truncate()
 
 

@@ -29,7 +29,8 @@ from ludic.types import (
     load_rollouts,
 )
 from ludic.util import files
-from ludic.util.files import MEMBER_BYTES, LineWriter, read_lines, repair
+from ludic.util.files import read_lines, repair
+from ludic.util.line_writer import MEMBER_BYTES, LineWriter
 from tests.fakes import make_agent
 from tests.unit.batch_gen.parts import RL, TotalReward, make_engine, request, summary
 
@@ -409,7 +410,7 @@ def test_a_write_that_failed_half_way_does_not_spoil_the_next(tmp_path, monkeypa
 
 
 def test_fuzz_damage_in_a_compressed_file_costs_the_lines_of_its_member_only(tmp_path, monkeypatch, caplog, fuzz):
-    monkeypatch.setattr("ludic.util.files.MEMBER_BYTES", 1000)
+    monkeypatch.setattr("ludic.util.line_writer.MEMBER_BYTES", 1000)
     path = tmp_path / "x.jsonl.gz"
     writer, written = LineWriter(path), lines_of(*range(40))
     for line in written:

@@ -1,6 +1,6 @@
 """`ludic doctor`: what this machine has, what works with it, and the command that repairs each missing thing. See docs/install.md.
 
-It runs without Ludic's own requirements, too: a broken base install is one of the things that it reports.
+It also runs without Ludic's own requirements: a broken base install is one of the things that it reports.
 """
 
 import json
@@ -12,11 +12,12 @@ from ludic import __version__
 from ludic.cli.terminal.colour import Style, paint
 from ludic.cli.terminal.pages import wrapped
 from ludic.util.packages import install, pip_install, problems, version_of
-from ludic_ops.doctor.machine import CHECKS, Finding, ask_all, loaded
+from ludic_ops.doctor.machine import Finding, all_checks, ask_all, loaded
 
 _STYLES: dict[str, Style] = {"ok": "good", "missing": "dim", "doubtful": "doubtful", "broken": "bad"}
 _WORDS = {"ok": "works", "missing": "no", "doubtful": "perhaps", "broken": "no"}
 """A status, said of something that Ludic can do."""
+_UNCHECKED = "no installed plug-in looks for it"
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,10 @@ ABILITIES = (
 
 def findings_of(ability: Ability, machine: dict[str, Finding]) -> Finding:
     """Whether it works here, and if not, why and how to repair it."""
-    for name in ability.needs:
-        if machine[name].status == "missing" and not machine[name].repair:  # no GPU: no package makes up for it
-            return Finding(name=ability.name, status="missing", says=f"{name}: {machine[name].says}")
+    needed = [machine.get(name) or Finding(name=name, status="missing", says=_UNCHECKED) for name in ability.needs]
+    for finding in needed:
+        if finding.status == "missing" and not finding.repair:  # no GPU: no package makes up for it
+            return Finding(name=ability.name, status="missing", says=f"{finding.name}: {finding.says}")
     lacking = problems(ability.extras)
     repairs = [install(ability.extras)] if lacking else []
     if ability.beside and not version_of(ability.beside.partition("==")[0]):
@@ -75,7 +77,7 @@ def findings_of(ability: Ability, machine: dict[str, Finding]) -> Finding:
     if lacking:
         return Finding(name=ability.name, status="missing", says="; ".join(lacking), repair=" && ".join(repairs))
     for status in ("broken", "missing", "doubtful"):
-        bad = [machine[name] for name in ability.needs if machine[name].status == status]
+        bad = [finding for finding in needed if finding.status == status]
         if bad:
             first = bad[0]
             return Finding(name=ability.name, status=status, says=f"{first.name}: {first.says}", repair=first.repair)
@@ -84,7 +86,7 @@ def findings_of(ability: Ability, machine: dict[str, Finding]) -> Finding:
 
 def doctor(args: list[str]) -> int:
     given = _parsed(args)
-    checks = {**CHECKS, "torch at work": loaded} if given.load else CHECKS
+    checks = all_checks() | ({"torch at work": loaded} if given.load else {})
     machine = ask_all(checks, max(given.wait_s, 120.0) if given.load else given.wait_s)
     by_name = {finding.name: finding for finding in machine}
     abilities = [findings_of(ability, by_name) for ability in ABILITIES]

@@ -17,9 +17,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from ludic import plugins
+from ludic.types.errors import MissingPlugin
 from ludic.util.packages import install, pip_install, problems, version_of
 
 Status = Literal["ok", "missing", "doubtful", "broken"]
@@ -215,63 +218,6 @@ def redis() -> Finding:
     return Finding(name="redis-server", status="ok", says=found[1])
 
 
-def bubblewrap() -> Finding:
-    """A sandbox is made, so this also says whether users may make namespaces here."""
-    if not sys.platform.startswith("linux"):
-        return Finding(name="bubblewrap", status="missing", says="exists for Linux only; docker or podman do instead")
-    if shutil.which("bwrap") is None:
-        repair = "apt-get install bubblewrap"
-        return Finding(
-            name="bubblewrap", status="missing", says="not installed; programs of models run in it", repair=repair
-        )
-    from ludic_sandbox.bubblewrap import bubblewrap_problem
-
-    version, problem = _output("bwrap", "--version").removeprefix("bubblewrap "), bubblewrap_problem()
-    if not problem:
-        return Finding(name="bubblewrap", status="ok", says=f"{version}; namespaces work")
-    engines = [name for name in ("docker", "podman") if shutil.which(name)]
-    other = f" (or --sandbox {engines[0]})" if engines else ""
-    repair = (
-        "sysctl -w kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0; in a container: docker run "
-        f"--security-opt seccomp=unconfined --security-opt apparmor=unconfined{other}"
-    )
-    return Finding(name="bubblewrap", status="broken", says=problem.partition(" (Does")[0], repair=repair)
-
-
-def vllm() -> Finding:
-    import logging
-
-    from ludic.types import ConfigError
-    from ludic_vllm.command import PYTHON_VARIABLE, NoVLLM, find_vllm
-    from ludic_vllm.versions import TESTED_ON_CPU, TESTED_ON_GPU, is_listed, version_range
-
-    is_set = f"${PYTHON_VARIABLE} names its Python"
-    log = logging.getLogger("ludic_vllm")
-    level = log.level
-    try:
-        log.setLevel(logging.ERROR)  # the version is part of the finding
-        found = find_vllm()
-    except ConfigError as error:
-        is_missing = isinstance(error, NoVLLM)
-        if PYTHON_VARIABLE in os.environ or not is_missing:
-            repair = f"export {PYTHON_VARIABLE}=…/bin/python"
-            return Finding(name="vLLM", status="missing" if is_missing else "broken", says=str(error), repair=repair)
-        repair = f"python3 -m venv .venv-vllm && .venv-vllm/bin/pip install 'vllm{version_range(TESTED_ON_GPU)}'"
-        repair += " (in a clone without a GPU: make vllm)"
-        says = f"not found here, nor in .venv-vllm ({is_set}); only --engine vllm needs it"
-        return Finding(name="vLLM", status="missing", says=says, repair=repair)
-    finally:
-        log.setLevel(level)
-    says = f"{found.version}, {'a build for CPUs, ' if found.is_cpu else ''}{found.python}"
-    if is_listed(found.version):
-        return Finding(name="vLLM", status="ok", says=says)
-    tested = TESTED_ON_CPU if found.is_cpu else TESTED_ON_GPU
-    repair = f"{found.python} -m pip install 'vllm{version_range(tested)}'"
-    return Finding(
-        name="vLLM", status="doubtful", says=f"{says}; Ludic was not tested with this version", repair=repair
-    )
-
-
 # --- room ---
 
 
@@ -342,5 +288,23 @@ def shared_memory() -> Finding:
 
 CHECKS: Mapping[str, Callable[[], Finding]] = {
     "python": python, "base packages": base, "memory": memory, "disk": disk, "torch": torch, "GPU": gpu, "triton": triton,
-    "vLLM": vllm, "redis-server": redis, "bubblewrap": bubblewrap, "shared memory": shared_memory,
+    "redis-server": redis, "shared memory": shared_memory,
 }  # fmt: skip
+
+
+def all_checks() -> dict[str, Callable[[], Finding]]:
+    """The checks above, and those that plug-ins declare in the entry-point group `ludic.checks`.
+
+    A plug-in's check is a function that returns (status, what it says, how to repair it).
+    """
+    return {**CHECKS, **{point.name: partial(_asked, point) for point in plugins.points("checks")}}
+
+
+def _asked(point: plugins.Point) -> Finding:
+    try:
+        check = point.load()
+    except MissingPlugin as error:
+        says, repair = f"the plug-in {error.package} is not installed", install([error.extras])
+        return Finding(name=point.name, status="missing", says=says, repair=repair)
+    status, says, repair = check()
+    return Finding(name=point.name, status=status, says=says, repair=repair)

@@ -15,7 +15,6 @@ from ludic.cli.args import TRY_AGAIN
 from ludic.cli.terminal.colour import harmless
 from ludic.distributed.folder import FolderFollower
 from ludic.run.config.run_config import RunConfig
-from ludic.run.folder import ROLLOUTS, WEIGHTS
 from ludic.run.generation import pipeline_algorithm
 from ludic.run.given import EnvFactory
 from ludic.run.model import (
@@ -27,6 +26,7 @@ from ludic.run.model import (
     with_pinned_checkpoints,
     without_adapter,
 )
+from ludic.run.names import ROLLOUTS, WEIGHTS
 from ludic.run.parts.episodes import EpisodeSetup, make_episode_setup
 from ludic.run.parts.requests import request_strategy, train_requests
 from ludic.run.policies.resolve import resolve_run

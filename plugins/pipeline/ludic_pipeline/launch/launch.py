@@ -17,16 +17,17 @@ from typing import Any
 from ludic.cli.terminal.colour import harmless
 from ludic.run.config.run_config import RunConfig
 from ludic.run.dry_run import plan_lines
-from ludic.run.folder import LOGS, REDIS, WEIGHTS, ResumePoint, how_to_resume, prepare_folder, resume_point
+from ludic.run.folder import ResumePoint, how_to_resume, prepare_folder, resume_point
 from ludic.run.generation import clear_queue, pipeline_algorithm
 from ludic.run.given import EnvFactory
 from ludic.run.model import with_pinned_checkpoints
+from ludic.run.names import LOGS, REDIS, WEIGHTS
 from ludic.run.policies.resolve import resolve_run
 from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import to_toml
 from ludic.types import ConfigError
-from ludic.types.errors import RestartLimit
 from ludic.util.files import parse_json
+from ludic.util.restarts import RestartLimit
 from ludic_pipeline.launch.command import LaunchArgs
 from ludic_pipeline.launch.processes import LocalProcesses, RayProcesses
 from ludic_pipeline.launch.supervisor import MergedOutput, Role, Supervisor, WhenDone

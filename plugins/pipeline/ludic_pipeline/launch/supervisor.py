@@ -17,7 +17,7 @@ from typing import IO, Protocol
 
 from ludic.cli.terminal.colour import is_coloured
 from ludic.training.learner.stop import StopRequests
-from ludic.types.errors import RestartLimit, Restarts
+from ludic.util.restarts import RestartLimit, Restarts
 from ludic_vllm.watch import HANGS, BackgroundCheck
 
 _LOOK_EVERY_S = 0.1

@@ -16,7 +16,7 @@ from ludic.run.config.model import Dtype, ModelSettings
 from ludic.run.folder import CHECKPOINTS, METRICS
 from ludic.tasks import long_lived_objects_exempt
 from ludic.types import ConfigError, InferenceSpec, ReturnSpec, Rollout, SamplingParams
-from ludic.types.rollout import save_rollouts
+from ludic.types.rollout_files import save_rollouts
 from ludic.util.urls import PUT_LOGIN, refuse_login
 from ludic_vllm.command import check_port
 from ludic_vllm.control import (

@@ -37,7 +37,7 @@ from ludic.types import (
     is_parse_failure,
     was_rejected_as_cut_off,
 )
-from ludic.types.rollout import stored_rollout
+from ludic.types.rollout_files import stored_rollout
 from ludic.util.files import Line
 
 logger = logging.getLogger(__name__)

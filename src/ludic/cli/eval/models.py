@@ -16,8 +16,7 @@ from ludic.cli.eval.config import DEFAULT_MODEL, PolicySettings
 from ludic.inference import ByteTemplate, ChatTemplate, HermesToolParser
 from ludic.inference.openai_client import EndpointError, OpenAIChatClient
 from ludic.run.config.model import ModelSettings
-from ludic.run.config.run_config import CHECKPOINTS
-from ludic.run.folder import CONFIG
+from ludic.run.names import CHECKPOINTS, CONFIG
 from ludic.run.resolve import slug
 from ludic.types import ChatClient, ConfigError, MissingExtra
 

@@ -10,23 +10,19 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from rich.markup import escape
 from rich.table import Table
 
-from ludic import __version__
+from ludic import __version__, plugins
 from ludic.cli.eval.config import MAY_CHANGE_ON_RESUME, EvalConfig
 from ludic.eval import Estimate, EvalReport, paired_difference
-from ludic.run.folder import CONFIG
+from ludic.run.names import CONFIG
 from ludic.run.resolve import slug
 from ludic.run.settings import differences, read_toml, to_toml, with_values
 from ludic.types import ConfigError, LudicError
 from ludic.types.rollout import json_number, plain_fields
-from ludic_view import api
-from ludic_view.export import export_page
-from ludic_view.index import Runs
 
 logger = logging.getLogger(__name__)
 PAGE = "page.html"
@@ -103,15 +99,13 @@ def write_results(folder: Path, columns: Sequence[Column]) -> None:
 
 
 def write_page(folder: Path) -> Path | None:
-    """One HTML file with the worst and some of the best rollouts (`ludic view --export`); None if it cannot be made."""
+    """One HTML file with the worst and some of the best rollouts, by the plug-in that shows runs; None if it cannot be made."""
+    point = plugins.find("reports", "page")
+    if point is None:
+        return None
     try:
-        runs = Runs(folder)
-        index = runs.get(folder.resolve().name)
-        index.refresh(float("inf"))
-        worst, best = (api.rollouts(index, {"sort": way, "limit": "32"})["rollouts"] for way in ("reward", "-reward"))
-        ids = dict.fromkeys(card["id"] for card in [*worst[:24], *best[:8]])
         page = folder / PAGE
-        page.write_text(export_page(partial(api.answer, runs), index.id, ids, title=folder.name), encoding="utf-8")
+        page.write_text(point.load()(folder), encoding="utf-8")
         return page
     except (LudicError, OSError, ValueError, LookupError) as error:  # the results are written already
         logger.warning("%s was not written: %s", folder / PAGE, error)

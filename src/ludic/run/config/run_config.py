@@ -11,14 +11,13 @@ from ludic.run.config.model import ModelSettings, is_served
 from ludic.run.config.reward import RewardSettings
 from ludic.run.config.rollouts import RolloutSettings
 from ludic.run.config.training import AlgoSettings, EvalSettings, TrainSettings
+from ludic.run.names import CHECKPOINTS
 from ludic.run.policies.entry import PolicyEntry, check_policies
 from ludic.training.config import CheckpointConfig, LRSchedule, TrainerConfig
 from ludic.types import ConfigError, SamplingParams
 from ludic.util.urls import PUT_LOGIN, refuse_login
 from ludic_pipeline.settings import PipelineSettings
 
-CHECKPOINTS = "checkpoints"
-"""Folder of the checkpoints in a run folder."""
 FILE_SECTIONS = frozenset({"league", "replay"})
 """Sections whose settings are no flags, like lists of tables: a file has them."""
 _OPEN_END = 2**31

@@ -6,7 +6,8 @@ from typing import Any
 
 from ludic import registry
 from ludic.run.checks import is_ours
-from ludic.run.folder import METRICS, wandb_id
+from ludic.run.folder import wandb_id
+from ludic.run.names import METRICS
 from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import values_of
 from ludic.training import JSONLLogger, TeeLogger

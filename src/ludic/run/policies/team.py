@@ -21,7 +21,7 @@ from ludic.interaction import Policies
 from ludic.models.loading import LoadedModel
 from ludic.models.weights import shared_view
 from ludic.run.config.model import ModelSettings
-from ludic.run.folder import TRAINED, ResumePoint, rollouts_file
+from ludic.run.folder import ResumePoint, rollouts_file
 from ludic.run.model import (
     ServedPolicy,
     forked_checkpoint,
@@ -31,6 +31,7 @@ from ludic.run.model import (
     make_template,
     serve_locally,
 )
+from ludic.run.names import TRAINED
 from ludic.run.parts.algorithm import make_algorithm
 from ludic.run.parts.episodes import EpisodeSetup, make_episode_setup
 from ludic.run.parts.evaluation import eval_requests

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ludic.http.address import free_port
 from ludic.training.learner import stop as stopping
 from ludic.types.errors import RestartLimit
 from ludic_pipeline.launch import processes
@@ -27,7 +28,6 @@ from ludic_pipeline.launch.supervisor import (
     WhenDone,
     how_it_ended,
 )
-from ludic_vllm.command import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn
 
 from ludic.cli.args import Switch, need_extras, parse
 from ludic.cli.terminal.colour import harmless
+from ludic.http.address import check_host, check_port, require_port
 from ludic.http.stopping import DRAIN_S, serve_until_stopped
 from ludic.models import SMOLLM2, TINY
 from ludic.run.config.entries import at_least
@@ -20,7 +21,6 @@ from ludic.run.config.run_config import RunConfig
 from ludic.run.folder import CONFIG, SERVER
 from ludic.run.settings import read_toml
 from ludic.types import ConfigError, LudicError
-from ludic_vllm.command import check_host, check_port
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,7 @@ class ServeArgs:
     """Speak Tinker's protocol instead, for training and sampling with its SDK: `ludic serve --tinker --help`."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port {self.port}; a port is a number from 0 to 65535.")
+        require_port(self.port)
         at_least(1, max_sequences=self.max_sequences, max_model_len=self.max_model_len)
         at_least(0, drain_s=self.drain_s)
 

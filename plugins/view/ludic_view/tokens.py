@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from ludic.batch_gen.stitching import call_segments
-from ludic.http.response import TextStream
 from ludic.models import SMOLLM2, TINY
 from ludic.run.config.model import ModelSettings
 from ludic.run.config.run_config import CHECKPOINTS
 from ludic.types import Rollout, Step
+from ludic.util.text_stream import TextStream
 from ludic_view.files import step_of_record
 from ludic_view.index import RunIndex
 

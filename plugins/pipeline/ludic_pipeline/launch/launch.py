@@ -144,7 +144,7 @@ def make_roles(
         helpers.append(
             Role(
                 name="server",
-                command=(sys.executable, "-m", "ludic_serve.command", folder, str(port)),
+                command=(sys.executable, "-m", "ludic_vllm.run_server", folder, str(port)),
                 hopeless=_MISTAKE,
                 stop_within_s=20.0,
                 url=environment[SERVER_VARIABLE],

@@ -19,6 +19,7 @@ from ludic.tasks import long_lived_objects_exempt
 from ludic.types import ConfigError, InferenceSpec, ReturnSpec, Rollout, SamplingParams
 from ludic.types.rollout import save_rollouts
 from ludic.util.urls import PUT_LOGIN, refuse_login
+from ludic_serve.engines import find_engine
 
 if TYPE_CHECKING:
     from ludic.models.loading import LoadedModel
@@ -133,11 +134,10 @@ def _policy(given: GatewayArgs) -> "Iterator[tuple[Policy, LoadedModel | None]]"
 
     settings = ModelSettings(model=given.model, dtype=given.dtype, device=given.device, lora_rank=given.lora_rank)
     if given.server is not None:
-        from ludic.training.learner.stop import run_sync
-        from ludic_vllm.client import VLLMChatClient
+        from ludic.util.stop import run_sync
 
         template = make_template(load_tokenizer(settings), with_tools=True)
-        client = VLLMChatClient(servers=[given.server])
+        client = find_engine("vllm").client(given.server)
         try:
             served = run_sync(client.control_get(client.servers[0], "/v1/models"))["data"][0]["id"]
             yield Policy(client=client, chat_template=template, model=served), None

@@ -15,6 +15,7 @@ from ludic.envs import DatasetQAEnv
 from ludic.inference import ByteTemplate, HermesToolParser, ScriptedClient
 from ludic.interaction import InteractionProtocol
 from ludic.parsers import boxed_parser
+from ludic.run.protocols.kinds import is_agent_function
 from ludic.types import (
     ConfigError,
     EnvSpec,
@@ -28,7 +29,7 @@ from ludic.types import (
     SamplingParams,
     StopReason,
 )
-from ludic_serve.gateway.agents import AgentFunction, answer_text, is_agent_function
+from ludic_serve.gateway.agents import AgentFunction, answer_text
 from ludic_serve.gateway.protocol import GatewayProtocol, TaskEnv, read_rewards
 from ludic_serve.gateway.session import RETRY_GRACE_S, Policy, SessionLimits
 from tests.fakes import CountingEnv

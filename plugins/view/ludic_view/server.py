@@ -51,7 +51,7 @@ _KINDS = {
 }
 
 
-_WITHOUT_TOKEN = (
+WITHOUT_TOKEN = (
     "Listening on {host!r} shows every rollout to all who reach this machine. Give a --token, which the page's address then "
     "contains, or use 127.0.0.1 and an SSH tunnel."
 )
@@ -74,7 +74,7 @@ async def serve(
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve until cancelled. Port 0 takes a free one; `on_ready` gets the address to open."""
-    check_host(host, token, problem=_WITHOUT_TOKEN)
+    check_host(host, token, problem=WITHOUT_TOKEN)
     server = AppServer(make_app(runs, token=token), ServerLimits(), has_token=bool(token))
     url = await server.start(host, port)
     try:

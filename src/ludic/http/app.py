@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -20,10 +21,11 @@ from ludic.http.errors import describe_error
 from ludic.http.limits import Connection, ServerLimits, answering, listen
 from ludic.util.urls import is_loopback
 
+if TYPE_CHECKING:
+    from aiohttp.typedefs import Middleware
+
 logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 
 _CANCELLED_S = 0.5
 """How long handlers may take to end that are cancelled; aiohttp waits this long twice."""
@@ -34,7 +36,7 @@ def guard(
     answer_error: Callable[[web.Request, Exception], web.Response],
     *,
     admit: Callable[[web.Request], object] = lambda request: None,
-) -> Middleware:
+) -> "Middleware":
     """A middleware that turns every error into a response and writes responses within the time limit; the only place that does.
 
     `admit` raises for a client without the secret. `answer_error` writes an error as the server's clients expect it.

@@ -15,6 +15,8 @@ from weakref import WeakKeyDictionary
 from ludic_serve.gateway.session import Policy
 
 _CLOSE_S = 10.0
+_serving: set[asyncio.Task[None]] = set()
+"""The tasks of all pools, which an event loop refers to only weakly: they outlive an agent that is dropped."""
 _SYSTEM_FILES = {
     "passwd": "agent:x:65534:65534:agent:/tmp:/bin/sh\n",
     "hosts": "127.0.0.1 localhost\n::1 localhost\n",
@@ -43,7 +45,9 @@ class GatewayPool:
         of_loop = self._hosts.setdefault(loop, {})
         if key not in of_loop:
             of_loop[key] = GatewayHost(trained, policies, needs_socket=self._needs_socket)
-            of_loop[key].task = loop.create_task(self._serve(of_loop[key], key))
+            of_loop[key].task = task = loop.create_task(self._serve(of_loop[key], key))
+            _serving.add(task)
+            task.add_done_callback(_serving.discard)
         host = of_loop[key]
         await asyncio.shield(host.started)
         return host

@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 import torch
 
 from ludic.distributed import VllmAdapterPublisher, create_vllm_publisher
-from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.http.tokens import CONTROL_VARIABLE, TOKEN_FILE, read_control_token
 from ludic.models.head import plain_model
 from ludic.models.loading import LoadedModel, no_progress_bar
@@ -31,6 +30,7 @@ from ludic_vllm.client import VLLMChatClient
 from ludic_vllm.command import find_vllm
 from ludic_vllm.process import VLLMServerProcess, wait_for_vllm_health
 from ludic_vllm.publish.adapter import fitting_rank, read_adapter
+from ludic_vllm.publish.broadcast import BroadcastPolicyPublisher
 from ludic_vllm.publish.control import VllmControlPlane
 from ludic_vllm.vllm_server import start_vllm_server
 from ludic_vllm.watch import ServerWatch

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from ludic.http.address import free_port
-from ludic.training.learner import stop as stopping
 from ludic.types.errors import RestartLimit
+from ludic.util import stop as stopping
 from ludic_pipeline.launch import processes
 from ludic_pipeline.launch.processes import LocalProcesses, RayProcess, _why_not_connected
 from ludic_pipeline.launch.supervisor import (

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ludic_vllm.command import free_port
+from ludic.http.address import free_port
 
 ROOT = Path(__file__).parents[1]
 PRELOADED = [

@@ -204,15 +204,15 @@ class Registry:
     def _load_plugins(self) -> None:
         if self._plugins_loaded:
             return
-        self._plugins_loaded = True
         for point in plugins.points(f"{self.kind}s"):
             owner = point.distribution
             is_ours = owner in (DISTRIBUTION, self._packages.get(point.name))
             key = point.name if is_ours else f"{owner}/{point.name}"
             if key not in self._entries:
                 bind = self.kind in _GIVEN_AS_FUNCTIONS
-                self._entries[key] = EntrySpec(id=key, kind=self.kind, target=point.target, bind=bind)
                 self._unread.add(key)
+                self._entries[key] = EntrySpec(id=key, kind=self.kind, target=point.target, bind=bind)
+        self._plugins_loaded = True  # at the end: another thread may look a name up meanwhile
 
 
 def _spec_of(entry: Entry, id: str, kind: str) -> EntrySpec:

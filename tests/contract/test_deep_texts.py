@@ -13,7 +13,6 @@ from ludic.batch_gen.requests.samples import read_samples
 from ludic.batch_gen.store import index_lines
 from ludic.batch_gen.training_traces import read_training_traces
 from ludic.http.client import Answer, json_object
-from ludic.http.request import parse_object
 from ludic.run.config.run_config import RunConfig
 from ludic.run.settings import read_pair, read_toml
 from ludic.training.checkpoint.manifest import CheckpointError, read_object
@@ -26,6 +25,7 @@ from ludic_pipeline.launch.launch import ray_resources
 from ludic_sandbox.code_exec.datasets import APPSTestAdapter
 from ludic_sandbox.harbor.dockerfile import read_dockerfile
 from ludic_sandbox.harbor.task import HarborTask
+from ludic_serve.request import parse_object
 from ludic_tinker.server.records import Refused
 from ludic_tinker.server.wire.bodies import OptimStep, read_json
 

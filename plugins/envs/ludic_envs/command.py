@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import tyro
 
 from ludic.cli.args import Switch, parse
+from ludic.http.address import check_port, require_port
 from ludic.http.stopping import serve_until_stopped
 from ludic.run.config.entries import at_least
-from ludic.types import ConfigError
 from ludic.util.urls import is_loopback
 from ludic_envs.workers import EnvServer
 from ludic_envs.workers.server import TOKEN_VARIABLE
-from ludic_vllm.command import check_port
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,7 @@ class EnvServerArgs:
     """Admit clients without a token."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port {self.port}; a port is a number from 0 to 65535.")
+        require_port(self.port)
         at_least(0, env_timeout=self.env_timeout)
         at_least(1, workers=self.workers, env_memory_mb=self.env_memory_mb)
 

@@ -23,10 +23,10 @@ from ludic.run.given import env_factory
 from ludic.run.model import load_tokenizer, without_adapter
 from ludic.run.resolve import NEGATIVE_MASK, ResolvedRun, resolve
 from ludic.run.settings import with_values
-from ludic.training.learner import stop as stopping
 from ludic.training.loggers import read_metrics
 from ludic.training.losses import CorrectedLoss, NegativeSequenceMask
 from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SampleOrigin, SAWItem
+from ludic.util import stop as stopping
 from ludic_pipeline import generation as run_pipeline
 from ludic_pipeline.launch import actor as run_actor
 from ludic_pipeline.queue.actor import ActorReport

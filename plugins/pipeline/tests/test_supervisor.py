@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ludic.training.learner import stop as stopping
+from ludic.http.address import free_port
+from ludic.util import stop as stopping
 from ludic.util.restarts import RestartLimit
 from ludic_pipeline.launch import processes
 from ludic_pipeline.launch.processes import LocalProcesses, RayProcess, _why_not_connected
@@ -27,7 +28,6 @@ from ludic_pipeline.launch.supervisor import (
     WhenDone,
     how_it_ended,
 )
-from ludic_vllm.command import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -1,17 +1,16 @@
 """`ludic sandbox-server`: sandboxes of this machine for harnesses on other machines. See docs/sandbox.md."""
 
 import asyncio
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from ludic.cli.args import need_extras, parse
+from ludic.http.address import check_port, require_port
 from ludic.http.stopping import DRAIN_S, serve_until_stopped
+from ludic.http.tokens import find_token
 from ludic.run.config.entries import at_least
 from ludic.types import ConfigError
 from ludic_sandbox.backends import check_backend, make_pool
-from ludic_vllm.command import check_port
-from ludic_vllm.control import TOKEN_FILE, make_control_token, read_control_token
 
 _TOKEN_VARIABLE = "LUDIC_SANDBOX_TOKEN"
 _TOKEN_FOLDER = Path("runs/sandbox_server")
@@ -49,8 +48,7 @@ class SandboxServerArgs:
     """Seconds that runs in progress may go on after SIGTERM or Ctrl-C."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port {self.port}; a port is a number from 0 to 65535.")
+        require_port(self.port)
         at_least(1, workers=self.workers)
         at_least(0, drain_s=self.drain_s)
         if "://" in self.backend:
@@ -79,14 +77,14 @@ async def _serve(given: SandboxServerArgs) -> None:
         max_per_client=given.max_per_client,
         max_body_mb=given.max_body_mb,
     )
-    token, shown = _token(given.token_file)
+    found = find_token(given.token_file, _TOKEN_VARIABLE, _TOKEN_FOLDER)
     pool = make_pool(backend=given.backend, n_workers=given.workers)
-    server = SandboxServer(pool, token=token, limits=limits)
+    server = SandboxServer(pool, token=found.token, limits=limits)
     await server.start(given.host, given.port)
     try:
         print(
             f"Sandbox server at {server.url}: {pool.num_workers} sandboxes, Python {pool.python_version} (Ctrl-C stops)\n"
-            f"  token:   {shown}\n"
+            f"  token:   {found.file or f'${found.variable}'}\n"
             f"  client:  {_TOKEN_VARIABLE}=… ludic train ENV --sandbox {server.url}\n"
             f"  load:    curl {server.url}/health",
             flush=True,
@@ -94,12 +92,3 @@ async def _serve(given: SandboxServerArgs) -> None:
         await asyncio.Event().wait()
     finally:
         await server.close(given.drain_s)
-
-
-def _token(file: Path | None) -> tuple[str, str]:
-    """The token, and where it is."""
-    if file is not None:
-        return read_control_token(file), str(file)
-    if token := os.environ.get(_TOKEN_VARIABLE):
-        return token, f"${_TOKEN_VARIABLE}"
-    return make_control_token(_TOKEN_FOLDER), str(_TOKEN_FOLDER / TOKEN_FILE)

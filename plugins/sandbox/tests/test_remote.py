@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ludic.http.request import RequestRefused
+from ludic.http.errors import RequestRefused
 from ludic.types import ConfigError
 from ludic_sandbox import CommandResult, CompileResult, CompileStatus, ExecutionResult, RunStatus, SandboxError
 from ludic_sandbox.backends import check_backend

@@ -1,26 +1,19 @@
-"""`ludic serve`: a model behind an OpenAI-compatible HTTP server. See docs/serving.md.
-
-`python -m ludic_serve.command RUN_FOLDER PORT` is the vLLM server of a run that `ludic launch` started.
-"""
+"""`ludic serve`: a model behind an OpenAI-compatible HTTP server. See docs/serving.md."""
 
 import asyncio
 import os
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from ludic.cli import commands
 from ludic.cli.args import Switch, need_extras, parse
-from ludic.cli.terminal.colour import harmless
+from ludic.http.address import check_host, check_port, require_port
 from ludic.http.stopping import DRAIN_S, serve_until_stopped
 from ludic.models import SMOLLM2, TINY
 from ludic.run.config.entries import at_least
 from ludic.run.config.model import Dtype
-from ludic.run.config.run_config import RunConfig
-from ludic.run.folder import CONFIG, SERVER
-from ludic.run.settings import read_toml
-from ludic.types import ConfigError, LudicError
-from ludic_vllm.command import check_host, check_port
+from ludic.types import ConfigError
+from ludic_serve.engines import find_engine
 
 
 @dataclass(frozen=True)
@@ -53,17 +46,14 @@ class ServeArgs:
     """Speak Tinker's protocol instead, for training and sampling with its SDK: `ludic serve --tinker --help`."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port {self.port}; a port is a number from 0 to 65535.")
+        require_port(self.port)
         at_least(1, max_sequences=self.max_sequences, max_model_len=self.max_model_len)
         at_least(0, drain_s=self.drain_s)
 
 
 def serve(args: list[str]) -> int:
     if "--tinker" in args:
-        from ludic_tinker.command import serve_tinker
-
-        return serve_tinker([arg for arg in args if arg != "--tinker"])
+        return commands.find("tinker-server").load()([arg for arg in args if arg != "--tinker"])
     own, vllm_flags = args, list[str]()
     if "--" in args:
         own, vllm_flags = args[: args.index("--")], args[args.index("--") + 1 :]
@@ -103,7 +93,6 @@ def serve(args: list[str]) -> int:
 def _become_vllm(given: ServeArgs, flags: list[str]) -> NoReturn:
     """Replace this process by vLLM's server, with the options as its flags."""
     from ludic.models.loading import require_model
-    from ludic_vllm.vllm_server import serve
 
     if given.model in (TINY, SMOLLM2):
         raise ConfigError(
@@ -117,25 +106,7 @@ def _become_vllm(given: ServeArgs, flags: list[str]) -> NoReturn:
         "--max-model-len": given.max_model_len, "--max-num-seqs": given.max_sequences,
     }  # fmt: skip
     given_flags = [part for flag, value in own.items() if value is not None for part in (flag, str(value))]
-    serve([*given_flags, *flags], insecure=given.insecure)
-
-
-def serve_run(folder: Path, port: int) -> NoReturn:
-    """Save the model of a run for vLLM and become its server. The learner replaces the served weights at its start."""
-    from ludic.run.model import load_policy
-    from ludic_vllm.command import find_vllm
-    from ludic_vllm.generation import save_for_server
-    from ludic_vllm.vllm_server import serve
-
-    config = read_toml(RunConfig, folder / CONFIG)
-    install = find_vllm()  # before a model is loaded
-    model = folder / SERVER / "model"
-    loaded = load_policy(config.model, seed=config.trainer.seed)
-    flags = save_for_server(loaded, model, quantization=config.rollouts.server_quantization)
-    if not install.is_cpu:
-        flags += ["--gpu-memory-utilization", str(config.rollouts.server_memory)]
-    length = ["--max-model-len", str(config.trainer.max_seq_len)]
-    serve([str(model), "--port", str(port), "--run-folder", str(folder / SERVER), *length, *flags])
+    find_engine("vllm").serve([*given_flags, *flags], insecure=given.insecure)
 
 
 async def _serve(engine: Any, given: ServeArgs) -> None:
@@ -154,11 +125,3 @@ async def _serve(engine: Any, given: ServeArgs) -> None:
         drain_s=given.drain_s,
         on_ready=announce,
     )
-
-
-if __name__ == "__main__":
-    try:
-        serve_run(Path(sys.argv[1]), int(sys.argv[2]))
-    except LudicError as error:
-        print(f"ludic: {harmless(str(error))}", file=sys.stderr)
-        sys.exit(2)

@@ -14,22 +14,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from typing import TypeVar
 
-from ludic.http.request import (
-    Body,
-    ChatBody,
-    CompletionBody,
-    JSONObject,
-    RequestBody,
-    RequestRefused,
-    check_length,
-    check_num_logprobs,
-    check_prompt,
-    read_body,
-    read_messages,
-    read_prompts,
-    read_tools,
-)
-from ludic.http.response import Answer, ChatAnswer, CompletionAnswer
+from ludic.http.address import check_host
+from ludic.http.errors import RequestRefused, describe_error
+from ludic.http.tokens import bearer_of, require_secret
 from ludic.inference.local.engine import LocalEngine
 from ludic.inference.templates.chat import ChatTemplate
 from ludic.inference.templates.hf import HFChatTemplate, tool_parser_for
@@ -49,14 +36,27 @@ from ludic.types import (
 )
 from ludic.types.errors import encodable
 from ludic.types.sampling import MAX_COUNT
-from ludic.util.urls import is_same_secret
-from ludic_vllm.command import check_host
+from ludic_serve.request import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    JSONObject,
+    RequestBody,
+    check_length,
+    check_num_logprobs,
+    check_prompt,
+    read_body,
+    read_messages,
+    read_prompts,
+    read_tools,
+)
+from ludic_serve.response import Answer, ChatAnswer, CompletionAnswer
 
 try:
     from aiohttp import web
 
-    from ludic.http.app import AppServer
-    from ludic.http.limits import Load, ServerLimits, answering, describe_error
+    from ludic.http.app import AppServer, guard, json_error
+    from ludic.http.limits import Load, ServerLimits, answering
 except ImportError as error:
     raise MissingExtra("serve", "The HTTP server") from error
 
@@ -81,7 +81,7 @@ def make_app(
     """
     server = _Server(engine, model_name, api_key, chat_template, limits or ServerLimits())
     app = web.Application(
-        middlewares=[server.guard],
+        middlewares=[server.count, guard(server.limits, json_error, admit=server.check_key)],
         handler_args={"handler_cancellation": True},  # a disconnecting client cancels its handler and its sampling
     )
     app.add_routes(
@@ -139,7 +139,7 @@ class _Server:
         limits: ServerLimits,
     ) -> None:
         self._engine = engine
-        self._limits = limits
+        self.limits = limits
         self._load = Load(limits)
         self._model_name = model_name
         self._api_key = api_key
@@ -159,20 +159,12 @@ class _Server:
                 self._no_chat = str(error)
 
     @web.middleware
-    async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Turns every error into a response and counts requests; the only place that does."""
+    async def count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Counts requests by path and status."""
         status = _CLIENT_GONE  # unless the response is sent
         self._num_active += 1
         try:
-            try:
-                self._check_key(request)
-                response = await handler(request)
-            except Exception as error:  # noqa: BLE001 - the client gets JSON for any error, and other requests continue
-                error_status, described = _describe(error)
-                response = web.json_response(described, status=error_status)
-            async with answering(request, self._limits):
-                await response.prepare(request)
-                await response.write_eof()
+            response = await handler(request)
             status = response.status
             return response
         finally:
@@ -180,14 +172,10 @@ class _Server:
             resource = request.match_info.route.resource
             self._num_requests[resource.canonical if resource else "other", status] += 1
 
-    def _check_key(self, request: web.Request) -> None:
-        if not self._api_key or request.path == "/health":
-            return
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        if not (is_same_secret(key.strip(), self._api_key) and scheme.lower() == "bearer"):
-            raise RequestRefused(
-                401, "invalid_api_key", "This server needs its API key as 'Authorization: Bearer <key>'."
-            )
+    def check_key(self, request: web.Request) -> None:
+        if self._api_key and request.path != "/health":
+            message = "This server needs its API key as 'Authorization: Bearer <key>'."
+            require_secret(bearer_of(request.headers), self._api_key, RequestRefused(401, "invalid_api_key", message))
 
     async def models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [self._model_card()]})
@@ -342,7 +330,7 @@ class _Server:
         )
 
         async def send(event: bytes) -> None:
-            async with answering(request, self._limits):
+            async with answering(request, self.limits):
                 if not response.prepared:
                     await response.prepare(request)
                 await response.write(event)
@@ -359,7 +347,7 @@ class _Server:
             if not response.prepared:
                 raise
             # The status is already sent, so the error is an event and [DONE] is omitted.
-            await send(_sse(_describe(error)[1]))
+            await send(_sse(describe_error(error).openai_body()))
         finally:
             if response.prepared:
                 self._count(answer, answer.num_sampled)
@@ -400,9 +388,3 @@ async def _merged(streams: Sequence[AsyncGenerator[TokenChunk, None]]) -> AsyncG
 
 def _sse(event: JSONObject) -> bytes:
     return f"data: {json.dumps(event)}\n\n".encode()
-
-
-def _describe(error: BaseException) -> tuple[int, JSONObject]:
-    """The status, and an error body in OpenAI's format."""
-    facts = describe_error(error)
-    return facts.status, facts.openai_body()

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ludic.http.request import ErrorFacts
+from ludic.http.errors import ErrorFacts
 from ludic_serve.gateway.wire.canonical import ClientMessage, Dialect, ModelRequest, Reply, ReplyHead, token_in
 
 TOKEN = "0123456789abcdef01234567"

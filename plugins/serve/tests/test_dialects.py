@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ludic.http.request import MAX_MESSAGES, MAX_TOOLS, ErrorFacts
+from ludic.http.errors import ErrorFacts
 from ludic.types import ConfigError
 from ludic_serve.gateway.wire.canonical import Dialect, drop_constraints
 from ludic_serve.gateway.wire.chat import Chat
 from ludic_serve.gateway.wire.messages import Messages
 from ludic_serve.gateway.wire.responses import Responses
+from ludic_serve.request import MAX_MESSAGES, MAX_TOOLS
 from plugins.serve.tests.dialects import FAILED, HEAD, JSON, REQUEST, Wire, make_reply, pieces_of, streamed
 
 pytestmark = pytest.mark.slow

@@ -15,6 +15,7 @@ from ludic.envs import DatasetQAEnv
 from ludic.inference import ByteTemplate, HermesToolParser, ScriptedClient
 from ludic.interaction import InteractionProtocol
 from ludic.parsers import boxed_parser
+from ludic.run.protocols.kinds import is_agent_function
 from ludic.types import (
     ConfigError,
     EnvSpec,
@@ -28,8 +29,8 @@ from ludic.types import (
     SamplingParams,
     StopReason,
 )
-from ludic_serve.gateway.agents import AgentFunction, answer_text, is_agent_function
-from ludic_serve.gateway.protocol import GatewayProtocol, TaskEnv, _hosts, close_gateways, read_rewards
+from ludic_serve.gateway.agents import AgentFunction, answer_text
+from ludic_serve.gateway.protocol import GatewayProtocol, TaskEnv, read_rewards
 from ludic_serve.gateway.session import RETRY_GRACE_S, Policy, SessionLimits
 from tests.fakes import CountingEnv
 
@@ -459,9 +460,10 @@ async def test_episodes_share_one_server_until_it_is_closed():
     made = [GatewayProtocol(outside, client=client, model="small", chat_template=ByteTemplate()) for _ in range(8)]
     rollouts = await asyncio.gather(*map(play, made))
     assert len(urls) == 1 and all(len(of_episode) == 1 for of_episode in rollouts)
-    close_gateways(client)
+    assert len(outside.gateways) == 1
+    outside.gateways.close()
     async with asyncio.timeout(60):
-        while any(host.trained.client is client for host in _hosts.get(asyncio.get_running_loop(), {}).values()):
+        while len(outside.gateways):
             await asyncio.sleep(0.01)
     with pytest.raises(httpx.ConnectError):
         await httpx.AsyncClient(trust_env=False).get(urls.pop())
@@ -475,7 +477,7 @@ def test_a_server_ends_with_its_event_loop():
         made = protocol()
         (rollout,) = asyncio.run(play(made))
         gc.collect()
-    assert rollout.total_reward == 1.0 and not [loop for loop in _hosts if loop.is_closed()]
+    assert rollout.total_reward == 1.0 and not len(made.agent.gateways)
 
 
 def test_a_server_is_closed_from_another_thread():
@@ -486,13 +488,13 @@ def test_a_server_is_closed_from_another_thread():
         await play(made)
         ready.set()
         await asyncio.to_thread(done.wait, 10)
-        return asyncio.get_running_loop() in _hosts
+        return len(made.agent.gateways) > 0
 
     found: list[bool] = []
     thread = threading.Thread(target=lambda: found.append(asyncio.run(main())))
     thread.start()
     assert ready.wait(60)
-    close_gateways(client)
+    made.agent.gateways.close()
     done.set()
     thread.join(10)
     assert found == [False]

@@ -19,7 +19,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ludic.http.response import TextStream
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.engine import TokenChunk
 from ludic.types import (
@@ -30,6 +29,7 @@ from ludic.types import (
     SamplingParams,
     TokenCompletionRequest,
 )
+from ludic.util.text_stream import TextStream
 from ludic_serve.openai_server import check_host, serve
 from tests.chat_templates import make_tokenizer
 from tests.unit.cli.runner import invoke

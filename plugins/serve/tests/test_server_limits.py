@@ -14,9 +14,9 @@ import aiohttp
 import pytest
 
 from ludic.http.limits import ServerLimits
-from ludic.http.request import check_prompt
 from ludic.inference import ByteTemplate
 from ludic.types import ChatResponse, ConfigError, PromptTooLong
+from ludic_serve.request import check_prompt
 from plugins.serve.tests.test_server import HELLO, TOOL, Reciting, serving, until
 
 pytestmark = pytest.mark.slow

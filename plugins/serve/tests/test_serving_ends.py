@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from ludic.http.stopping import serve_until_stopped
-from ludic.training.learner import stop
 from ludic.types import ConfigError
+from ludic.util import stop
 from ludic_tinker.command import serve_tinker
 from tests import forked
 

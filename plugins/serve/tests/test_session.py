@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ludic.agents import Agent
 from ludic.context import FullDialog
 from ludic.envs import SingleAgentEnv
-from ludic.http.request import RequestRefused
+from ludic.http.errors import RequestRefused
 from ludic.inference import ByteTemplate, HermesToolParser, ScriptedClient
 from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import raw_parser

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 
-from ludic.http.request import ErrorFacts
+from ludic.http.errors import ErrorFacts
 from ludic_serve.gateway.wire.canonical import ModelRequest
 from ludic_serve.gateway.wire.messages import Messages
 from plugins.serve.tests.dialects import (

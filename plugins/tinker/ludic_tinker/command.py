@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ludic.cli.args import Switch, need_extras, parse
+from ludic.http.address import check_host, check_port, require_port
 from ludic.http.stopping import DRAIN_S, serve_until_stopped
 from ludic.run.config.entries import at_least
 from ludic.run.config.model import Dtype
 from ludic.types import ConfigError
-from ludic_vllm.command import check_host, check_port
 
 _KEY_SHOWN = "tml-any"
 """The SDK sends no request without a key."""
@@ -67,8 +67,7 @@ class TinkerServeArgs:
     """Seconds that HTTP requests in progress may go on after SIGTERM or Ctrl-C."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port {self.port}; a port is a number from 0 to 65535.")
+        require_port(self.port)
         at_least(1, max_runs=self.max_runs, max_rank=self.max_rank, max_requests=self.max_requests)
         at_least(1, max_adapters=self.max_adapters, max_sequences=self.max_sequences, max_model_len=self.max_model_len)
         at_least(1, snapshot_every=self.snapshot_every)

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from ludic.cli.args import Switch, parse
 from ludic.cli.terminal.colour import harmless, make_console
+from ludic.http.address import require_port
 from ludic.http.stopping import serve_until_stopped
 from ludic.types import ConfigError, MissingExtra
 from ludic.types.messages import text_of
@@ -50,8 +51,7 @@ class ViewArgs:
     """Print the answer to a path of the API, such as /api/runs/x/steps, and end."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port {self.port}; a port is a number from 0 to 65535.")
+        require_port(self.port)
 
 
 def view(args: list[str]) -> int:

@@ -5,8 +5,7 @@ of this server only, and `AppServer` keeps other web pages from reading runs thr
 """
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -14,14 +13,14 @@ from urllib.parse import unquote
 import msgspec
 from aiohttp import web
 
-from ludic.http.app import AppServer
+from ludic.http.address import check_host
+from ludic.http.app import AppServer, guard
+from ludic.http.errors import describe_error
 from ludic.http.limits import ServerLimits
-from ludic.types import ConfigError
-from ludic.util.urls import is_loopback, is_same_secret
+from ludic.http.tokens import bearer_of
+from ludic.util.urls import is_same_secret
 from ludic_view import api
 from ludic_view.index import RunIndex, Runs
-
-logger = logging.getLogger(__name__)
 
 PORT = 7711
 PAGE = Path(__file__).parent / "page"
@@ -50,21 +49,18 @@ _KINDS = {
     ".woff2": "font/woff2",
     ".json": "application/json",
 }
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def check_access(host: str, token: str | None) -> None:
-    """Refuse to let other machines in without a token."""
-    if not is_loopback(host) and not token:
-        raise ConfigError(
-            f"Listening on {host!r} shows every rollout to all who reach this machine. Give a --token, which the page's address "
-            "then contains, or use 127.0.0.1 and an SSH tunnel."
-        )
+WITHOUT_TOKEN = (
+    "Listening on {host!r} shows every rollout to all who reach this machine. Give a --token, which the page's address then "
+    "contains, or use 127.0.0.1 and an SSH tunnel."
+)
 
 
 def make_app(runs: Runs, *, token: str | None = None, page: Path = PAGE) -> web.Application:
     server = _Server(runs, token, page)
-    app = web.Application(middlewares=[server.guard])
+    app = web.Application(middlewares=[guard(ServerLimits(), _answer_error, admit=server.check)])
+    app.on_response_prepare.append(_add_headers)
     app.router.add_get("/{path:.*}", server.answer)
     return app
 
@@ -78,7 +74,7 @@ async def serve(
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve until cancelled. Port 0 takes a free one; `on_ready` gets the address to open."""
-    check_access(host, token)
+    check_host(host, token, problem=WITHOUT_TOKEN)
     server = AppServer(make_app(runs, token=token), ServerLimits(), has_token=bool(token))
     url = await server.start(host, port)
     try:
@@ -94,34 +90,12 @@ class _Server:
         self._runs, self._token, self._page = runs, token, page
         self._num_streams = 0
 
-    @web.middleware
-    async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Checks who asks, turns errors into JSON, and adds the headers; the only place that does."""
-        try:
-            self._check(request)
-            response = await handler(request)
-        except api.NotFound as error:
-            response = _error(404, str(error))
-        except (api.BadQuery, ConfigError) as error:
-            response = _error(400, str(error))
-        except web.HTTPException as error:
-            response = _error(error.status, f"{error.reason}.")
-        except OSError as error:  # a file that a run has just removed
-            response = _error(404, f"A file cannot be read: {error.strerror}.")
-        except Exception:
-            logger.exception("a request failed: %s", request.rel_url)
-            response = _error(500, "Internal error; the log of `ludic view` says more.")
-        if not response.prepared:
-            response.headers.update(_HEADERS)
-        return response
-
-    def _check(self, request: web.Request) -> None:
+    def check(self, request: web.Request) -> None:
         if request.method not in ("GET", "HEAD"):
             raise web.HTTPMethodNotAllowed(request.method, ["GET", "HEAD"])
         if self._token is None:
             return
-        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        given = (bearer, request.cookies.get(_COOKIE, ""), request.query.get("token", ""))
+        given = (bearer_of(request.headers), request.cookies.get(_COOKIE, ""), request.query.get("token", ""))
         if not any(is_same_secret(each, self._token) for each in given if each):
             raise web.HTTPUnauthorized(reason="Open the address with its ?token=, or send it as a bearer token")
 
@@ -160,7 +134,7 @@ class _Server:
         index = await asyncio.to_thread(self._index, path.removesuffix("/events"))
         if self._num_streams >= _MAX_STREAMS:
             raise web.HTTPServiceUnavailable(reason=f"{_MAX_STREAMS} pages listen already")
-        response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream; charset=utf-8"})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         self._num_streams += 1
         try:
@@ -220,6 +194,18 @@ def _last_step(index: RunIndex) -> int:
     return max(index.metrics, default=0)
 
 
-def _error(status: int, message: str) -> web.Response:
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(_HEADERS)
+
+
+def _answer_error(request: web.Request, error: Exception) -> web.Response:
+    if isinstance(error, api.NotFound):
+        status, message = 404, str(error)
+    elif isinstance(error, api.BadQuery):
+        status, message = 400, str(error)
+    elif isinstance(error, OSError):  # a file that a run has just removed
+        status, message = 404, f"A file cannot be read: {error.strerror}."
+    else:
+        status, _, _, message = describe_error(error)
     body = api.encode({"error": {"message": message}})
     return web.Response(status=status, body=body, content_type="application/json", charset="utf-8")

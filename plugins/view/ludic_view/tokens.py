@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from ludic.http.response import TextStream
 from ludic.models import SMOLLM2, TINY
 from ludic.run.names import CHECKPOINTS
 from ludic.types import Rollout, Step
 from ludic.types.segments import call_segments
+from ludic.util.text_stream import TextStream
 from ludic_view.index import RunIndex
 from ludic_view.records import BadRecord, segments_in, step_of_record
 

@@ -26,6 +26,7 @@ from ludic.http.client import (
     get_without_loop,
     json_object,
 )
+from ludic.http.tokens import CONTROL_HEADER, CONTROL_VARIABLE
 from ludic.types import (
     ChatResponse,
     ConfigError,
@@ -39,7 +40,6 @@ from ludic.types import (
     shown_url,
 )
 from ludic.util.urls import without_login
-from ludic_vllm.control import CONTROL_HEADER, CONTROL_VARIABLE
 from ludic_vllm.routing import Server, ServerFacts, ServerPool
 from ludic_vllm.watch import ServerWatch
 from ludic_vllm.wire import (

@@ -7,7 +7,6 @@ able to import it. Every flag is vLLM's own; a flag that the user gives is never
 import importlib.util
 import logging
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,11 +15,10 @@ from itertools import takewhile
 from pathlib import Path
 
 import ludic
+from ludic.http.tokens import CONTROL_VARIABLE, make_control_token
 from ludic.types import ConfigError
 from ludic.util.die_with_parent import PIPE_VARIABLE
 from ludic.util.files import parse_json
-from ludic.util.urls import is_loopback
-from ludic_vllm.control import CONTROL_VARIABLE, make_control_token
 from ludic_vllm.versions import TESTED_ON_CPU, TESTED_ON_GPU, is_listed, release_of, version_range
 
 logger = logging.getLogger(__name__)
@@ -301,35 +299,6 @@ def _ludic_only_folders(run_folder: Path) -> list[Path]:
         if not link.exists():
             link.symlink_to(package, target_is_directory=True)
     return [alone]
-
-
-def check_host(host: str, api_key: str | None, insecure: bool) -> None:
-    """Refuse to let other machines in without a key, unless `insecure` allows it."""
-    if not (is_loopback(host) or api_key or insecure):
-        raise ConfigError(
-            f"Listening on {host!r} lets every client that reaches this machine use the model. Give an --api-key "
-            "(or LUDIC_API_KEY), use 127.0.0.1, or pass --insecure if you trust the network."
-        )
-
-
-def free_port() -> int:
-    """A port that is free at this moment."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def check_port(host: str, port: int) -> None:
-    """Refuse a port in use: clients that wait for this server would reach another."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-        except OSError as error:
-            raise ConfigError(f"Cannot listen on {host}:{port}: {error.strerror}. Choose another --port.") from error
-        except (OverflowError, ValueError) as error:  # a port above 65535; an invalid host name
-            raise ConfigError(f"Cannot listen on {host!r:.80}:{port}: {error}") from error
 
 
 # --- `ludic doctor` ---

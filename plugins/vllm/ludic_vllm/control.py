@@ -1,61 +1,17 @@
-"""Access to a vLLM server's control endpoints: the control token, and the middleware that requires it.
+"""The middlewares of a vLLM server: one requires the control token (`ludic.http.tokens`), one ends the server with its parent.
 
-A client that can replace a server's weights controls what is trained on it, so the token belongs to the user who started the
-server: a file of mode 600 in the run folder. Servers started on the same folder share it. The middlewares run inside the
-server process (`--middleware ludic_vllm.control.ControlGuard`) and import nothing of vLLM.
+They run inside the server process (`--middleware ludic_vllm.control.ControlGuard`) and import nothing of vLLM.
 """
 
 import json
 import os
-import secrets
-import stat
-import tempfile
 from collections.abc import Awaitable, Callable, MutableMapping
-from pathlib import Path
 from typing import Any
 
+from ludic.http.tokens import CONTROL_HEADER, CONTROL_VARIABLE, TOKEN_FILE
 from ludic.types import ConfigError
 from ludic.util.die_with_parent import watch_parent
 from ludic.util.urls import is_same_secret
-
-CONTROL_HEADER = "X-Ludic-Control-Token"
-"""The request header that carries the token."""
-CONTROL_VARIABLE = "LUDIC_CONTROL_TOKEN"
-"""The environment variable that passes the token to a server process."""
-TOKEN_FILE = "control_token"
-"""The file of a run folder that holds the token."""
-
-
-def make_control_token(folder: Path) -> str:
-    """The token of this run folder; creates one if there is none."""
-    path = folder / TOKEN_FILE
-    folder.mkdir(parents=True, exist_ok=True)
-    number, temporary = tempfile.mkstemp(prefix=f".{TOKEN_FILE}-", dir=folder)  # mkstemp creates mode 600
-    try:
-        with os.fdopen(number, "w") as file:
-            file.write(f"{secrets.token_hex(32)}\n")
-        # A link fails if the name exists, so of two servers that start at once one writes and both read the same token.
-        os.link(temporary, path)
-    except FileExistsError:
-        pass  # another server on this folder was first
-    finally:
-        os.unlink(temporary)
-    return read_control_token(path)
-
-
-def read_control_token(path: Path) -> str:
-    """The token in `path`: the file itself, or the run folder it is in."""
-    file = path / TOKEN_FILE if path.is_dir() else path
-    if not file.is_file():
-        raise ConfigError(f"No control token at {file}; a server writes it when it starts with that run folder.")
-    mode, token = stat.S_IMODE(file.stat().st_mode), file.read_text().strip()
-    if mode & 0o077 or not token:
-        problem = f"has mode {mode:o}, so others on this machine may have read it" if mode & 0o077 else "is empty"
-        raise ConfigError(f"The control token {file} {problem}. Delete it and start the server again for a new one.")
-    return token
-
-
-# --- inside the server ---
 
 Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import torch
 
 from ludic.distributed import VllmAdapterPublisher, create_vllm_publisher
-from ludic.distributed.publisher import BroadcastPolicyPublisher
+from ludic.http.tokens import CONTROL_VARIABLE, TOKEN_FILE, read_control_token
 from ludic.models.head import plain_model
 from ludic.models.loading import LoadedModel, no_progress_bar
 from ludic.models.lora import dense_parameters
@@ -28,9 +28,9 @@ from ludic_gpu.vision.inputs import save_tokenizer
 from ludic_pipeline.settings import required_servers
 from ludic_vllm.client import VLLMChatClient
 from ludic_vllm.command import find_vllm
-from ludic_vllm.control import CONTROL_VARIABLE, TOKEN_FILE, read_control_token
 from ludic_vllm.process import VLLMServerProcess, wait_for_vllm_health
 from ludic_vllm.publish.adapter import fitting_rank, read_adapter
+from ludic_vllm.publish.broadcast import BroadcastPolicyPublisher
 from ludic_vllm.publish.control import VllmControlPlane
 from ludic_vllm.vllm_server import start_vllm_server
 from ludic_vllm.watch import ServerWatch

@@ -16,10 +16,11 @@ import threading
 import time
 from pathlib import Path
 
+from ludic.http.address import check_port
 from ludic.http.client import EndpointError, get_without_loop
 from ludic.types import LudicError
 from ludic.util.die_with_parent import PIPE_VARIABLE
-from ludic_vllm.command import ServerCommand, check_port
+from ludic_vllm.command import ServerCommand
 
 _STOP_AFTER_S = 20.0
 _LAST_LINES = 40

@@ -13,18 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from ludic.http.address import check_host, check_port, free_port
+from ludic.http.tokens import CONTROL_VARIABLE, TOKEN_FILE
 from ludic.types import ConfigError, LudicError
 from ludic.util.urls import is_loopback
 from ludic_vllm.command import (
     ServerCommand,
     api_keys,
-    check_host,
-    check_port,
     find_vllm,
-    free_port,
     server_command,
 )
-from ludic_vllm.control import CONTROL_VARIABLE, TOKEN_FILE
 from ludic_vllm.process import (
     ServerDied,
     ServerNotReady,

@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Callable
 
+from ludic.http.address import check_port
 from ludic.http.client import EndpointError, get_without_loop
 from ludic.types import ConfigError, PolicyGone
 from ludic.util.restarts import Restarts
-from ludic_vllm.command import check_port
 from ludic_vllm.process import VLLMServerProcess, last_words
 
 logger = logging.getLogger(__name__)

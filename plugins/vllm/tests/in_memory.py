@@ -3,8 +3,8 @@
 import torch
 
 from ludic.distributed import WeightPushError
-from ludic.distributed.transfer import Bucket, checksum, pack, sampled, unpack
 from ludic.types import ConfigError
+from ludic_vllm.publish.transfer import Bucket, checksum, pack, sampled, unpack
 
 
 class MemoryServer:

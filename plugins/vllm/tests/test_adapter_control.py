@@ -6,10 +6,10 @@ import pytest
 from safetensors.torch import load_file
 
 from ludic.distributed import VllmAdapterPublisher, WeightPushError
-from ludic.distributed.transfer import checksum
 from ludic.models.loading import tiny_llama
 from ludic.types import ConfigError
 from ludic_vllm.publish.adapter import base_parameters
+from ludic_vllm.publish.transfer import checksum
 from plugins.vllm.tests.in_memory import FakeServers
 
 peft = pytest.importorskip("peft", reason="the lora extra is not installed")

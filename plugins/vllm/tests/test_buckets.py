@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludic.distributed.transfer import (
+from ludic_vllm.publish.transfer import (
     CHECKSUM_BYTES,
     Bucket,
     checksum,

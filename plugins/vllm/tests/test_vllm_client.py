@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from ludic.http.address import free_port
 from ludic.http.client import EndpointError
 from ludic.types import (
     BackendExtensions,
@@ -26,7 +27,6 @@ from ludic.types import (
 )
 from ludic.types.errors import retry_wait_s
 from ludic_vllm.client import VLLMChatClient
-from ludic_vllm.command import free_port
 from ludic_vllm.wire import completions_body, generate_body, read_completion
 from plugins.vllm.tests.vllm_fake import a_request, client_of, fake
 

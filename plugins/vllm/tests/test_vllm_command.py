@@ -8,17 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from ludic.http.address import check_port, free_port
+from ludic.http.tokens import CONTROL_VARIABLE
 from ludic.types import ConfigError
-from ludic_vllm.command import (
-    VLLMInstall,
-    check_port,
-    default_flags,
-    find_vllm,
-    free_port,
-    probe,
-    server_command,
-)
-from ludic_vllm.control import CONTROL_VARIABLE
+from ludic_vllm.command import VLLMInstall, default_flags, find_vllm, probe, server_command
 from ludic_vllm.versions import TESTED_ON_CPU, TESTED_ON_GPU, version_range
 from ludic_vllm.vllm_server import announcement, read_command
 

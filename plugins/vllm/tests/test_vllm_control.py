@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from ludic.distributed import BroadcastPolicyPublisher, WeightPushError, create_vllm_publisher
-from ludic.distributed.transfer import Bucket, checksum, open_cuda_block, sampled, share_cuda_block, unpack
 from ludic.types import ConfigError
 from ludic_vllm.publish.control import VllmControlPlane, misfit
+from ludic_vllm.publish.transfer import Bucket, checksum, open_cuda_block, sampled, share_cuda_block, unpack
 from ludic_vllm.publish.vllm import (
     CudaIpcCommunicator,
     FileCommunicator,
@@ -377,7 +377,7 @@ def test_a_block_of_gpu_memory_is_described_in_json(monkeypatch):
     opened: list[tuple] = []
     monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", lambda tensor: (None, given))
     monkeypatch.setattr("torch.multiprocessing.reductions.rebuild_cuda_tensor", lambda *parts: opened.append(parts))
-    monkeypatch.setattr("ludic.distributed.transfer.gpu_identity", lambda device: f"gpu-{device.index or 0}")
+    monkeypatch.setattr("ludic_vllm.publish.transfer.gpu_identity", lambda device: f"gpu-{device.index or 0}")
     block = json.loads(json.dumps(share_cuda_block(flat)))
     open_cuda_block(block, torch.device("cuda", 0))
     assert opened == [(*given[:6], 0, *given[7:])], "all but the number of the device, which is the worker's own"

@@ -10,8 +10,9 @@ import time
 
 import pytest
 
+from ludic.http.address import free_port
 from ludic.types import ConfigError
-from ludic_vllm.command import ServerCommand, free_port
+from ludic_vllm.command import ServerCommand
 from ludic_vllm.process import (
     ServerDied,
     ServerNotReady,

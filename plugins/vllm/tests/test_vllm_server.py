@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ludic_vllm.command import free_port
+from ludic.http.address import free_port
 from ludic_vllm.control import OPEN
 from ludic_vllm.process import ServerDied, is_healthy, wait_for_vllm_health
 from ludic_vllm.watch import HealthCheck

@@ -12,10 +12,11 @@ import time
 
 import pytest
 
+from ludic.http.address import free_port
 from ludic.http.client import get_without_loop
 from ludic.types import PolicyGone
 from ludic.util.restarts import RestartLimit, Restarts
-from ludic_vllm.command import ServerCommand, free_port
+from ludic_vllm.command import ServerCommand
 from ludic_vllm.process import VLLMServerProcess, is_healthy, wait_for_vllm_health
 from ludic_vllm.watch import HealthCheck, ServerWatch
 from plugins.vllm.tests.vllm_fake import FakeVLLM, a_request, client_of

@@ -21,10 +21,10 @@ from ludic.distributed import (
     WeightPushError,
     create_vllm_publisher,
 )
-from ludic.distributed.transfer import describe, split_into_buckets
 from ludic.models.lora import dense_parameters
 from ludic.types import ChatResponse, ConfigError, ReturnSpec, SamplingParams, TokenCompletionRequest
 from ludic_vllm.client import VLLMChatClient
+from ludic_vllm.publish.transfer import describe, split_into_buckets
 from ludic_vllm.publish.vllm import SharedMemoryCommunicator
 from plugins.vllm.tests import warm_vllm
 from plugins.vllm.tests.vllm_fixtures import (

@@ -13,9 +13,10 @@ from unittest import mock
 
 import pytest
 
+from ludic.http.address import check_port
+from ludic.http.tokens import CONTROL_HEADER
 from ludic.types import ConfigError
-from ludic_vllm.command import PYTHON_VARIABLE, check_port
-from ludic_vllm.control import CONTROL_HEADER
+from ludic_vllm.command import PYTHON_VARIABLE
 from ludic_vllm.vllm_server import VLLMServerProcess, start_vllm_server, wait_for_vllm_health
 from plugins.vllm.tests import warm_vllm
 

@@ -9,18 +9,19 @@ from ludic.plugins import lazy
 
 if TYPE_CHECKING:
     from ludic.distributed.folder import FolderFollower, FolderPublisher
-    from ludic.distributed.interfaces import ControlPlane, TensorCommunicator, WeightPushError
     from ludic.distributed.publisher import (
-        BroadcastPolicyPublisher,
         ClientPublisher,
         InProcessPublisher,
         Rank0OnlyPublisher,
         SharedWeightsPublisher,
+        WeightPushError,
     )
-    from ludic.distributed.transfer import WeightMetadata
     from ludic_tinker.policy import TinkerPolicy
     from ludic_vllm.publish.adapter import VllmAdapterPublisher
+    from ludic_vllm.publish.broadcast import BroadcastPolicyPublisher
     from ludic_vllm.publish.control import VllmControlPlane
+    from ludic_vllm.publish.interfaces import ControlPlane, TensorCommunicator
+    from ludic_vllm.publish.transfer import WeightMetadata
     from ludic_vllm.publish.vllm import create_vllm_publisher
 
 __all__ = [
@@ -34,11 +35,12 @@ __getattr__ = lazy(
     __name__,
     {
         "folder": "FolderFollower FolderPublisher",
-        "interfaces": "ControlPlane TensorCommunicator WeightPushError",
-        "publisher": "BroadcastPolicyPublisher ClientPublisher InProcessPublisher Rank0OnlyPublisher SharedWeightsPublisher",
-        "transfer": "WeightMetadata",
+        "publisher": "ClientPublisher InProcessPublisher Rank0OnlyPublisher SharedWeightsPublisher WeightPushError",
         "ludic_vllm.publish.adapter": "VllmAdapterPublisher",
+        "ludic_vllm.publish.broadcast": "BroadcastPolicyPublisher",
         "ludic_vllm.publish.control": "VllmControlPlane",
+        "ludic_vllm.publish.interfaces": "ControlPlane TensorCommunicator",
+        "ludic_vllm.publish.transfer": "WeightMetadata",
         "ludic_vllm.publish.vllm": "create_vllm_publisher",
         "ludic_tinker.policy": "TinkerPolicy",
     },

@@ -1,30 +1,32 @@
-"""Publishers: new weights to an inference engine in this process, to a client, or to servers with their own copy.
+"""Publishers: new weights to an inference engine in this process or to a client. folder.py writes them to a folder.
 
-`publish_gathered` reads the weights of a sharded model for any of them. Servers: publish/vllm.py, publish/adapter.py; a folder:
-publish/folder.py.
+`publish_gathered` reads the weights of a sharded model for any of them. Publishers to servers are in a plug-in.
 """
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ludic.distributed.interfaces import ControlPlane, KeepsWeights, TensorCommunicator, WeightPushError
 from ludic.distributed.ranks import RankFailed, Ranks
-from ludic.distributed.transfer import Bucket, WeightMetadata, checksum, describe, sampled, split_into_buckets
 from ludic.models.lora import DenseWeight
-from ludic.types import ChatClient, ChecksServers, ConfigError, LudicError, PolicyGone
+from ludic.plugins import lazy
+from ludic.types import ChatClient, ChecksServers, ConfigError, LudicError
 from ludic.types import PolicyPublisher as PolicyPublisher  # the seeds name it here
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from ludic_vllm.publish.broadcast import BroadcastPolicyPublisher as BroadcastPolicyPublisher
 
-BUCKET_BYTES = 256 << 20
+__getattr__ = lazy(__name__, {"ludic_vllm.publish.broadcast": "BroadcastPolicyPublisher"})  # the seeds name it here
+
+
+class WeightPushError(LudicError, RuntimeError):
+    """New weights did not reach every server. Always raised: the trainer must not continue as if they had."""
 
 
 # --- inside this process --------------------------------------------------------------------------------------
@@ -102,122 +104,6 @@ def _process_rank() -> int:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     return int(os.environ.get("RANK", "0"))  # torchrun sets it before a group exists
-
-
-# --- to servers -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class WeightUpdate:
-    """One version to be pushed."""
-
-    version: int
-    weights: Mapping[str, Tensor]
-    metadata: Sequence[WeightMetadata]
-    buckets: Sequence[Bucket]
-    checksums: Mapping[str, int]
-    """Expected checksums of a sample of weights."""
-
-
-class BroadcastPolicyPublisher:
-    """`publish` returns when every server generates with the new weights, and raises if one does not."""
-
-    def __init__(
-        self,
-        control: ControlPlane,
-        comm: TensorCommunicator,
-        src_rank: int = 0,
-        *,
-        bucket_bytes: int = BUCKET_BYTES,
-        dtype: torch.dtype | None = None,
-        attempts: int = 2,
-    ) -> None:
-        """`dtype`: floating-point weights are cast to it before sending (fp32 training, bf16 server: half the bytes).
-
-        `attempts`: how often a push is tried before `publish` raises.
-        """
-        if bucket_bytes < 1:
-            raise ConfigError(f"bucket_bytes={bucket_bytes}; it must be at least 1, and {BUCKET_BYTES} is usual.")
-        if comm.rank != src_rank:
-            raise ConfigError(
-                f"The weights come from rank {src_rank}, but this is rank {comm.rank}. Wrap the publisher in Rank0OnlyPublisher, "
-                "which publishes from one rank."
-            )
-        self._control, self._comm, self._src_rank = control, comm, src_rank
-        self._bucket_bytes, self._dtype, self._attempts = bucket_bytes, dtype, attempts
-        self._lock = threading.Lock()
-        self._last: WeightUpdate | None = None
-        """What the servers have, without the weights themselves; None before the first push and after a failed one."""
-
-    def publish(self, state_dict: Mapping[str, Tensor], version: int | None = None) -> None:
-        """Push all weights of the model, by transformers' names. `version` defaults to the servers' version plus one."""
-        with self._lock:
-            metadata = describe(state_dict, self._dtype)
-            self._control.require_fits(metadata)
-            buckets = split_into_buckets(metadata, self._bucket_bytes)
-            compared = [part for bucket in buckets for part in sampled(bucket)]
-            update = WeightUpdate(
-                version=self._control.policy_version() + 1 if version is None else version,
-                weights=state_dict,
-                metadata=metadata,
-                buckets=buckets,
-                checksums={part.name: checksum(state_dict[part.name].to(part.torch_dtype)) for part in compared},
-            )
-            self._last = None
-            try:
-                self._push_or_retry(update)
-            finally:
-                self._comm.release()
-            self._last = replace(update, weights={})
-
-    def publish_again(self) -> bool:
-        """Send the last version to servers that were restarted, from the bytes that the communicator has kept: the trainer's
-        weights may be changing. False if there is no such version, because none was sent or sending the next one failed.
-        """
-        if not isinstance(self._comm, KeepsWeights):
-            raise ConfigError(f"{type(self._comm).__name__} keeps no weights; publish them again.")
-        with self._lock:
-            if self._last is None:
-                return False
-            if not self._control.has_version(self._last.version):
-                self._control.require_fits(self._last.metadata)
-                self._send(self._last)
-            return True
-
-    def is_current(self, version: int) -> bool:
-        """Whether every server has this version from this publisher. A restarted or stopped server has not."""
-        try:
-            return self._control.has_version(version)
-        except WeightPushError:
-            return False
-
-    def _push_or_retry(self, update: WeightUpdate) -> None:
-        for attempt in range(1, self._attempts + 1):
-            try:
-                if attempt > 1:
-                    self._control.require_fits(update.metadata)  # also waits for a restarting server
-                self._comm.stage(update.buckets, update.weights)
-                return self._send(update)
-            except PolicyGone:
-                raise
-            except LudicError as error:
-                if isinstance(error, WeightPushError) and attempt < self._attempts:
-                    logger.warning("pushing version %d failed, retrying: %s", update.version, error)
-                    self._comm.release()
-                    continue
-                advice = self._control.abandon_update()
-                if attempt == 1 and isinstance(error, ConfigError):
-                    raise
-                raise WeightPushError(
-                    f"Version {update.version} could not be published in {attempt} attempts. {error} {advice}"
-                ) from error
-
-    def _send(self, update: WeightUpdate) -> None:
-        self._control.announce_update_batch(update.metadata, update.version)
-        for bucket in update.buckets:
-            self._comm.broadcast(bucket, update.weights, self._src_rank)
-        self._comm.barrier()
-        self._control.finalize_update(update.version, update.checksums)
 
 
 # --- from a sharded model -------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """An aiohttp application on a port, from its start to its end.
 
 The end has two parts. `drain` refuses new requests and waits for those in progress; `close` ends what is left. Servers differ in
-their handlers only: all of them start and end here.
+their handlers, keys and the form of their errors: all of them start and end here, and answer through `guard`.
 
 A browser lets any web page send requests to servers that its machine reaches. A server without a token answers only requests that
 no page of another origin sends and, if it listens on this machine only, that name this machine (a name that an attacker's DNS
@@ -12,17 +12,55 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from ludic.http.limits import Connection, ServerLimits, listen, url_of
+from ludic.http.address import url_of
+from ludic.http.errors import describe_error
+from ludic.http.limits import Connection, ServerLimits, answering, listen
 from ludic.util.urls import is_loopback
+
+if TYPE_CHECKING:
+    from aiohttp.typedefs import Middleware
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _CANCELLED_S = 0.5
 """How long handlers may take to end that are cancelled; aiohttp waits this long twice."""
+
+
+def guard(
+    limits: ServerLimits,
+    answer_error: Callable[[web.Request, Exception], web.Response],
+    *,
+    admit: Callable[[web.Request], object] = lambda request: None,
+) -> "Middleware":
+    """A middleware that turns every error into a response and writes responses within the time limit; the only place that does.
+
+    `admit` raises for a client without the secret. `answer_error` writes an error as the server's clients expect it.
+    """
+
+    @web.middleware
+    async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            admit(request)
+            response = await handler(request)
+        except Exception as error:  # noqa: BLE001 - the client gets a response for any error, and other requests continue
+            response = answer_error(request, error)
+        async with answering(request, limits):
+            await response.prepare(request)
+            await response.write_eof()
+        return response
+
+    return guarded
+
+
+def json_error(request: web.Request, error: Exception) -> web.Response:
+    """An error in OpenAI's format."""
+    facts = describe_error(error)
+    return web.json_response(facts.openai_body(), status=facts.status)
 
 
 class AppServer:

@@ -1,14 +1,12 @@
-"""Limits and errors of an HTTP server: memory held by open requests, and time that a client may take.
+"""Limits of an HTTP server: memory held by open requests, and time that a client may take.
 
 A request takes memory from its first byte, long before the engine counts it. So each stage has its own limit and checks
-it before the next stage allocates anything: the connection, the head, the body, the requested completions. `request.py`
-checks the contents of one body.
+it before the next stage allocates anything: the connection, the head, the body, the requested completions.
 """
 
 import asyncio
 import contextlib
 import json
-import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -16,20 +14,11 @@ from typing import TYPE_CHECKING, Any, cast
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from ludic.http.request import ErrorFacts, RequestRefused
-from ludic.types import (
-    ConfigError,
-    EngineClosed,
-    NotFinite,
-    PromptTooLong,
-    QueueFull,
-    TemplateError,
-)
+from ludic.http.errors import RequestRefused
+from ludic.types import ConfigError
 
 if TYPE_CHECKING:
     from ludic.types import TokenCompletionRequest
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,29 +113,6 @@ async def answering(request: web.Request, limits: ServerLimits) -> AsyncIterator
         if request.transport is not None:
             request.transport.abort()
         raise asyncio.CancelledError from error
-
-
-def describe_error(error: BaseException) -> ErrorFacts:
-    """The HTTP status and the text for a client. An unexpected error is logged, and the client gets no details."""
-    message, status, kind, code = str(error), 400, "invalid_request_error", None
-    if isinstance(error, RequestRefused):
-        status, code = error.status, error.code
-        kind = "rate_limit_error" if status == 429 else kind
-    elif isinstance(error, PromptTooLong):
-        code = "context_length_exceeded"
-    elif isinstance(error, QueueFull):
-        status, kind, code = 429, "rate_limit_error", "queue_full"
-    elif isinstance(error, EngineClosed):
-        status, kind, code = 503, "server_error", "engine_closed"
-    elif isinstance(error, NotFinite):
-        status, kind, code = 500, "server_error", "not_finite"
-    elif isinstance(error, web.HTTPException):
-        status, message = error.status, f"{error.reason}."
-        kind = "server_error" if status >= 500 else kind
-    elif not isinstance(error, (ConfigError, TemplateError)):
-        logger.error("a request failed", exc_info=error)
-        status, kind, message = 500, "server_error", "Internal error; the server's log says more."
-    return ErrorFacts(status, kind, code, message)
 
 
 def _too_large(limits: ServerLimits) -> RequestRefused:
@@ -248,9 +214,3 @@ def allow_many_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard), hard))
-
-
-def url_of(host: str, listener: asyncio.Server) -> str:
-    """The address of a server; its port, if any free one was asked for."""
-    shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{listener.sockets[0].getsockname()[1]}"

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from ludic.training.learner.stop import StopRequests
+from ludic.util.stop import StopRequests
 
 DRAIN_S = 25.0
 """For requests in progress, unless the command is told otherwise. Kubernetes kills after 30 s,

@@ -11,7 +11,6 @@ from ludic import registry
 from ludic.catalog import Suggested
 from ludic.envs.check import require_env
 from ludic.interaction.base import AnyEnv
-from ludic.training.learner.stop import run_sync
 from ludic.types import (
     BatchSource,
     ConfigError,
@@ -22,6 +21,7 @@ from ludic.types import (
     TrainingLogger,
     UnknownName,
 )
+from ludic.util.stop import run_sync
 from ludic_envs.workers import EnvPool
 from ludic_envs.workers.server import ServerAddress, connect, suggested_by
 
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from ludic.models.loading import LoadedModel
     from ludic.parsers import Parser
     from ludic.training import RLAlgorithm
-    from ludic_serve.gateway.protocol import RewardFunction
-    from ludic_serve.gateway.session import Policy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,11 +143,12 @@ class Parts:
     eval_samples: Sequence[Any] | Callable[..., Any] | None = None
     loggers: Sequence[TrainingLogger] = ()
     """Beside those of the settings."""
-    reward: "RewardFunction | None" = None
-    """For an agent that is a function or a command: instead of the env's reward. Not for engine = pipeline."""
+    reward: Callable[[Any, str, Any], Any] | None = None
+    """For an agent that is a function or a command: (task, answer, session) -> reward, instead of the env's. Not for engine =
+    pipeline."""
     scorers: "Sequence[Scorer | Callable[..., Any]]" = ()
     """Scorers and reward functions beside those of the settings. Not for engine = pipeline."""
-    policies: "Mapping[str, Policy]" = field(default_factory=dict)
+    policies: Mapping[str, Any] = field(default_factory=dict)
     """For such an agent: further models by the names that it asks for. Not for engine = pipeline."""
     protocol: "Callable[..., InteractionProtocol] | None" = None
     """Called with client, model and chat_template for every episode; replaces agent, context, parser and tools."""

@@ -18,7 +18,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ludic.http.request import read_tools
 from ludic.inference import (
     Conversation,
     HermesToolParser,
@@ -31,6 +30,7 @@ from ludic.inference.templates.conversation import ChatDialogue
 from ludic.run.model import make_template
 from ludic.types import ConfigError, TemplateError
 from ludic_serve.openai_server import ServerLimits, _Server
+from ludic_serve.request import read_tools
 from tests.chat_templates import make_tokenizer
 from tests.extended import cases
 

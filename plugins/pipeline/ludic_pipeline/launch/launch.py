@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ludic.cli.terminal.colour import harmless
+from ludic.http.address import free_port
 from ludic.run.config.run_config import RunConfig
 from ludic.run.dry_run import plan_lines
 from ludic.run.folder import ResumePoint, how_to_resume, prepare_folder, resume_point
@@ -32,7 +33,6 @@ from ludic_pipeline.launch.command import LaunchArgs
 from ludic_pipeline.launch.processes import LocalProcesses, RayProcesses
 from ludic_pipeline.launch.supervisor import MergedOutput, Role, Supervisor, WhenDone
 from ludic_pipeline.settings import REDIS_VARIABLE, SERVER_VARIABLE, given_redis, given_servers
-from ludic_vllm.command import free_port
 
 _MISTAKE = frozenset({2})
 """Exit code of `ludic` commands for a user's mistake."""
@@ -145,7 +145,7 @@ def make_roles(
         helpers.append(
             Role(
                 name="server",
-                command=(sys.executable, "-m", "ludic_serve.command", folder, str(port)),
+                command=(sys.executable, "-m", "ludic_vllm.run_server", folder, str(port)),
                 hopeless=_MISTAKE,
                 stop_within_s=20.0,
                 url=environment[SERVER_VARIABLE],

@@ -13,13 +13,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, fields
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
-from ludic.http.app import AppServer
-from ludic.http.limits import Load, ServerLimits, answering, describe_error
-from ludic.http.request import RequestRefused
+from ludic.http.app import AppServer, guard, json_error
+from ludic.http.errors import RequestRefused
+from ludic.http.limits import Load, ServerLimits
+from ludic.http.tokens import require_secret
 from ludic.types import ConfigError
-from ludic.util.urls import is_same_secret
 from ludic_sandbox.interface import MB, SandboxError
 from ludic_sandbox.pool import BaseSandboxPool
 from ludic_sandbox.remote.wire import PROTOCOL, TOKEN_HEADER, Message, Result, ServerInfo, decode_message, encode
@@ -167,28 +166,17 @@ class SandboxServer:
             await self._pool.shutdown()
 
     def _app(self) -> web.Application:
-        app = web.Application(middlewares=[self._guard], handler_args={"handler_cancellation": True})
+        guarded = guard(self._http, _answer_error, admit=self._check_token)
+        app = web.Application(middlewares=[guarded], handler_args={"handler_cancellation": True})
         app.add_routes(
             [web.get("/health", self._health), web.get("/info", self._info), web.post("/run", self._run)],
         )
         return app
 
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Checks the token, and turns errors into answers."""
-        try:
-            if request.path != "/health":
-                self._check_token(request)
-            return await handler(request)
-        except SandboxError as error:
-            facts = describe_error(RequestRefused(502, "sandbox_error", str(error)))
-        except Exception as error:  # noqa: BLE001 - the client gets JSON for any error, and other runs continue
-            facts = describe_error(error)
-        return web.json_response(facts.openai_body(), status=facts.status)
-
     def _check_token(self, request: web.Request) -> None:
-        if not is_same_secret(request.headers.get(TOKEN_HEADER, ""), self._token):
-            raise RequestRefused(401, "token", f"The header {TOKEN_HEADER} must hold the token of this sandbox server.")
+        if request.path != "/health":
+            message = f"The header {TOKEN_HEADER} must hold the token of this sandbox server."
+            require_secret(request.headers.get(TOKEN_HEADER, ""), self._token, RequestRefused(401, "token", message))
 
     async def _health(self, request: web.Request) -> web.Response:
         facts = {
@@ -212,11 +200,7 @@ class SandboxServer:
             self._limits.check(message)
             async with self._turns.turn(request.remote or "", _wait_s(request)):
                 result = await self._result(message)
-        response = web.Response(body=encode(result), content_type="application/msgpack")
-        async with answering(request, self._http):
-            await response.prepare(request)
-            await response.write_eof()
-        return response
+        return web.Response(body=encode(result), content_type="application/msgpack")
 
     async def _result(self, message: Message) -> Result:
         await self._repair()
@@ -233,6 +217,12 @@ class SandboxServer:
                 if self._pool.has_given_up:
                     await self._pool.shutdown()
                     await self._pool.start()
+
+
+def _answer_error(request: web.Request, error: Exception) -> web.Response:
+    if isinstance(error, SandboxError):
+        error = RequestRefused(502, "sandbox_error", str(error))
+    return json_error(request, error)
 
 
 def _wait_s(request: web.Request) -> float:

@@ -19,7 +19,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -31,6 +31,7 @@ from ludic_sandbox.bubblewrap import BubblewrapLauncher, find_interpreter
 from ludic_sandbox.interface import explain_failure
 from ludic_sandbox.process import Process, start_process
 from ludic_sandbox.process_sandbox import BASE_ENV, ProcessSandbox
+from ludic_serve.gateway.hosting import GatewayPool
 
 AgentSandbox: TypeAlias = Literal["bubblewrap", "none"]
 
@@ -83,6 +84,11 @@ class OutsideAgent(ABC):
     async def close(self) -> None:
         """Free what episodes shared; more episodes may follow."""
         return
+
+    @cached_property
+    def gateways(self) -> GatewayPool:
+        """The servers that its episodes share."""
+        return GatewayPool(needs_socket=self.needs_socket, on_end=self.close)
 
 
 def answer_text(answer: Any) -> str:
@@ -141,19 +147,6 @@ def _taken_keywords(function: Callable[..., Any], name: str, arguments: Mapping[
             f"as many as it needs of {', '.join(KEYWORDS)}."
         ) from error
     return taken
-
-
-def is_agent_function(found: Any) -> bool:
-    """Whether a part that was named as an agent is one that talks to a gateway, and not a class or a function that makes Agents:
-    those take a `client`."""
-    if inspect.isclass(found) or not callable(found):
-        return False
-    try:
-        parameters = inspect.signature(found).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    takes_parts = bool(parameters) and all(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    return not takes_parts and all(parameter.name != "client" for parameter in parameters)
 
 
 async def in_thread(work: Callable[[], Any], what: str, on_cancel: Callable[[], None] | None = None) -> Any:

@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from ludic.http.request import check_prompt
-from ludic.http.response import TextStream, overlap
 from ludic.inference import ByteTemplate, ChatTemplate, HFChatTemplate, Prompt
 from ludic.inference.templates.chat import require_text_calls, shows_tools, tools_as_text, with_tools
 from ludic.inference.templates.conversation import decode_reply
@@ -30,8 +28,10 @@ from ludic.types import (
     require_trainable_reply,
     token_array,
 )
+from ludic.util.text_stream import TextStream, overlap
 from ludic_serve.gateway.forest import Forest, Node
 from ludic_serve.gateway.wire.canonical import ClientMessage, JSONObject, PieceKind, Reply
+from ludic_serve.request import check_prompt
 
 Decode = Callable[[list[int]], str]
 _OPEN, _CLOSE = "<think>", "</think>"

@@ -3,14 +3,15 @@ docs/gateway.md."""
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic.cli.args import need_extras, parse
+from ludic.http.address import check_port, require_port
 from ludic.http.stopping import DRAIN_S, serve_until_stopped
+from ludic.http.tokens import CONTROL_HEADER, CONTROL_VARIABLE, find_token
 from ludic.run.config.entries import at_least
 from ludic.run.config.model import Dtype, ModelSettings
 from ludic.run.folder import CHECKPOINTS, METRICS
@@ -18,14 +19,7 @@ from ludic.tasks import long_lived_objects_exempt
 from ludic.types import ConfigError, InferenceSpec, ReturnSpec, Rollout, SamplingParams
 from ludic.types.rollout_files import save_rollouts
 from ludic.util.urls import PUT_LOGIN, refuse_login
-from ludic_vllm.command import check_port
-from ludic_vllm.control import (
-    CONTROL_HEADER,
-    CONTROL_VARIABLE,
-    TOKEN_FILE,
-    make_control_token,
-    read_control_token,
-)
+from ludic_serve.engines import find_engine
 
 if TYPE_CHECKING:
     from ludic.models.loading import LoadedModel
@@ -96,8 +90,7 @@ class GatewayArgs:
     """Seconds that calls in progress may go on after SIGTERM or Ctrl-C."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port {self.port}; a port is a number from 0 to 65535.")
+        require_port(self.port)
         at_least(1, max_tokens=self.max_tokens, max_sequences=self.max_sequences, max_model_len=self.max_model_len)
         at_least(2, max_seq_len=self.max_seq_len)
         at_least(1, sessions_per_update=self.sessions_per_update, steps=self.steps)
@@ -122,23 +115,15 @@ def gateway(args: list[str]) -> int:
     given = parse(GatewayArgs, args, prog="ludic gateway")
     need_extras("serve", "ludic gateway")
     check_port(given.host, given.port)  # before a large model is loaded
-    token, shown = _control_token(given.control_token_file)
+    found = find_token(given.control_token_file, CONTROL_VARIABLE, _TOKEN_FOLDER)
+    in_shell = f"$(cat {found.file})" if found.file else f"${found.variable}"
     if given.save is not None:
         save_rollouts([], given.save)  # a path that cannot be written is named now
     if given.train and not given.resume and (given.out / METRICS).exists():
         raise ConfigError(f"There is a run in {given.out} already. Go on with --resume, or choose another --out.")
     with _policy(given) as (policy, loaded):
-        asyncio.run(_serve_until_stopped(given, policy, loaded, token, shown))
+        asyncio.run(_serve_until_stopped(given, policy, loaded, found.token, in_shell))
     return 0
-
-
-def _control_token(file: Path | None) -> tuple[str, str]:
-    """The token, and how a shell writes it."""
-    if file is not None:
-        return read_control_token(file), f"$(cat {file / TOKEN_FILE if file.is_dir() else file})"
-    if token := os.environ.get(CONTROL_VARIABLE):
-        return token, f"${CONTROL_VARIABLE}"
-    return make_control_token(_TOKEN_FOLDER), f"$(cat {_TOKEN_FOLDER / TOKEN_FILE})"
 
 
 @contextlib.contextmanager
@@ -149,11 +134,10 @@ def _policy(given: GatewayArgs) -> "Iterator[tuple[Policy, LoadedModel | None]]"
 
     settings = ModelSettings(model=given.model, dtype=given.dtype, device=given.device, lora_rank=given.lora_rank)
     if given.server is not None:
-        from ludic.training.learner.stop import run_sync
-        from ludic_vllm.client import VLLMChatClient
+        from ludic.util.stop import run_sync
 
         template = make_template(load_tokenizer(settings), with_tools=True)
-        client = VLLMChatClient(servers=[given.server])
+        client = find_engine("vllm").client(given.server)
         try:
             served = run_sync(client.control_get(client.servers[0], "/v1/models"))["data"][0]["id"]
             yield Policy(client=client, chat_template=template, model=served), None

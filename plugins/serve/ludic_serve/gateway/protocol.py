@@ -1,22 +1,15 @@
 """`GatewayProtocol`: an outside agent plays an episode. The env gives the task; the agent, any code with any client, makes its
 model calls at the gateway; its answer is the one action.
 
-All episodes of one policy share one server per event loop. The first episode starts it; it ends with its loop, or by
-`close_gateways` when the run ends.
+All episodes of an agent with one policy share one server per event loop (hosting.py).
 """
 
-import asyncio
-import contextlib
 import inspect
 import numbers
-import os
-import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -152,7 +145,7 @@ class GatewayProtocol(InteractionProtocol):
         if opening is None:
             raise EnvContractError(f"{type(env).__name__}.reset gave {agent_id!r} no observation, so there is no task.")
         task = env.task if isinstance(env, TaskEnv) else opening[0]
-        served = await _served(self._trained, self._policies, self.agent)
+        served = await self.agent.gateways.host(self._trained, self._policies)
         self._session = session = served.gateway.open_session(
             inference=inference,
             sampling_seed=sampling_seed,
@@ -271,103 +264,3 @@ def _number(given: Any, where: str) -> float:
             "or a dict of numbers by name or by the id of a model call."
         )
     return float(number)
-
-
-# --- the servers of an event loop ---
-
-_hosts: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[Any, ...], _Host]]" = WeakKeyDictionary()
-_CLOSE_S = 10.0
-
-
-class _Host:
-    """One gateway and its Unix socket, served by a task of its event loop until that is cancelled."""
-
-    def __init__(
-        self, key: tuple[Any, ...], trained: Policy, policies: Mapping[str, Policy], agent: OutsideAgent
-    ) -> None:
-        from ludic_serve.gateway.server import Gateway  # needs the extra "serve"
-
-        self.trained = trained
-        self.agent = agent
-        # The trained policy first: its main thread is the episode's.
-        self.gateway = Gateway({trained.model: trained, **policies}, default=trained.model)
-        self.socket: Path | None = None
-        loop = asyncio.get_running_loop()
-        self.started: asyncio.Future[None] = loop.create_future()
-        self.task = loop.create_task(self._serve(key))
-        _hosts.setdefault(loop, {})[key] = self
-
-    async def _serve(self, key: tuple[Any, ...]) -> None:
-        try:
-            with tempfile.TemporaryDirectory(prefix="ludic-gateway-") as folder:  # of this user only
-                try:
-                    await self._start(Path(folder))
-                    self.started.set_result(None)
-                    await asyncio.Event().wait()
-                finally:
-                    await self.gateway.close()
-                    await self.agent.close()
-        except Exception as error:
-            if self.started.done():
-                raise
-            self.started.set_exception(error)
-        finally:
-            self.started.cancel()
-            of_loop = _hosts.get(asyncio.get_running_loop(), {})
-            of_loop.pop(key, None)
-            if not of_loop:  # its values refer to the loop, which would never be freed
-                _hosts.pop(asyncio.get_running_loop(), None)
-
-    async def _start(self, folder: Path) -> None:
-        if not self.agent.needs_socket:
-            await self.gateway.start()
-            return
-        self.socket = folder / "gateway.sock"
-        await self.gateway.start(unix_socket=self.socket)
-        self.socket.chmod(0o666)  # a sandboxed command may be another user; the folder keeps others of the host away
-        for name, text in _SYSTEM_FILES.items():
-            (folder / name).write_text(text)
-            os.chmod(folder / name, 0o644)
-
-
-_SYSTEM_FILES = {
-    "passwd": "agent:x:65534:65534:agent:/tmp:/bin/sh\n",
-    "hosts": "127.0.0.1 localhost\n::1 localhost\n",
-}
-"""Of a sandboxed command, beside the socket: some clients look up their user and localhost."""
-
-
-async def _served(trained: Policy, policies: Mapping[str, Policy], agent: OutsideAgent) -> _Host:
-    """The running gateway of these policies in this event loop."""
-    key = (id(trained.client), trained.model, id(agent), *((name, id(policy)) for name, policy in policies.items()))
-    hosts = _hosts.get(asyncio.get_running_loop(), {})
-    host = hosts[key] if key in hosts else _Host(key, trained, policies, agent)
-    await asyncio.shield(host.started)
-    return host
-
-
-def close_gateways(client: ChatClient) -> None:
-    """End the servers of this policy client in all event loops, and wait for it; a run calls it before it closes the client."""
-    for loop, hosts in list(_hosts.items()):
-        for host in list(hosts.values()):
-            if host.trained.client is not client or loop.is_closed():
-                continue
-            if not loop.is_running():
-                host.task.cancel()  # ends when its loop runs again
-                continue
-            with contextlib.suppress(RuntimeError):  # the loop has just been closed, and the server with it
-                waiting = asyncio.run_coroutine_threadsafe(_end(host), loop)
-                if not _runs_here(loop):
-                    waiting.result(_CLOSE_S)
-
-
-async def _end(host: _Host) -> None:
-    host.task.cancel()
-    await asyncio.wait({host.task})
-
-
-def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:
-        return False

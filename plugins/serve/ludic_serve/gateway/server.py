@@ -8,17 +8,17 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ludic.http.request import RequestRefused, parse_object
+from ludic.http.errors import RequestRefused, describe_error
+from ludic.http.tokens import CONTROL_HEADER, bearer_of, require_secret
 from ludic.tools import Tool
 from ludic.types import ConfigError, InferenceSpec, MissingExtra, Rollout
 from ludic.types.steps import MAX_REWARD
-from ludic.util.urls import is_same_secret
 from ludic_serve.gateway.forest import Node
 from ludic_serve.gateway.session import Call, Policy, Session, SessionLimits
 from ludic_serve.gateway.threads import session_rollouts
@@ -26,17 +26,17 @@ from ludic_serve.gateway.wire.canonical import Dialect, JSONObject, ModelRequest
 from ludic_serve.gateway.wire.chat import Chat
 from ludic_serve.gateway.wire.messages import Messages
 from ludic_serve.gateway.wire.responses import Responses, put_items
+from ludic_serve.request import parse_object
 
 try:
     from aiohttp import web
 
-    from ludic.http.app import AppServer
-    from ludic.http.limits import Load, ServerLimits, allow_many_files, answering, describe_error
+    from ludic.http.app import AppServer, guard
+    from ludic.http.limits import Load, ServerLimits, allow_many_files, answering
 except ImportError as error:
     raise MissingExtra("serve", "The gateway") from error
 
 logger = logging.getLogger(__name__)
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 OnClosed = Callable[[Session, list[Rollout]], None]
 
 PING_S = 3.0
@@ -153,7 +153,7 @@ class Gateway:
 
     @property
     def num_sessions(self) -> int:
-        """That are open."""
+        """Number of open sessions."""
         return len(self._sessions)
 
     def close_session(self, session: Session) -> None:
@@ -176,7 +176,9 @@ class Gateway:
     # --- the application ---
 
     def _app(self) -> web.Application:
-        app = web.Application(middlewares=[self._guard], handler_args={"handler_cancellation": True})
+        app = web.Application(
+            middlewares=[guard(self._limits, _answer_error)], handler_args={"handler_cancellation": True}
+        )
         for prefix in ("/v1", "/v1/v1", "/s/{key}/v1", "/s/{key}/v1/v1"):  # Anthropic's client adds /v1 itself
             app.add_routes(
                 [
@@ -199,18 +201,6 @@ class Gateway:
             ]
         )
         return app
-
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Turns every error into a response in the dialect of the request."""
-        try:
-            return await handler(request)
-        except Exception as error:  # noqa: BLE001 - the client gets JSON for any error, and other requests continue
-            if isinstance(error, ConnectionError) and _is_gone(request):
-                return web.Response(status=499)  # the client has hung up
-            facts = describe_error(error)
-            dialect: Dialect = _MESSAGES if "/messages" in request.path else _CHAT
-            return web.json_response(dialect.error(facts), status=facts.status)
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok", "sessions": len(self._sessions), "expired": self._num_expired})
@@ -266,9 +256,8 @@ class Gateway:
 
     def _session(self, request: web.Request) -> Session:
         """By the key in the headers or the path."""
-        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
-        keys = [bearer.strip() if scheme.lower() == "bearer" else None]
-        keys += [request.headers.get(name) for name in _KEY_HEADERS] + [request.match_info.get("key")]
+        keys = [bearer_of(request.headers), *(request.headers.get(name) for name in _KEY_HEADERS)]
+        keys.append(request.match_info.get("key"))
         for key in keys:
             if key and (session := self._sessions.get(key)) is not None:
                 return session
@@ -301,13 +290,9 @@ class Gateway:
     # --- control ---
 
     def _check_control(self, request: web.Request) -> None:
-        given = request.headers.get("X-Ludic-Control-Token", "")
-        if self._control_token is None or not is_same_secret(given, self._control_token):
-            raise RequestRefused(
-                403,
-                "control_token",
-                "Sessions are managed with the header X-Ludic-Control-Token and the gateway's token.",
-            )
+        message = f"Sessions are managed with the header {CONTROL_HEADER} and the gateway's token."
+        refusal = RequestRefused(403, "control_token", message)
+        require_secret(request.headers.get(CONTROL_HEADER, ""), self._control_token, refusal)
 
     def _controlled(self, request: web.Request) -> Session:
         self._check_control(request)
@@ -434,6 +419,15 @@ def _call_card(node: Node) -> JSONObject:
 
 
 # --- writing answers ---
+
+
+def _answer_error(http: web.Request, error: Exception) -> web.Response:
+    """An error in the dialect of the request."""
+    if isinstance(error, ConnectionError) and _is_gone(http):
+        return web.Response(status=499)  # the client has hung up
+    facts = describe_error(error)
+    dialect: Dialect = _MESSAGES if "/messages" in http.path else _CHAT
+    return web.json_response(dialect.error(facts), status=facts.status)
 
 
 def _is_gone(http: web.Request) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from ludic.http.request import RequestRefused
+from ludic.http.errors import RequestRefused
 from ludic.inference import ChatTemplate
 from ludic.tools import Tool
 from ludic.types import (

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
+from ludic.http.address import check_host
 from ludic.tasks import cancel_all
 from ludic.types import MissingExtra
 from ludic_tinker.server import rest
@@ -21,13 +22,13 @@ from ludic_tinker.server.records import CheckpointPath, Keys, Refused, RequestKi
 from ludic_tinker.server.service import Service
 from ludic_tinker.server.storage.database import StorageError
 from ludic_tinker.server.wire import bodies, messages
-from ludic_vllm.command import check_host
 
 try:
     from aiohttp import web
 
-    from ludic.http.app import AppServer
-    from ludic.http.limits import Load, ServerLimits, allow_many_files, answering, describe_error
+    from ludic.http.app import AppServer, guard
+    from ludic.http.errors import describe_error
+    from ludic.http.limits import Load, ServerLimits, allow_many_files
 except ImportError as error:
     raise MissingExtra("serve", "The HTTP server") from error
 
@@ -73,7 +74,9 @@ def make_app(
     """The endpoints as an aiohttp application. `config`: features to tell the SDK of, instead of the usual ones."""
     server = _Server(service, keys, limits, CONFIG if config is None else config)
     # A client that goes away cancels its handler: a long poll, never what it waits for.
-    app = web.Application(middlewares=[server.guard], handler_args={"handler_cancellation": True})
+    app = web.Application(
+        middlewares=[guard(limits, _answer_error, admit=server.admit)], handler_args={"handler_cancellation": True}
+    )
     posts: dict[str, Handler] = {
         "client/config": server.client_config,
         "client/dynamic_config": server.client_dynamic_config,
@@ -154,24 +157,14 @@ class _Server:
     """The handlers."""
 
     def __init__(self, service: Service, keys: Keys, limits: ServerLimits, config: dict[str, Any]) -> None:
-        self._service, self._keys, self._limits, self._config = service, keys, limits, config
+        self._service, self._keys, self._config = service, keys, config
         self._load = Load(limits)
         self._reading = asyncio.Lock()
         """Held while the protobuf of a pass is parsed, which may take thirty times its size."""
 
-    @web.middleware
-    async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check the key; turn every error into a response. The only place that does."""
-        try:
-            if request.path not in _OPEN:
-                self.tenant(request)
-            response = await handler(request)
-        except Exception as error:  # noqa: BLE001 - the client gets JSON for any error, and other requests continue
-            response = _error_response(error)
-        async with answering(request, self._limits):
-            await response.prepare(request)
-            await response.write_eof()
-        return response
+    def admit(self, request: web.Request) -> None:
+        if request.path not in _OPEN:
+            self.tenant(request)
 
     def tenant(self, request: web.Request) -> str:
         """Who asks, by the key."""
@@ -367,7 +360,7 @@ def _completion(future: Future) -> dict[str, Any]:
     return {"state": "finished", "request_id": future.id, "response_payload_uncompressed_size": size}
 
 
-def _error_response(error: Exception) -> web.Response:
+def _answer_error(request: web.Request, error: Exception) -> web.Response:
     headers = {}
     if isinstance(error, Refused):
         status, message = error.status, str(error)

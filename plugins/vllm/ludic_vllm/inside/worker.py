@@ -27,7 +27,15 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.version import __version__
 
-from ludic.distributed.transfer import (
+from ludic.util.files import parse_json
+from ludic_vllm.inside.reload import (
+    LoadsCopies,
+    forget_unfinished,
+    pack_experts_again,
+    repack_tied_heads,
+    unloaded_layers,
+)
+from ludic_vllm.publish.transfer import (
     Bucket,
     Meeting,
     broadcast,
@@ -38,14 +46,6 @@ from ludic.distributed.transfer import (
     sampled,
     unpack,
     without_values,
-)
-from ludic.util.files import parse_json
-from ludic_vllm.inside.reload import (
-    LoadsCopies,
-    forget_unfinished,
-    pack_experts_again,
-    repack_tied_heads,
-    unloaded_layers,
 )
 from ludic_vllm.versions import release_of
 
@@ -162,7 +162,7 @@ class LudicTransfer(WeightTransferEngine):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        """vLLM 0.26 wants it of every engine; Ludic's trainer sends by ludic.distributed.publish."""
+        """vLLM 0.26 wants it of every engine; Ludic's trainer sends by ludic_vllm.publish."""
         raise NotImplementedError
 
     # --- parts ---

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ludic.distributed.publisher import BroadcastPolicyPublisher
-from ludic.distributed.transfer import Bucket, WeightMetadata
 from ludic.types import ConfigError, MissingExtra
+from ludic_vllm.publish.broadcast import BroadcastPolicyPublisher
 from ludic_vllm.publish.control import ControlClient, PauseMode, VllmControlPlane, misfit
+from ludic_vllm.publish.transfer import Bucket, WeightMetadata
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."

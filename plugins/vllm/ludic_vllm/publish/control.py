@@ -14,9 +14,9 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
-from ludic.distributed.interfaces import WeightPushError
-from ludic.distributed.transfer import Bucket, WeightMetadata
+from ludic.distributed.publisher import WeightPushError
 from ludic.types import ConfigError, PolicyGone
+from ludic_vllm.publish.transfer import Bucket, WeightMetadata
 
 PauseMode: TypeAlias = Literal["keep", "wait", "abort"]
 """Requests in flight are frozen and continue with the new weights ("keep"), finish first ("wait"), or are aborted."""

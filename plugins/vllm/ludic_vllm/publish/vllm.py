@@ -20,9 +20,13 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from ludic.distributed.interfaces import TensorCommunicator, WeightPushError
-from ludic.distributed.publisher import BUCKET_BYTES, BroadcastPolicyPublisher, Rank0OnlyPublisher
-from ludic.distributed.transfer import (
+from ludic.distributed.publisher import Rank0OnlyPublisher, WeightPushError
+from ludic.types import ConfigError, PolicyPublisher
+from ludic.util.urls import is_loopback
+from ludic_vllm.publish.broadcast import BUCKET_BYTES, BroadcastPolicyPublisher
+from ludic_vllm.publish.control import ControlClient, PauseMode, VllmControlPlane
+from ludic_vllm.publish.interfaces import TensorCommunicator
+from ludic_vllm.publish.transfer import (
     ALIGNMENT,
     Bucket,
     Meeting,
@@ -33,9 +37,6 @@ from ludic.distributed.transfer import (
     pack,
     share_cuda_block,
 )
-from ludic.types import ConfigError, PolicyPublisher
-from ludic.util.urls import is_loopback
-from ludic_vllm.publish.control import ControlClient, PauseMode, VllmControlPlane
 
 Transport: TypeAlias = Literal["auto", "shared_memory", "cuda_ipc", "gloo", "file", "nccl"]
 

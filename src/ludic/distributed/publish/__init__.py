@@ -1,4 +1,1 @@
-"""Weight publishing to other processes: vLLM servers and folders.
-
-`training`, `tinker` and `run` import it. Start with interfaces.py and ../publisher.py, then vllm.py or folder.py.
-"""
+"""Weight publishing to servers, under the path of an earlier version; the code is in the plug-in `ludic_vllm`."""

@@ -1,6 +1,13 @@
-"""The interfaces of weight publishing, under the path of an earlier version."""
+"""The interfaces of weight publishing; the code is in the plug-in `ludic_vllm`."""
 
-from ludic.distributed.interfaces import *  # noqa: F403
+from typing import TYPE_CHECKING
+
+from ludic.plugins import forward
 from ludic.types import PolicyPublisher
 
-__all__ = ["ControlPlane", "PolicyPublisher", "TensorCommunicator"]  # noqa: F405
+if TYPE_CHECKING:
+    from ludic_vllm.publish.interfaces import ControlPlane, TensorCommunicator
+
+__all__ = ["ControlPlane", "PolicyPublisher", "TensorCommunicator"]
+
+__getattr__ = forward(__name__, "ludic_vllm.publish.interfaces")

@@ -19,7 +19,6 @@ from ludic.run.resolve import ResolvedRun
 from ludic.run.sources import check_source
 from ludic.training import RLAlgorithm
 from ludic.types import BatchSource, ConfigError, Evaluator, PolicyPublisher, Rollout
-from ludic_serve.gateway.protocol import close_gateways
 
 
 class Generation(ABC):
@@ -65,7 +64,8 @@ class Generation(ABC):
             return self._evaluator_of(setup)
         snapshot = served.snapshot()
         self._closing.callback(snapshot.close)
-        self._closing.callback(close_gateways, snapshot)
+        for each in (setup, *setup.beside):
+            self._closing.callback(each.closing.close)
         beside = tuple(replace(each, client=snapshot) for each in setup.beside)
         return SnapshotEvaluator(self._evaluator_of(replace(setup, client=snapshot, beside=beside)), snapshot)
 
@@ -111,7 +111,6 @@ class Generation(ABC):
 
     def _setup(self, served: ServedPolicy) -> EpisodeSetup:
         """Of the run's env, or of the first of several with the others beside it."""
-        self._closing.callback(close_gateways, served.client)  # before the client itself is closed
         made: list[EpisodeSetup] = []
         for own in self._run.each:
             config, parts = own.config, own.parts

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,8 @@ class EpisodeSetup:
     """From a system prompt to `make_protocol` with it, for requests that name one."""
     pool: EnvPool | None = None
     """What holds the envs; None: this process."""
+    closing: ExitStack = field(default_factory=ExitStack)
+    """Ends what the episodes share, before the client is closed."""
     engines: dict[str, RolloutEngine] = field(default_factory=dict)
     """Every engine that was made, by its purpose; `activity` reports their progress."""
 
@@ -94,7 +97,8 @@ class EpisodeSetup:
         return own | {s.env.id: s.pool.make for s in setups if s.pool is not None}
 
     def close(self) -> None:
-        """End the env workers, if there are some."""
+        """End the env workers, if there are some, and what the episodes share."""
+        self.closing.close()
         if self.pool is not None:
             self.pool.close()
 
@@ -151,7 +155,8 @@ def make_episode_setup(
         run_sync(require_server(env.sandbox))
         os.environ[BACKEND_VARIABLE] = env.sandbox  # env workers, which are other processes, read it too
     made = factory.make(env_arguments(env, first_sample(env, parts)))
-    make_protocol = protocol_factory(agent, made.agent_ids, template, model, parts)
+    closing = ExitStack()
+    make_protocol = protocol_factory(agent, made.agent_ids, template, model, parts, closing)
     make_protocol(client)  # a wrong name or argument is found now, not in the first episode
     return EpisodeSetup(
         env=env,
@@ -161,6 +166,7 @@ def make_episode_setup(
         max_steps=env.max_steps or 1,
         rewards=make_rewards(reward or RewardSettings(), agent, parts),
         pool=make_pool(env, factory),
+        closing=closing,
     )
 
 

@@ -1,6 +1,5 @@
 """The agents of the settings: `agent_factory` for those of ludic.agents, `outside_agent` for functions and commands."""
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,8 +9,8 @@ from ludic.agents import Agent
 from ludic.inference import ChatTemplate
 from ludic.run.config.env_and_agent import AgentSettings
 from ludic.run.given import Parts
-from ludic.types import ChatClient, ConfigError, MissingExtra
-from ludic_serve.gateway.agents import AgentCommand, AgentFunction, OutsideAgent, is_agent_function
+from ludic.run.protocols.kinds import NamedAgent, gateway_agents, is_agent_function
+from ludic.types import ChatClient, ConfigError
 
 
 def uses_gateway(agent: AgentSettings, parts: Parts) -> bool:
@@ -26,7 +25,7 @@ def named_agent(agent: AgentSettings, parts: Parts) -> Any:
     return parts.agent or (registry.agents.spec(agent.agent).load() if agent.agent is not None else None)
 
 
-def outside_agent(agent: AgentSettings, parts: Parts) -> OutsideAgent | None:
+def outside_agent(agent: AgentSettings, parts: Parts) -> NamedAgent | None:
     """The agent that makes its model calls over HTTP; None if it is one of ludic.agents."""
     if not uses_gateway(agent, parts):
         return None
@@ -39,13 +38,7 @@ def outside_agent(agent: AgentSettings, parts: Parts) -> OutsideAgent | None:
         raise ConfigError(
             "--tools are for agents of ludic.agents; an agent that is a function or a command has its own."
         )
-    if importlib.util.find_spec("aiohttp") is None:
-        raise MissingExtra("serve", "An agent that is a function or a command")
-    if agent.agent_command is not None:
-        return AgentCommand(
-            agent.agent_command, sandbox=agent.agent_sandbox, binds=agent.agent_bind, memory_mb=agent.agent_memory
-        )
-    return AgentFunction(named_agent(agent, parts), agent.agent_set)
+    return gateway_agents().make(agent, named_agent(agent, parts))
 
 
 def agent_factory(

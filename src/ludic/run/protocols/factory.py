@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,23 +22,34 @@ from ludic.run.config.entries import DelegateEntry
 from ludic.run.config.env_and_agent import AgentSettings
 from ludic.run.given import Parts
 from ludic.run.protocols.agents import agent_factory, named_agent, outside_agent
+from ludic.run.protocols.kinds import gateway_agents
 from ludic.run.settings import converted
 from ludic.types import ChatClient, ConfigError, UnknownName
-from ludic_serve.gateway.agents import OutsideAgent
-from ludic_serve.gateway.protocol import GatewayProtocol
-from ludic_serve.gateway.session import SessionLimits
 
 
 def protocol_factory(
-    agent: AgentSettings, agent_ids: Sequence[str], template: ChatTemplate, model: str, parts: Parts
+    agent: AgentSettings,
+    agent_ids: Sequence[str],
+    template: ChatTemplate,
+    model: str,
+    parts: Parts,
+    closing: ExitStack | None = None,
 ) -> Callable[[ChatClient], InteractionProtocol]:
-    """Makes a new protocol, with new agents, for each episode of an env with these roles."""
+    """Makes a new protocol, with new agents, for each episode of an env with these roles. What the episodes share ends with
+    `closing`, or with their event loop."""
     make = parts.protocol
     if make is not None:
         return lambda client: make(client=client, model=model, chat_template=template)
     outside = outside_agent(agent, parts)
     if outside is not None:
-        return _gateway_protocol(outside, agent, agent_ids, template, model, parts)
+        if len(agent_ids) != 1:
+            raise ConfigError(
+                f"The agent {outside.name} plays envs with one agent; this one has {', '.join(agent_ids)}. Take an agent of "
+                "ludic.agents."
+            )
+        parser = parts.parser or registry.parsers.make(agent.parser or "raw", **agent.parser_set)
+        kind, closing = gateway_agents(), closing or ExitStack()
+        return kind.protocol(outside, agent, parts, parser, template, model, closing)
     if parts.reward is not None or parts.policies:
         raise ConfigError("reward= and policies= are for an agent that is a function or a command (docs/gateway.md).")
     if agent.protocol is not None:
@@ -108,35 +120,6 @@ def _parameters(factory: Callable[..., Any]) -> set[str]:
     bases = factory.__mro__[1:-1] if passes_on and isinstance(factory, type) else ()
     own = {one.name for one in parameters.values() if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
     return own | (_parameters(bases[0]) if bases else set())
-
-
-def _gateway_protocol(
-    outside: OutsideAgent,
-    agent: AgentSettings,
-    agent_ids: Sequence[str],
-    template: ChatTemplate,
-    model: str,
-    parts: Parts,
-) -> Callable[[ChatClient], InteractionProtocol]:
-    if len(agent_ids) != 1:
-        raise ConfigError(
-            f"The agent {outside.name} plays envs with one agent; this one has {', '.join(agent_ids)}. Take an agent of "
-            "ludic.agents."
-        )
-    parser = parts.parser or registry.parsers.make(agent.parser or "raw", **agent.parser_set)
-    return lambda client: GatewayProtocol(
-        outside,
-        client=client,
-        model=model,
-        chat_template=template,
-        reward=parts.reward,
-        policies=parts.policies,
-        limits=SessionLimits(max_calls=agent.agent_max_calls, max_tokens=agent.agent_max_tokens),
-        failed_reward=agent.failed_reward,
-        system_prompt=agent.system_prompt,
-        parser=parser,
-        lenient=agent.lenient,
-    )
 
 
 # --- sub-agents ---

@@ -13,19 +13,11 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 import msgspec
 from msgspec import Meta, Struct
 
-from ludic.http.request import (
-    ONLY_AS,
-    WITHOUT_EFFECT,
-    ErrorFacts,
-    Number,
-    Whole,
-    check_arguments,
-    check_count,
-    check_tools,
-)
-from ludic.http.request import TAKES as SERVER_TAKES
+from ludic.http.errors import ErrorFacts
 from ludic.types import ConfigError, ToolCall
 from ludic.types.errors import encodable
+from ludic_serve.request import ONLY_AS, WITHOUT_EFFECT, Number, Whole, check_arguments, check_count, check_tools
+from ludic_serve.request import TAKES as SERVER_TAKES
 
 JSONObject = dict[str, Any]
 FinishReason = Literal["stop", "length", "tool_calls"]

@@ -4,14 +4,7 @@ from typing import ClassVar, Literal
 
 from msgspec import Struct
 
-from ludic.http.request import (
-    ErrorFacts,
-    NonEmpty,
-    StreamOptions,
-    TextPart,
-    check_count,
-    read_fields,
-)
+from ludic.http.errors import ErrorFacts
 from ludic_serve.gateway.wire.canonical import (
     ACCEPTED,
     TAKES,
@@ -32,6 +25,7 @@ from ludic_serve.gateway.wire.canonical import (
     sse,
     tool_call,
 )
+from ludic_serve.request import NonEmpty, StreamOptions, TextPart, check_count, read_fields
 
 # --- fields ---
 

@@ -6,14 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from msgspec import Struct
 
-from ludic.http.request import (
-    ErrorFacts,
-    NonEmpty,
-    TextPart,
-    check_count,
-    read_fields,
-    unsupported,
-)
+from ludic.http.errors import ErrorFacts
 from ludic.types import ConfigError
 from ludic.util.files import parse_json
 from ludic_serve.gateway.wire.canonical import (
@@ -36,6 +29,7 @@ from ludic_serve.gateway.wire.canonical import (
     sse,
     tool_call,
 )
+from ludic_serve.request import NonEmpty, TextPart, check_count, read_fields, unsupported
 
 _TAKES = TAKES | {
     "role": "It is system, user or assistant.",

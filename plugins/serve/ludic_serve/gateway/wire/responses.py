@@ -9,14 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from msgspec import Struct, structs
 
-from ludic.http.request import (
-    ErrorFacts,
-    NonEmpty,
-    RequestRefused,
-    check_count,
-    read_fields,
-    unsupported,
-)
+from ludic.http.errors import ErrorFacts, RequestRefused
 from ludic.types import ConfigError
 from ludic_serve.gateway.wire.canonical import (
     ACCEPTED,
@@ -40,6 +33,7 @@ from ludic_serve.gateway.wire.canonical import (
     token_in,
     tool_call,
 )
+from ludic_serve.request import NonEmpty, check_count, read_fields, unsupported
 
 _TAKES = TAKES | {
     "role": "It is system, developer, user or assistant.",

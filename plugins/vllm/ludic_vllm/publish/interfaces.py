@@ -5,13 +5,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from ludic.distributed.transfer import Bucket, WeightMetadata
-from ludic.types import LudicError
-from ludic.types import PolicyPublisher as PolicyPublisher  # the seeds name it here
-
-
-class WeightPushError(LudicError, RuntimeError):
-    """New weights did not reach every server. Always raised: the trainer must not continue as if they had."""
+from ludic_vllm.publish.transfer import Bucket, WeightMetadata
 
 
 class ControlPlane(Protocol):

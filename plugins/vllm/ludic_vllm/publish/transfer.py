@@ -1,7 +1,7 @@
 """What trainer and vLLM workers share for a weight push: flat buffers of weights, and a process group to send them.
 
-The trainer's side is ludic.distributed.publish, the worker's side ludic_vllm.inside.worker. This file also runs inside the
-server: torch, transformers and the standard library only.
+The trainer's side is vllm.py, the worker's side ludic_vllm.inside.worker. This file also runs inside the server: torch,
+transformers and the standard library only.
 """
 
 import base64

@@ -8,13 +8,13 @@ import difflib
 import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from ludic.inference.templates.chat import ChatTemplate, require_tools
-from ludic.types import ConfigError, LudicError, Message, PromptTooLong
+from ludic.types import ConfigError, Message, PromptTooLong
 from ludic.util.files import parse_json
 
 JSONObject = dict[str, Any]
@@ -28,27 +28,6 @@ MAX_DEPTH = 32
 MAX_COMMAS = 1 << 20
 """In one body, as a bound on its values: parsing takes up to 20 times a body's size, and time in which no other client is
 answered. A text with more commas is longer than any context."""
-
-
-class RequestRefused(LudicError):
-    """A request that is not served, with the HTTP status of the reason."""
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-
-
-class ErrorFacts(NamedTuple):
-    """An error as a client is told about it."""
-
-    status: int
-    kind: str
-    code: str | None
-    message: str
-
-    def openai_body(self) -> JSONObject:
-        return {"error": {"message": self.message, "type": self.kind, "param": None, "code": self.code}}
 
 
 # --- bodies ---

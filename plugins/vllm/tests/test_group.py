@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ludic.distributed import WeightPushError
-from ludic.distributed.transfer import Meeting, address_towards, broadcast, join, open_store, reach_store
+from ludic_vllm.publish.transfer import Meeting, address_towards, broadcast, join, open_store, reach_store
 from ludic_vllm.publish.vllm import finish
 
 

@@ -1,0 +1,9 @@
+"""What this plug-in adds: a command that serves Tinker's protocol. Entry points name these objects."""
+
+from ludic.cli.commands import Command
+
+TINKER_SERVER = Command(
+    "ludic_tinker.command:serve_tinker",
+    "Serve LoRA training and sampling to clients of Tinker's SDK.",
+    "ludic tinker-server --model tiny",
+)

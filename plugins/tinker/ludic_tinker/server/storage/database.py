@@ -86,8 +86,11 @@ class Database:
 
     def _has_commit_after(self, num_frames: int) -> bool:
         """Whether a transaction ends behind the frames that SQLite could read; what a killed process leaves has no end."""
+        frames = range(max(0, num_frames), (self.log_bytes() - _LOG_HEADER_BYTES) // _FRAME_BYTES)
+        if not frames:
+            return False
         with self._log.open("rb") as log:
-            for frame in range(max(0, num_frames), (self.log_bytes() - _LOG_HEADER_BYTES) // _FRAME_BYTES):
+            for frame in frames:
                 log.seek(_LOG_HEADER_BYTES + frame * _FRAME_BYTES + 4)
                 if any(log.read(4)):
                     return True
@@ -131,8 +134,8 @@ class Database:
         return self._log.stat().st_size if self._log.exists() else 0
 
     def empty_log(self) -> None:
-        """Move what the log holds to the tables; it stays where it is while the disk is full."""
-        with self._lock, contextlib.suppress(sqlite3.OperationalError):
+        """Move what the log holds to the tables. Where that fails, for instance on a full disk, it stays in the log."""
+        with self._lock, contextlib.suppress(sqlite3.Error):
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def close(self) -> None:

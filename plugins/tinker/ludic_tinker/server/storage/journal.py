@@ -13,7 +13,7 @@ import json
 import logging
 import zlib
 from collections.abc import Mapping
-from concurrent.futures import Executor, Future
+from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,7 +81,7 @@ class RunJournal:
         self,
         folder: Path,
         *,
-        background: Executor,
+        background: futures.Executor,
         is_new: bool = False,
         sync: bool = False,
         snapshot_every: int = 16,
@@ -92,7 +92,7 @@ class RunJournal:
         the log. `num_results`: how many results of requests before the snapshot are kept; a client has no more open requests."""
         self.folder, self._background = folder, background
         self._snapshot_every, self._max_bytes, self._num_results = snapshot_every, max_bytes, num_results
-        self._pending: Future[None] | None = None
+        self._pending: futures.Future[None] | None = None
         self._database = Database(folder / "journal.db", _SCHEMA if is_new else None, sync=sync)
         self._tried_steps = self._tried_bytes = 0
         """How many there were at the last attempt to write a snapshot, if it failed."""
@@ -169,9 +169,9 @@ class RunJournal:
             self._pending = self._background.submit(self._snapshot_in_background, seq + 1, state)
 
     def wait(self) -> None:
-        """Until the snapshot in the background is written."""
+        """Until the snapshot in the background is written, or has failed."""
         if self._pending is not None:
-            self._pending.result()
+            futures.wait([self._pending])
 
     def _snapshot_in_background(self, first: int, state: Mapping[str, Tensor]) -> None:
         try:

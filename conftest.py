@@ -5,7 +5,6 @@
 
 import ast
 import functools
-import platform
 import sys
 import threading
 from typing import Any
@@ -76,18 +75,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return next((what for what, files in SHARED.items() if file.endswith(files)), file)
 
     return Scheduling(config, log)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Any:
-    """Bitwise mode refuses a machine whose math library rounds a row by its place. aarch64 holds it, so there a refusal fails."""
-    try:
-        return (yield)
-    except Exception as error:
-        refuses = type(error).__name__ == "NotBitwise" and "cannot hold here" in str(error)
-        if refuses and platform.machine() != "aarch64":
-            pytest.skip(str(error))
-        raise
 
 
 @pytest.fixture

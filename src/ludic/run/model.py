@@ -355,7 +355,6 @@ def local_engine(
     kv_tokens: int | None = None,
     kv_memory_fraction: float | None = None,
     concurrency: int | None = None,
-    bitwise: bool = False,
     record_experts: bool = False,
 ) -> LocalEngine:
     """`concurrency`: episodes at a time. A GPU computes so many requests together; a CPU is not faster above its default."""
@@ -369,7 +368,6 @@ def local_engine(
         kv_memory_fraction=kv_memory_fraction,
         keep_room=True,
         max_sequences=None if concurrency is None or not on_gpu else min(max(concurrency, 512), _MAX_SEQUENCES),
-        bitwise=bitwise,
         record_experts=record_experts,
     )
 
@@ -407,7 +405,6 @@ def serve_locally(
     max_length: int,
     kv_memory_fraction: float | None = None,
     concurrency: int | None = None,
-    bitwise: bool = False,
     record_experts: bool = False,
 ) -> ServedPolicy:
     engine = local_engine(
@@ -415,7 +412,6 @@ def serve_locally(
         max_length=max_length,
         kv_memory_fraction=kv_memory_fraction,
         concurrency=concurrency,
-        bitwise=bitwise,
         record_experts=record_experts,
     )
     return ServedPolicy(

@@ -39,7 +39,6 @@ from ludic.types import (
     derive_seed,
     token_array,
 )
-from ludic_gpu.bitwise.decoder import BitwiseDecoder
 from ludic_gpu.vision.inputs import image_processor_of, is_vision_model
 
 
@@ -63,31 +62,26 @@ class LocalEngine:
         compile_layers: bool = True,
         pack_weights: bool | None = None,
         keep_room: bool = False,
-        bitwise: bool = False,
         record_experts: bool = False,
         adapters: bool = False,
         seed: int = 0,
         version: int = 0,
     ) -> None:
-        """`bitwise`: log-probabilities equal those of a bitwise trainer bit for bit, at some cost (docs/importance_sampling.md).
-        `record_experts`: responses of a mixture say to which experts each token went (docs/mixtures.md).
+        """`record_experts`: responses of a mixture say to which experts each token went (docs/mixtures.md).
         `adapters`: requests may name a LoRA adapter that `add_adapter` has added (docs/engine.md).
         `pack_weights`: keep copies of matrices in the order that the hardware reads them; False saves their memory.
         `compile_layers`: False runs every model through its own layers as they are.
         `keep_room`: admit a request only if the cache has room for the usual length of a reply; fewer are preempted."""
-        if adapters and (bitwise or record_experts):
-            raise ConfigError("An engine with adapters=True has neither bitwise nor record_experts. Leave these out.")
+        if adapters and record_experts:
+            raise ConfigError("An engine with adapters=True has no record_experts. Leave one out.")
         loaded = load_model(model, tokenizer, dtype=dtype, device=device)
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         if names := FiniteCheck(self.model.named_parameters()).names():
             raise not_finite(f"{self.name} cannot be served", names, "Load other weights.")
-        if bitwise:
-            BitwiseDecoder(self.model)  # refuses here what could not hold, not at the first request
-        self.is_bitwise, self.records_experts = bitwise, record_experts
+        self.records_experts = record_experts
         backend = choose_backend(
             self.model,
             max_model_len,
-            is_bitwise=bitwise,
             images=image_processor_of(self.tokenizer),
             records_experts=record_experts,
             has_adapters=adapters,
@@ -135,7 +129,6 @@ class LocalEngine:
             max_total_tokens=min(self.max_model_len, pool.num_blocks * pool.block_size),
             takes_images=is_vision_model(plain_model(self.model)),
             has_tokenizer=self.tokenizer is not None,
-            is_bitwise=self.is_bitwise,
         )
 
     # --- requests (any thread, any event loop) ---

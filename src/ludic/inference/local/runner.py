@@ -1,7 +1,7 @@
 """What runs a model for the engine: the interface of runners and backends, and `choose_backend`.
 
-A runner is chosen by device and model: that of a CPU (`cpu.runner`), of a GPU (`cuda.runner`), of hybrids (`hybrids`), of the
-bitwise mode (`bitwise`), or transformers' own cache (`cached`). They import this file, so it imports them where it makes one.
+A runner is chosen by device and model: that of a CPU (`cpu.runner`), of a GPU (`cuda.runner`), of hybrids (`hybrids`), or
+transformers' own cache (`cached`). They import this file, so it imports them where it makes one.
 """
 
 from collections.abc import Callable
@@ -108,7 +108,6 @@ def choose_backend(
     model: Any,
     max_length: int | None,
     *,
-    is_bitwise: bool = False,
     images: Any = None,
     records_experts: bool = False,
     has_adapters: bool = False,
@@ -135,9 +134,7 @@ def choose_backend(
             from ludic_gpu.hybrids.runners import HybridBackend
 
             return HybridBackend(model, length)
-        return PagedBackend(
-            model, length, is_bitwise=is_bitwise, records_experts=records_experts, has_adapters=has_adapters
-        )
+        return PagedBackend(model, length, records_experts=records_experts, has_adapters=has_adapters)
     except NotRoutable as error:
         for option, is_on in (("record_experts", records_experts), ("adapters", has_adapters)):
             if is_on:
@@ -170,7 +167,6 @@ class PagedBackend:
         model: Any,
         max_length: int,
         *,
-        is_bitwise: bool = False,
         records_experts: bool = False,
         has_adapters: bool = False,
     ) -> None:
@@ -183,11 +179,10 @@ class PagedBackend:
         embedding = model.get_input_embeddings().weight
         self.max_length = max_length
         self._shape = KVShape(heads=heads, dtype=embedding.dtype, device=embedding.device, experts=recorded)
-        self._is_bitwise = is_bitwise
         on_gpu = self._shape.device.type == "cuda"
         self._fuses_adapters = on_gpu and has_adapters and _can_fuse(model)
         """Adapters in CUDA graphs; else a step at a time through the model's modules."""
-        has_graphs = on_gpu and not is_bitwise and (self._fuses_adapters or not has_adapters)
+        has_graphs = on_gpu and (self._fuses_adapters or not has_adapters)
         self.max_rounds = 8 if has_graphs else 1
 
     @property
@@ -197,10 +192,6 @@ class PagedBackend:
     def runner(self, view: Any, settings: RunnerSettings) -> Runner:
         view.set_attn_implementation(ATTENTION_NAME)
         shape, blocks = self._shape, (settings.num_blocks, settings.block_size)
-        if self._is_bitwise:
-            from ludic_gpu.bitwise_engine import BitwiseRunner
-
-            return BitwiseRunner(view, shape, *blocks)
         routers = None if shape.experts is None else Routers(view)
         if settings.adapters and shape.device.type != "cpu" and not self._fuses_adapters:
             from ludic_gpu.cuda.adapted import AdaptedRunner

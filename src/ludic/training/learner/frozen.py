@@ -94,7 +94,6 @@ def _frozen(model: Any, policy: TrainedPolicy, cfg: TrainerConfig, tokenizer: An
         placed.eval().requires_grad_(False),
         packed=cfg.packed,
         mixed_precision_dtype=cfg.mixed_precision_dtype,
-        bitwise=cfg.bitwise,
         images=image_processor_of(tokenizer),
     )
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ludic.distributed.fsdp import sync_gradients
 from ludic.distributed.ranks import Ranks
-from ludic.distributed.tensor_parallel import is_tensor_parallel
 from ludic.models.head import EntropyMode
 from ludic.training.critic.critic import Critic
 from ludic.training.learner.frozen import Reference
@@ -137,9 +136,7 @@ class ExpertLoad:
 
     def __init__(self, policy: TrainedPolicy, ranks: Ranks, weight: float) -> None:
         assert policy.routers is not None, "only a mixture has a load"
-        self._policy, self._weight = policy, weight
-        # Tensor-parallel ranks have the same samples.
-        self._ranks = Ranks() if is_tensor_parallel(policy.model) else ranks
+        self._policy, self._weight, self._ranks = policy, weight, ranks
         self._shape = policy.routers.num_layers, policy.routers.num_experts
         self._counted_LE: Tensor | None = None
         """Of the whole batch, from the pass that counts."""

@@ -39,9 +39,6 @@ from ludic.training.learner.packing import (
 )
 from ludic.training.vocabulary import require_known_ids, vocabulary_of
 from ludic.types import ConfigError, SAWItem
-from ludic_gpu.bitwise.attention import Span, TrainedAttention
-from ludic_gpu.bitwise.decoder import BitwiseDecoder
-from ludic_gpu.bitwise.head import chosen_logps as bitwise_logps
 from ludic_gpu.context_parallel import ContextParallel, require_same_in_slices
 from ludic_gpu.experts import RouterPass, Routers
 from ludic_gpu.llama.graphs import MAX_LAYER_WEIGHTS
@@ -80,15 +77,14 @@ class TrainedPolicy:
         share_prefixes: bool = False,
         mixed_precision_dtype: str | None = "bf16",
         fused: bool = True,
-        bitwise: bool = False,
         offload: bool = False,
         images: Any = None,
         replay_experts: bool = False,
         context: ContextParallel | None = None,
     ) -> None:
         """`fused`: the Llama family in half precision on a GPU runs through `ludic_gpu.llama`, not its own modules.
-        `bitwise`: packed batches run through `ludic_gpu.bitwise`, as the sampler's do. `offload`: what the decoder saves for
-        backward waits in host memory. `images`: the image processor of a vision-language model, whose samples are padded.
+        `offload`: what the decoder saves for backward waits in host memory. `images`: the image processor of a vision-language
+        model, whose samples are padded.
         `replay_experts`: passes inside `routed` send tokens to the experts that their samples recorded. `context`: the ranks that
         share each row with this one."""
         self.model = model
@@ -109,10 +105,9 @@ class TrainedPolicy:
         self.share_prefixes = can_share and _gains_by_sharing(model, self.device)
         """Compute the tokens that samples begin with in common once."""
         is_converted = is_sharded(model)  # FSDP gathers weights in the precision that they are used in
-        is_autocast = mixed_precision_dtype == "bf16" and first.is_cuda and first.dtype is torch.float32 and not bitwise
+        is_autocast = mixed_precision_dtype == "bf16" and first.is_cuda and first.dtype is torch.float32
         self._autocast_dtype = torch.bfloat16 if is_autocast and not is_converted else None
-        self._bitwise = BitwiseDecoder(model) if bitwise else None
-        is_fused = fused and self.packed and not is_converted and not bitwise
+        is_fused = fused and self.packed and not is_converted
         self._fused = fused_decoder(model) if is_fused else None
         self._offload = ActivationOffload(self.device) if offload else None
         self._context = context
@@ -204,8 +199,7 @@ class TrainedPolicy:
             with self._precision():
                 hidden_TD = self._hidden(batch)
                 hidden_AD = hidden_TD.index_select(0, actions.predictor_A)
-                logps_of = chosen_logps if self._bitwise is None else bitwise_logps
-                logps_A, entropy_A = logps_of(
+                logps_A, entropy_A = chosen_logps(
                     hidden_AD,
                     self.head,
                     actions.target_A,
@@ -216,7 +210,8 @@ class TrainedPolicy:
                 if observations is None:
                     return Outputs(hidden_AD, logps_A, entropy_A)
                 hidden_OD = hidden_TD.index_select(0, observations.predictor_O)
-                return Outputs(hidden_AD, logps_A, entropy_A, logps_of(hidden_OD, self.head, observations.target_O)[0])
+                observed_O = chosen_logps(hidden_OD, self.head, observations.target_O)[0]
+                return Outputs(hidden_AD, logps_A, entropy_A, observed_O)
 
         return compute(self.model, work)
 
@@ -360,11 +355,7 @@ class TrainedPolicy:
 
     def _decoded(self, batch: PackedBatch) -> Tensor:
         if not batch.is_padded:
-            state = self._state(batch)
-            if self._bitwise is not None:
-                attention = TrainedAttention(_spans(batch), len(batch.ids_T), state, self.device)
-                return self._bitwise.hidden(batch.ids_T, batch.positions_T, attention)
-            return hidden_states(self.model, batch.ids_T, batch.positions_T, state)
+            return hidden_states(self.model, batch.ids_T, batch.positions_T, self._state(batch))
         ids_BL, mask_BL = self._rows(batch)
         if self._vision is not None:
             images_B = [item.attachments.images for item in batch.items]
@@ -392,17 +383,6 @@ class TrainedPolicy:
         if self._autocast_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self._autocast_dtype)
-
-
-def _spans(batch: PackedBatch) -> list[Span]:
-    """Consecutive tokens of a packed batch that attend, and where what they see is: samples, or the chains of its tree."""
-    if batch.tree is None:
-        return [Span(int(path[0]), 0, path) for path in batch.paths]
-    tree = batch.tree
-    return [
-        Span(int(start), len(before), np.concatenate([before, np.arange(start, stop)]))
-        for start, stop, before in zip(tree.starts_C, tree.stops_C, tree.before_C, strict=True)
-    ]
 
 
 def check_shared_prefixes(policy: TrainedPolicy, items: Sequence[SAWItem], tolerance: float, ranks: Ranks) -> bool:

@@ -290,5 +290,5 @@ async def test_mistakes_are_named():
     with pytest.raises(ConfigError, match="adapters=True"):
         await plain.complete_tokens(asked((1, 2), "a"))
     plain.close()
-    with pytest.raises(ConfigError, match="bitwise"):
-        make_engine(model, adapters=True, bitwise=True)
+    with pytest.raises(ConfigError, match="record_experts"):
+        make_engine(model, adapters=True, record_experts=True)

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ludic.distributed.ranks import Ranks
+from ludic.inference.local.backends import choose_backend
 from ludic.inference.local.cached import CachedBackend
-from ludic.inference.local.runner import choose_backend
 from ludic.models.loading import LoadedModel
 from ludic.run.config.model import ModelSettings
 from ludic.run.model import load_policy

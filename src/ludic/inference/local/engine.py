@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from ludic.inference.local.backends import choose_backend
 from ludic.inference.local.blocks import BlockPool
 from ludic.inference.local.kv import eos_ids, free_memory, num_blocks
 from ludic.inference.local.requests import RequestLimits, TokenStream
-from ludic.inference.local.runner import Backend, RunnerSettings, choose_backend
+from ludic.inference.local.runner import Backend, RunnerSettings
 from ludic.inference.local.sampling import PromptScores, Scoring
 from ludic.inference.local.scheduler import Limits, Scheduler
 from ludic.inference.local.sequence import Sequence, StopRule
@@ -27,6 +28,7 @@ from ludic.inference.templates.conversation import decode_reply
 from ludic.models.adapters.adapter import LoraAdapter
 from ludic.models.adapters.forward import AdapterNames, PackedAdapter
 from ludic.models.head import plain_model
+from ludic.models.kinds import image_processor_of, is_vision_model
 from ludic.models.loading import load_model
 from ludic.models.weights import FiniteCheck, not_finite
 from ludic.types import (
@@ -39,7 +41,6 @@ from ludic.types import (
     derive_seed,
     token_array,
 )
-from ludic_gpu.vision.inputs import image_processor_of, is_vision_model
 
 
 class LocalEngine:

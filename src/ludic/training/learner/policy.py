@@ -26,6 +26,7 @@ from ludic.models.head import (
     plain_model,
     whole_logits,
 )
+from ludic.models.kinds import is_vision_model
 from ludic.models.packed_attention import PackedSequences
 from ludic.models.teacher_kl import VocabularyKL, vocabulary_kl
 from ludic.models.tree_attention import TreeSequences
@@ -44,9 +45,9 @@ from ludic_gpu.experts import RouterPass, Routers
 from ludic_gpu.llama.graphs import MAX_LAYER_WEIGHTS
 from ludic_gpu.llama.training import fused_decoder
 from ludic_gpu.memory.offload import ActivationOffload, HostTape
-from ludic_gpu.recurrent.layers import recurrent_layers
+from ludic.models.kinds import recurrent_layers
 from ludic_gpu.recurrent.packed import HybridSequences
-from ludic_gpu.vision.inputs import Pictures, VisionDecoder, is_vision_model
+from ludic_gpu.vision.inputs import Pictures, VisionDecoder
 
 logger = logging.getLogger(__name__)
 ANOTHER_TOKENIZER = (

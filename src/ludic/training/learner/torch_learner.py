@@ -16,6 +16,7 @@ from ludic.distributed.fsdp import clip_gradients, is_sharded, settings_of
 from ludic.distributed.ranks import RankFailed, Ranks, check_together, require_same
 from ludic.models.execution import compile_layers, recompute_activations
 from ludic.models.head import is_decoder, plain_model
+from ludic.models.kinds import image_processor_of
 from ludic.models.loading import LoadedModel
 from ludic.models.weights import FiniteCheck
 from ludic.training.algorithms import RLAlgorithm
@@ -45,7 +46,6 @@ from ludic.training.losses import ForeignLoss
 from ludic.training.losses.corrections import effective_sample_size
 from ludic.types import ConfigError, FollowsDrift, PolicyPublisher, SAWItem
 from ludic_gpu.context_parallel import ContextParallel
-from ludic_gpu.vision.inputs import image_processor_of
 
 T = TypeVar("T")
 

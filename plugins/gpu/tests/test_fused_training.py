@@ -372,7 +372,7 @@ def test_weights_that_moved_are_captured_again(recorded):
 
 
 def test_large_models_are_not_captured(recorded, monkeypatch):
-    monkeypatch.setattr(graphs, "MAX_LAYER_WEIGHTS", 1000)
+    monkeypatch.setattr(graphs, "MAX_LAUNCHED_WEIGHTS", 1000)
     model = trainable()
     fused = FusedDecoder(model)
     for _ in range(3):

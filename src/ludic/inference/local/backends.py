@@ -36,7 +36,7 @@ def choose_backend(
         has_adapters=has_adapters,
     )
     kinds, reasons = _installed()
-    for kind in (*kinds, PagedBackend):
+    for kind in [*kinds, PagedBackend]:
         if not kind.is_for(model):
             continue
         backend = kind()
@@ -65,7 +65,8 @@ def _last(model: Any, needs: EngineNeeds, reasons: str) -> CachedBackend:
 
 def _installed() -> tuple[list[type[Backend]], list[str]]:
     """The backends of plug-ins by name, and for those whose package is gone what is missing."""
-    found, missing = [], []
+    found: list[type[Backend]] = []
+    missing: list[str] = []
     for point in plugins.points("backends"):
         try:
             found.append(point.load())

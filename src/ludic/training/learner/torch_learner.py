@@ -16,7 +16,7 @@ from ludic.distributed.fsdp import clip_gradients, is_sharded, settings_of
 from ludic.distributed.ranks import RankFailed, Ranks, check_together, require_same
 from ludic.models.execution import compile_layers, recompute_activations
 from ludic.models.head import is_decoder, plain_model
-from ludic.models.kinds import image_processor_of
+from ludic.models.kinds import image_processor_of, part, router_modules
 from ludic.models.loading import LoadedModel
 from ludic.models.weights import FiniteCheck
 from ludic.training.algorithms import RLAlgorithm
@@ -45,7 +45,6 @@ from ludic.training.learner.token_recorder import TokenRecorder
 from ludic.training.losses import ForeignLoss
 from ludic.training.losses.corrections import effective_sample_size
 from ludic.types import ConfigError, FollowsDrift, PolicyPublisher, SAWItem
-from ludic_gpu.context_parallel import ContextParallel
 
 T = TypeVar("T")
 
@@ -110,9 +109,11 @@ class TorchLearner(Learner):
             offload=cfg.offload_activations,
             images=image_processor_of(tokenizer),
             replay_experts=cfg.replay_experts,
-            context=ContextParallel(cfg.context_parallel, ranks) if cfg.context_parallel > 1 else None,
+            context=None if cfg.context_parallel == 1 else part("sliced").ContextParallel(cfg.context_parallel, ranks),
         )
         if cfg.balance_experts and self.policy.routers is None:
+            if router_modules(model):
+                part("experts")  # names the plug-in that watches them
             raise ConfigError(
                 f"balance_experts={cfg.balance_experts}, but {type(plain_model(model)).__name__} is no mixture of experts, or "
                 "ranks share its rows (context_parallel)."

@@ -77,17 +77,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Any:
-    """Bitwise mode refuses a machine whose math library rounds a row by its place."""
-    try:
-        return (yield)
-    except Exception as error:
-        if type(error).__name__ == "NotBitwise" and "cannot hold here" in str(error):
-            pytest.skip(str(error))
-        raise
-
-
 @pytest.fixture
 def fuzz(request: pytest.FixtureRequest) -> Fuzz:
     seed, wanted_cases = request.config.getoption("--fuzz-seed"), request.config.getoption("--fuzz-cases")

@@ -39,6 +39,7 @@ from transformers import (
 
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.cached import CachedBackend
+from ludic.inference.local.runner import EngineNeeds
 from ludic.inference.local.sampling import sample
 from ludic.inference.local.sequence import Sequence
 from ludic.models.weights import shared_view
@@ -231,7 +232,8 @@ def hybrids(repeat: int) -> None:
     for name, build in {"Falcon-H1": tiny_falcon_h1, "Qwen3-Next": tiny_qwen3_next}.items():
         model = make(build, "cpu", torch.float32)
         ours, fallback = (LocalEngine(model, max_sequences=32, max_model_len=512) for _ in range(2))
-        fallback._worker.backend = CachedBackend(shared_view(model), 512)
+        fallback._worker.backend = own_cache = CachedBackend()
+        own_cache.use(shared_view(model), EngineNeeds(max_length=512))
         for what, prompts in work.items():
             seconds: dict[LocalEngine, list[float]] = {ours: [], fallback: []}
             for engine in seconds:

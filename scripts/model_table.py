@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ludic.distributed.ranks import Ranks
+from ludic.inference.local.backends import choose_backend
 from ludic.inference.local.cached import CachedBackend
-from ludic.inference.local.runner import choose_backend
 from ludic.models.loading import LoadedModel
 from ludic.run.config.model import ModelSettings
 from ludic.run.model import load_policy
@@ -85,7 +85,6 @@ run, too.
   --tinker`): hybrids, Llama 4, GPT-J, and gpt-oss on a GPU. They need the block cache.
 - Pictures of other families than [Qwen2-VL and Qwen2.5-VL](vision.md): take the family's text model.
 - A plain module without a transformers config trains on padded rows; the embedded engine cannot sample from it.
-- `bitwise` needs the Llama family: Llama, Qwen2, Qwen3, Mistral ([importance sampling](importance_sampling.md)).
 - A critic on the policy, or a KL over the vocabulary, for a model that does more to its logits than scale or soft-cap them: use a
   separate critic, or a KL of the sampled tokens.
 - Encoder-decoder models.

@@ -79,7 +79,7 @@ def run_mode(mode: str, options: argparse.Namespace) -> dict[str, Any]:
     if options.gradients:
         torch.save(kept, options.gradients)
     step, in_gradients = min(seconds[1:])
-    host = 0 if policy._offload is None else policy._offload.host_bytes
+    host = 0 if policy.forward_pass.offload is None else policy.forward_pass.offload.host_bytes
     return {
         "step_s": step,
         "gradient_s": in_gradients,

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ludic.distributed.fsdp import FSDPSettings, load_sharded, shard_model
 from ludic.distributed.ranks import Ranks
+from ludic.models.kinds import part
 from ludic.models.lora import dense_parameters
 from ludic.training import (
     Objective,
@@ -50,7 +51,6 @@ from ludic.training.losses import (
 )
 from ludic.training.losses.base import BatchNormalized
 from ludic.types import RequestsExhausted, SAWBatch, SAWItem
-from ludic_gpu.context_parallel import ContextParallel
 from tests.tiny_families import family_model
 from tests.unit.training.samples import in_three_episodes, random_items, with_prefix
 
@@ -276,7 +276,7 @@ REFERENCES = ("frozen", "adapter_off")
 
 @functools.cache
 def _policy_and_reference(
-    ranks: Ranks | None, *, lora: bool, context: ContextParallel | None, share_prefixes: bool
+    ranks: Ranks | None, *, lora: bool, context: Any, share_prefixes: bool
 ) -> tuple[TrainedPolicy, Reference]:
     """They are made once, for all losses."""
     model, other = llama(tied=True, lora=lora), llama(seed=1).requires_grad_(False)
@@ -287,8 +287,8 @@ def _policy_and_reference(
 
 
 @functools.cache
-def _sharing_rows(ranks: Ranks) -> ContextParallel:
-    return ContextParallel(ranks.world_size, ranks)
+def _sharing_rows(ranks: Ranks) -> Any:
+    return part("sliced").ContextParallel(ranks.world_size, ranks)
 
 
 def gradients(

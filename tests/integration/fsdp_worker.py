@@ -2,8 +2,7 @@
 
 A job is run:NAME, gradients:NAME:REFERENCE (as in fsdp_scenarios), prefixes:NAME:REFERENCE (of groups behind a prompt, which
 several ranks compute once and one process does not), context:NAME:REFERENCE (the same by context parallel), resumed (in the
-middle of a batch), or tokens and tokens_cut (the scenario "full" and what TokenRecorder writes of it, with the model sharded and
-cut by tensor parallelism).
+middle of a batch), or tokens (the scenario "full" and what TokenRecorder writes of it).
 """
 
 import sys
@@ -15,17 +14,16 @@ import numpy as np
 import torch
 
 from ludic.distributed.ranks import Ranks, join_ranks, leave_ranks
-from ludic.distributed.tensor_parallel import load_tensor_parallel
 from ludic.training import CheckpointConfig
 from ludic.training.learner.optimizer import local_part
 from ludic.training.learner.token_recorder import TokenRecorder
-from tests.integration.fsdp_scenarios import LOSSES, RUNS, SPECIAL_RUNS, gradients, llama, train, trainer_of
+from tests.integration.fsdp_scenarios import LOSSES, RUNS, SPECIAL_RUNS, gradients, train, trainer_of
 
 
 def done(job: str, ranks: Ranks | None) -> Any:
     kind, *rest = job.split(":")
-    if kind in ("tokens", "tokens_cut"):
-        return recorded_tokens(ranks, {} if kind == "tokens" else {"model": cut_over(ranks)})
+    if kind == "tokens":
+        return recorded_tokens(ranks)
     if kind == "resumed":
         return resumed_in_the_middle_of_a_batch(ranks)
     if kind == "run":
@@ -37,16 +35,6 @@ def done(job: str, ranks: Ranks | None) -> Any:
         prefixes = {"has_prefixes": True, "share_prefixes": ranks is not None, "budget": 128}
     found = gradients(LOSSES[rest[0]], ranks, reference=rest[1], **prefixes)
     return found if ranks is None else {**found, "loss": ranks.sum(found["loss"])}
-
-
-def cut_over(ranks: Ranks | None) -> Any:
-    """The model of the scenario "full", by transformers' plan for tensor parallel."""
-    assert ranks is not None, "tensor parallelism needs several processes"
-    folder = ranks.broadcast(tempfile.mkdtemp() if ranks.is_first else None)
-    if ranks.is_first:
-        llama().save_pretrained(folder)
-    ranks.barrier()
-    return load_tensor_parallel(folder, ranks, dtype=torch.float32)
 
 
 def resumed_in_the_middle_of_a_batch(ranks: Ranks | None) -> dict[str, int]:
@@ -63,12 +51,12 @@ def resumed_in_the_middle_of_a_batch(ranks: Ranks | None) -> dict[str, int]:
     return {"num_different": int(ranks.sum(sum(differ))), "num": len(differ)}
 
 
-def recorded_tokens(ranks: Ranks | None, parts: dict[str, Any]) -> dict[str, Any]:
+def recorded_tokens(ranks: Ranks | None) -> dict[str, Any]:
     """A whole run, and its records of all ranks together: by step, rollout and segment."""
     made = tempfile.mkdtemp() if ranks is None or ranks.is_first else None
     folder = Path(made if ranks is None else ranks.broadcast(made))
     recorder = TokenRecorder(folder)
-    run = train(RUNS["full"], ranks, token_recorder=recorder, **parts)
+    run = train(RUNS["full"], ranks, token_recorder=recorder)
     recorder.close()
     if ranks is not None:
         ranks.barrier()

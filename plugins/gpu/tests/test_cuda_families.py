@@ -19,8 +19,8 @@ pytestmark = [
 import transformers  # noqa: E402 - after the skip
 
 from ludic.inference.local import LocalEngine  # noqa: E402
+from ludic.inference.local.backends import choose_backend  # noqa: E402
 from ludic.inference.local.cached import CachedBackend  # noqa: E402
-from ludic.inference.local.runner import choose_backend  # noqa: E402
 from ludic.training.learner.policy import TrainedPolicy  # noqa: E402
 from ludic.types import ReturnSpec, SamplingParams, SAWItem, TokenCompletionRequest  # noqa: E402
 from tests.tiny_families import FAMILIES, family_model  # noqa: E402

@@ -53,8 +53,8 @@ def test_gradients_are_those_without_offload(fused, recompute, monkeypatch):
         noise = max(float((again[name] - grad).abs().max()) for again in expected[1:])
         difference = max(float((ours[name] - grad).abs().max()) for ours in found)
         assert difference <= 4 * noise + 2**-8 * float(grad.abs().max()), (name, difference, noise)
-    assert policy._offload is not None and policy._offload.host_bytes > 0
-    assert all(slab.num_users == 0 for slab in policy._offload._slabs)
+    assert policy.forward_pass.offload is not None and policy.forward_pass.offload.host_bytes > 0
+    assert all(slab.num_users == 0 for slab in policy.forward_pass.offload._slabs)
 
 
 def test_memory_between_forward_and_backward_is_on_the_host(monkeypatch):

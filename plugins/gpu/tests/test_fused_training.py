@@ -13,12 +13,12 @@ import torch
 from ludic.models import packed_attention, tree_attention
 from ludic.models.adapters import AdapterBank, AdapterSpec, LoraAdapter
 from ludic.models.attention import route_attention
-from ludic.models.forward import has_plain_layers
 from ludic.models.head import hidden_states
 from ludic.models.packed_attention import PackedSequences
 from ludic.models.prefix_tree import TokenTree
 from ludic.models.tree_attention import TreeSequences
 from ludic_gpu.llama import graphs, training
+from ludic_gpu.llama.adapters import has_plain_layers
 from ludic_gpu.llama.graphs import padded_bounds, rounded_shape
 from ludic_gpu.llama.training import FusedDecoder, agrees, fused_decoder
 from tests.extended import cases
@@ -372,7 +372,7 @@ def test_weights_that_moved_are_captured_again(recorded):
 
 
 def test_large_models_are_not_captured(recorded, monkeypatch):
-    monkeypatch.setattr(graphs, "MAX_LAYER_WEIGHTS", 1000)
+    monkeypatch.setattr(graphs, "MAX_LAUNCHED_WEIGHTS", 1000)
     model = trainable()
     fused = FusedDecoder(model)
     for _ in range(3):

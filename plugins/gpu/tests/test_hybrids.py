@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from ludic.inference.local.cached import CachedRunner
+from ludic.models.kinds import recurrent_layers
 from ludic.types import ConfigError
 from ludic_gpu.hybrids import runners, states
 from ludic_gpu.hybrids.runners import RecurrentRunner
 from ludic_gpu.hybrids.states import Mixers, StateRows, probe_mixers
-from ludic_gpu.recurrent.layers import mix_of, recurrent_layers
+from ludic_gpu.recurrent.layers import mix_of
 from plugins.gpu.tests.test_recurrent import HYBRIDS
 from tests.tiny_families import family_model
 from tests.unit.inference.local.tiny_models import (

@@ -8,13 +8,14 @@ import torch
 
 pytest.importorskip("PIL", reason="the vision extra is not installed")
 
+from ludic.models.kinds import freeze_vision, image_processor_of, is_vision_model
 from ludic.models.loading import load_model
 from ludic.models.lora import dense_parameters
 from ludic.run.config.model import ModelSettings
 from ludic.run.model import load_policy, load_tokenizer, make_template
 from ludic.types import ConfigError, ImageSpan, content_of
 from ludic_envs.picture_grid import draw_grid
-from ludic_gpu.vision.inputs import Pictures, VisionDecoder, freeze_vision, image_processor_of, is_vision_model
+from ludic_gpu.vision.inputs import Pictures, VisionDecoder
 from ludic_gpu.vision.tiny import save_tiny_vision, tiny_vision
 from ludic_vllm.publish.transfer import without_values
 from tests.tiny_families import family_model

@@ -13,6 +13,7 @@ from ludic.batch_gen import stitch_rollout
 from ludic.context import FullDialog, SlidingWindow
 from ludic.inference.local import LocalEngine
 from ludic.interaction import SingleAgentProtocol
+from ludic.models.kinds import image_processor_of
 from ludic.parsers import ParseResult
 from ludic.run.model import make_template
 from ludic.training.learner.policy import TrainedPolicy
@@ -28,7 +29,6 @@ from ludic.types import (
     save_rollouts,
 )
 from ludic_envs.picture_grid import PictureGridEnv, draw_grid
-from ludic_gpu.vision.inputs import image_processor_of
 from ludic_gpu.vision.tiny import tiny_vision
 from tests.unit.inference.local.tiny_models import new_model
 

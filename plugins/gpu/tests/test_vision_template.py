@@ -12,11 +12,12 @@ pytest.importorskip("PIL", reason="the vision extra is not installed")
 
 from ludic.context import FullDialog, SlidingWindow, SummarisedDialog
 from ludic.inference import Conversation, HFChatTemplate
+from ludic.models.kinds import image_processor_of
 from ludic.models.loading import character_tokenizer
 from ludic.types import ChatResponse, TemplateError, content_of, images_in
 from ludic.types.messages import joined, text_of
 from ludic_envs.picture_grid import draw_grid
-from ludic_gpu.vision.inputs import Pictures, image_processor_of, image_token
+from ludic_gpu.vision.inputs import Pictures, image_token
 from ludic_gpu.vision.template import VisionTemplate
 from ludic_gpu.vision.tiny import vision_tokenizer
 

@@ -6,6 +6,7 @@ import torch
 
 pytest.importorskip("PIL", reason="the vision extra is not installed")
 
+from ludic.models.kinds import freeze_vision, image_processor_of
 from ludic.run.model import make_template
 from ludic.training.learner.gradients import accumulate_gradients, batch_facts
 from ludic.training.learner.packing import fit_length
@@ -13,7 +14,6 @@ from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import TokenClippedSurrogateLoss
 from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SAWItem, content_of
 from ludic_envs.picture_grid import draw_grid
-from ludic_gpu.vision.inputs import freeze_vision, image_processor_of
 from ludic_gpu.vision.tiny import tiny_vision
 from tests.unit.inference.local.tiny_models import new_model
 

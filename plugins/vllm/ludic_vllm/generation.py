@@ -14,6 +14,7 @@ import torch
 from ludic.distributed import VllmAdapterPublisher, create_vllm_publisher
 from ludic.http.tokens import CONTROL_VARIABLE, TOKEN_FILE, read_control_token
 from ludic.models.head import plain_model
+from ludic.models.kinds import save_tokenizer
 from ludic.models.loading import LoadedModel, no_progress_bar
 from ludic.models.lora import dense_parameters
 from ludic.run.config.rollouts import RolloutSettings
@@ -24,7 +25,6 @@ from ludic.training.learner.stop import run_sync
 from ludic.types import BatchSource, ConfigError, PolicyPublisher, SAWBatch, shown_url
 from ludic.types.interfaces import load_into, state_of, tell_version
 from ludic.util.restarts import RestartLimit, Restarts
-from ludic_gpu.vision.inputs import save_tokenizer
 from ludic_pipeline.settings import required_servers
 from ludic_vllm.client import VLLMChatClient
 from ludic_vllm.command import find_vllm

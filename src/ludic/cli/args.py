@@ -24,6 +24,7 @@ from ludic.run.settings import (
     docs_of,
     read_pair,
     read_toml,
+    retired_of,
     settings_of,
     storable,
     values_of,
@@ -122,6 +123,7 @@ def parse_with_settings(
 ) -> tuple[A, T]:
     """The arguments of a command (a target, switches such as --dry-run), and the settings, over those of `default`."""
     rest, pairs = _take_pairs(type(default), args)
+    _refuse_retired(type(default), rest)
     for setting in settings_of(type(default)):
         if _is_in_a_file_only(setting):
             _refuse_flag(setting, rest)
@@ -169,6 +171,14 @@ def _is_number(text: str) -> bool:
 
 def _is_in_a_file_only(setting: Setting) -> bool:
     return setting.is_section or setting.section in FILE_SECTIONS
+
+
+def _refuse_retired(cls: type, args: Sequence[str]) -> None:
+    given = {arg.partition("=")[0].replace("_", "-") for arg in args}
+    for name, old in retired_of(cls).items():
+        flag = name.replace("_", "-")
+        if not given.isdisjoint((f"--{flag}", f"--no-{flag}")):
+            raise ConfigError(old.reason)
 
 
 def _refuse_flag(setting: Setting, args: Sequence[str]) -> None:

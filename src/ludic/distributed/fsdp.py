@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ludic.distributed.ranks import Ranks, difference
 from ludic.models.execution import decoder_layers
 from ludic.models.head import plain_model
+from ludic.models.kinds import is_quantized
 from ludic.types import ConfigError
-from ludic_gpu.memory.quantized import is_quantized
 
 Precision: TypeAlias = Literal["bf16", "fp32"]
 _DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}

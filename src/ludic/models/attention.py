@@ -17,8 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ludic.types import ConfigError
-from ludic_gpu.recurrent.layers import Mix, recurrent_layers, route_recurrence
+from ludic.models.kinds import Mix, part, recurrent_layers
+from ludic.types import ConfigError, MissingExtra
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +194,8 @@ def route_attention(model: Any) -> tuple[tuple[int, int], ...]:
     probe = _Probe()
     before = model.config._attn_implementation
     try:
-        route_recurrence(model)
+        if recurrent_layers(model):
+            part("recurrent").route_recurrence(model)
         model.set_attn_implementation(NAME)
         device = model.get_input_embeddings().weight.device
         ids = torch.zeros(1, 2, dtype=torch.long, device=device)
@@ -208,6 +209,8 @@ def route_attention(model: Any) -> tuple[tuple[int, int], ...]:
             )
         _check_probe(probe, model)
         _check_packing(model, before)
+    except MissingExtra as error:
+        raise NotRoutable(f"it has recurrent layers ({error})") from error
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         model.config._attn_implementation = before
         raise NotRoutable(
@@ -222,8 +225,7 @@ _PROBED_LENGTHS = (9, 7)
 @torch.no_grad()
 def _check_packing(model: Any, own_attention: str) -> None:
     """Raise unless two sequences in one flat row get the logits that each gets alone with the model's own attention."""
-    from ludic.models.packed_attention import PackedSequences  # these modules import this one
-    from ludic_gpu.recurrent.packed import HybridSequences
+    from ludic.models.packed_attention import PackedSequences  # it imports this one
 
     embedding = model.get_input_embeddings().weight
     device = embedding.device
@@ -234,8 +236,10 @@ def _check_packing(model: Any, own_attention: str) -> None:
     try:
         ids_T = (torch.arange(sum(_PROBED_LENGTHS), device=device) * 7 + 1) % embedding.shape[0]
         positions_T = torch.cat([torch.arange(length, device=device) for length in _PROBED_LENGTHS])
-        paths = np.split(np.arange(len(ids_T)), [_PROBED_LENGTHS[0]])
-        state = HybridSequences(PackedSequences(_PROBED_LENGTHS, device), paths, device)
+        state: Any = PackedSequences(_PROBED_LENGTHS, device)
+        if recurrent_layers(model):
+            paths = np.split(np.arange(len(ids_T)), [_PROBED_LENGTHS[0]])
+            state = part("recurrent").HybridSequences(state, paths, device)
         options = {"position_ids": positions_T[None], "attention_mask": SKIP_MASK.to(device), "ludic_state": state}
         packed_TV = model(input_ids=ids_T[None], use_cache=False, **options).logits[0].float()
         model.set_attn_implementation(own_attention)

@@ -26,7 +26,6 @@ from ludic.models.packed_linear import (
     keeps_rows,
 )
 from ludic.models.weights import forward_hooks
-from ludic_gpu.llama.adapters import is_plain_linear
 
 logger = logging.getLogger(__name__)
 
@@ -174,21 +173,6 @@ def is_of_family(model: Any) -> bool:
         and type(model).__name__ in _FAMILY
         and model.config.hidden_act == "silu"
         and not any(forward_hooks(module) for module in model.modules())
-    )
-
-
-def has_plain_layers(model: Any) -> bool:
-    """Whether a model of the family has linear layers of one dtype, with biases at most for queries, keys and values. All but the
-    head may have a LoRA adapter."""
-    found = linears(model)
-    layers = model.model.layers
-    others = [model.lm_head, *(m for x in layers for m in (x.self_attn.o_proj, x.mlp.gate_proj, x.mlp.up_proj))]
-    others += [layer.mlp.down_proj for layer in layers]
-    return (
-        type(model.lm_head) is nn.Linear
-        and all(is_plain_linear(m) and type(m.weight) is nn.Parameter for m in found)
-        and all(m.bias is None for m in others)
-        and len({m.weight.dtype for m in found}) == 1
     )
 
 

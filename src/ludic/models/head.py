@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ludic.models.attention import AttentionState
+from ludic.models.kinds import part_if_installed
 from ludic.types import ConfigError
 
 
@@ -368,9 +369,7 @@ def _kernels(hidden: Tensor, softcap: float | None, candidates: CandidateMask | 
     """The Triton kernels, where they serve."""
     if not hidden.is_cuda or softcap is not None or candidates is not None:
         return None
-    from ludic_gpu import head_kernels
-
-    return head_kernels
+    return part_if_installed("head_kernels")
 
 
 def chunks(num_tokens: int, vocab: int, elements: int) -> list[slice]:

@@ -20,8 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ludic.models import SMOLLM2, TINY
+from ludic.models.kinds import auto_class, load_image_processor
 from ludic.types import ConfigError, MissingExtra, UnknownName
-from ludic_gpu.vision.inputs import auto_class, load_image_processor
 
 TINY_LENGTH = 4096
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

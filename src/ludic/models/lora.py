@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ludic.models.head import plain_model, whole
+from ludic.models.kinds import is_quantized, is_recurrent, part
 from ludic.models.weights import shared_view
 from ludic.types import ConfigError, MissingExtra, derive_seed
-from ludic_gpu.memory.quantized import dense_linear, is_quantized, merged_linear
-from ludic_gpu.recurrent.layers import is_recurrent
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,8 @@ def _dense(module: nn.Module, prefix: str, left: set[int], merged: "_LastMerged"
 def _dequantized(layer: Any, prefix: str) -> Iterator[DenseWeight]:
     """Of a layer in four bits, with its adapters added."""
     base = layer if is_quantized(layer) else layer.get_base_layer()
-    make, dtype = (dense_linear if base is layer else merged_linear), base.compute_dtype
+    in_four_bits, dtype = part("quantized"), base.compute_dtype
+    make = in_four_bits.dense_linear if base is layer else in_four_bits.merged_linear
     shape = base.out_features, base.in_features
     yield DenseWeight(f"{prefix}weight", shape, dtype, lambda: make(layer, dtype).weight.detach())
     if base.bias is not None:

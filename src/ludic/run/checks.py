@@ -12,11 +12,6 @@ from ludic.types import ConfigError, shown_url
 
 def check_engine(config: RunConfig, parts: Parts) -> None:
     rollouts = config.rollouts
-    if config.trainer.bitwise and rollouts.engine != "local":
-        raise ConfigError(
-            f"bitwise needs engine = 'local', where sampler and trainer make the same calls on one machine; the engine is "
-            f"{rollouts.engine!r}. Leave bitwise out, or use engine = 'local'."
-        )
     if config.all_teachers and config.is_pipeline:
         raise ConfigError(
             "A teacher is not there for engine = 'pipeline'; use local or vllm, or wrap the learner's source yourself "

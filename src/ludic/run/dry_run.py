@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ludic.models import SMOLLM2, TINY
+from ludic.models.kinds import auto_class
 from ludic.models.loading import make_tiny, require_model
 from ludic.run.config.model import ModelSettings
 from ludic.run.folder import ResumePoint
@@ -28,7 +29,6 @@ from ludic.run.protocols.agents import outside_agent
 from ludic.run.resolve import MASKED_WHEN_OLD, NEGATIVE_MASK, ResolvedRun
 from ludic.run.sources import check_source
 from ludic.types import ConfigError
-from ludic_gpu.vision.inputs import auto_class
 
 _SMOLLM2_PARAMETERS = 134_515_008
 

@@ -19,6 +19,7 @@ from ludic.inference.local.snapshot import EngineSnapshot
 from ludic.inference.templates.renderers import renderers_template
 from ludic.models import SMOLLM2, TINY
 from ludic.models.head import plain_model
+from ludic.models.kinds import freeze_vision, image_processor_of, load_image_processor, part, vision_modules
 from ludic.models.loading import (
     TINY_LENGTH,
     LoadedModel,
@@ -44,17 +45,6 @@ from ludic.training.checkpoint.manifest import MANIFEST, CheckpointError, proble
 from ludic.training.checkpoint.model_files import ADAPTER_CONFIG, read_weights
 from ludic.training.checkpoint.state_files import STATE_FILE
 from ludic.types import ChatClient, ConfigError, MissingExtra, PolicyPublisher
-from ludic_gpu.experts.adapters import expert_parameters
-from ludic_gpu.memory.quantized import quantize_linears
-from ludic_gpu.vision.inputs import (
-    Pictures,
-    freeze_vision,
-    image_processor_of,
-    image_token,
-    load_image_processor,
-    vision_modules,
-)
-from ludic_gpu.vision.template import VisionTemplate
 
 # --- weights ---------------------------------------------------------------------------------------------------
 
@@ -87,7 +77,7 @@ def _load_base(settings: ModelSettings, seed: int) -> LoadedModel:
         return load_model(settings.model, dtype=dtype, device=find_device(settings.device), seed=seed)
     device = find_device(settings.device)
     loaded = load_model(settings.model, dtype=dtype or best_dtype(device), device="cpu", seed=seed)
-    return replace(loaded, model=quantize_linears(loaded.model, device))
+    return replace(loaded, model=part("quantized").quantize_linears(loaded.model, device))
 
 
 def _with_lora(model: Any, settings: ModelSettings, seed: int) -> Any:
@@ -96,7 +86,7 @@ def _with_lora(model: Any, settings: ModelSettings, seed: int) -> Any:
     except ImportError as error:
         raise MissingExtra("lora", f"--lora-rank {settings.lora_rank}") from error
     alpha = settings.lora_rank * settings.lora_alpha_mult
-    experts = expert_parameters(model) if settings.lora_experts else []
+    experts = part("experts").expert_parameters(model) if settings.lora_experts else []
     if settings.lora_experts and not experts:
         raise ConfigError(f"--lora-experts: {type(model).__name__} is no mixture of experts. Leave it out.")
     config = LoraConfig(
@@ -323,7 +313,9 @@ def make_template(tokenizer: Any, *, with_tools: bool = False, renderer: str | N
         return renderers_template(tokenizer, None if renderer == "auto" else renderer)
     processor = image_processor_of(tokenizer)
     if processor is not None:
-        made: HFChatTemplate = VisionTemplate(tokenizer, image_token(tokenizer), Pictures(processor).num_tokens)
+        vision = part("vision")
+        count = vision.Pictures(processor).num_tokens
+        made: HFChatTemplate = vision.VisionTemplate(tokenizer, vision.image_token(tokenizer), count)
     else:
         made = HFChatTemplate(tokenizer)
     made.tool_parser = made.find_tool_parser() if with_tools else None
@@ -356,7 +348,6 @@ def local_engine(
     kv_tokens: int | None = None,
     kv_memory_fraction: float | None = None,
     concurrency: int | None = None,
-    bitwise: bool = False,
     record_experts: bool = False,
 ) -> LocalEngine:
     """`concurrency`: episodes at a time. A GPU computes so many requests together; a CPU is not faster above its default."""
@@ -370,7 +361,6 @@ def local_engine(
         kv_memory_fraction=kv_memory_fraction,
         keep_room=True,
         max_sequences=None if concurrency is None or not on_gpu else min(max(concurrency, 512), _MAX_SEQUENCES),
-        bitwise=bitwise,
         record_experts=record_experts,
     )
 
@@ -408,7 +398,6 @@ def serve_locally(
     max_length: int,
     kv_memory_fraction: float | None = None,
     concurrency: int | None = None,
-    bitwise: bool = False,
     record_experts: bool = False,
 ) -> ServedPolicy:
     engine = local_engine(
@@ -416,7 +405,6 @@ def serve_locally(
         max_length=max_length,
         kv_memory_fraction=kv_memory_fraction,
         concurrency=concurrency,
-        bitwise=bitwise,
         record_experts=record_experts,
     )
     return ServedPolicy(

@@ -76,6 +76,22 @@ class Setting:
         return functools.reduce(lambda inside, name: getattr(inside, name), self.path, config)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retired:
+    """A setting of earlier versions. A config class lists its own by name, in `RETIRED`."""
+
+    section: str
+    off: Any
+    """The value that changed nothing: a stored file may still have it."""
+    reason: str
+    """Why the setting is gone, and what takes its place."""
+
+
+def retired_of(cls: Any) -> Mapping[str, Retired]:
+    found: Mapping[str, Retired] = getattr(cls, "RETIRED", {})
+    return found
+
+
 def _settings_of(cls: Any) -> tuple[Setting, ...]:
     """All settings of a config class, section by section."""
     added: Mapping[str, Mapping[str, str]] = getattr(cls, "KEYS", {})
@@ -130,6 +146,8 @@ def with_values(config: T, values: Mapping[str, Any]) -> T:
     by_name = {setting.name: setting for setting in settings_of(type(config))}
     changes: dict[str, Any] = {}
     for name, value in values.items():
+        if name in retired_of(type(config)):
+            raise ConfigError(retired_of(type(config))[name].reason)
         if name not in by_name:
             raise ConfigError(f"There is no setting {name!r}.{_nearest(name, by_name)}")
         inside = changes
@@ -226,6 +244,11 @@ def from_table(cls: type[T], content: Mapping[str, Any], where: str) -> T:
         if section not in by_section or not isinstance(table, dict):
             raise ConfigError(f"{where}: {_unknown(section, None, by_section)}")
         for name, value in table.items():
+            old = retired_of(cls).get(name)
+            if old is not None and section == old.section:
+                if value != old.off:
+                    raise ConfigError(f"{where}: {old.reason}")
+                continue
             if name not in by_section[section]:
                 raise ConfigError(f"{where}: {_unknown(name, section, by_section)}")
             values[name] = converted(value, by_section[section][name].kind, f"{where}: {name}")

@@ -126,9 +126,6 @@ class TrainerConfig:
     compile: bool = False
     """Compile the decoder's layers: about a minute at the start, then faster steps on a GPU. Without effect where the fused pass
     runs (the Llama family in bf16 or fp16 on a GPU, packed, not sharded)."""
-    bitwise: bool = False
-    """Compute log-probs by the same calls as the sampler (`LocalEngine(bitwise=True)`): before an update on the weights that
-    sampled, they are equal bit for bit. Slower. Computes in the precision of the weights."""
     mixed_precision_dtype: Literal["bf16"] | None = "bf16"
     """On a GPU, fp32 parameters are used in this precision; on a CPU it has no effect. (fp16 would need its loss scaled.)"""
 
@@ -217,14 +214,8 @@ class TrainerConfig:
             raise ConfigError(f"optimizer={self.optimizer!r}; there are {', '.join(get_args(OptimizerName))}.")
         if self.mixed_precision_dtype not in ("bf16", None):
             raise ConfigError(f"mixed_precision_dtype={self.mixed_precision_dtype!r}; there are 'bf16' and None.")
-        if self.bitwise and (self.compile or not self.packed):
-            other = "compile=True" if self.compile else "packed=False"
-            raise ConfigError(
-                f"bitwise=True and {other}: both choose how the model is computed. Leave one of them out."
-            )
-        if self.context_parallel > 1 and (self.bitwise or not self.packed):
-            other = "bitwise=True" if self.bitwise else "packed=False"
-            raise ConfigError(f"context_parallel={self.context_parallel} cuts packed rows; leave out {other}.")
+        if self.context_parallel > 1 and not self.packed:
+            raise ConfigError(f"context_parallel={self.context_parallel} cuts packed rows; leave out packed=False.")
         self.pad_token_id = _pad_id(self.pad_token_id)
 
     @property

@@ -162,7 +162,7 @@ class TrainingLoop:
         found = await asyncio.to_thread(self.learner.update, step, part, partial(self._note_trained, batch))
         updated = time.perf_counter()
         if step == 0 and self.learner.is_first:
-            check_parity(found, 0.0 if self.cfg.bitwise else self.cfg.parity_tolerance)
+            check_parity(found, self.cfg.parity_tolerance)
         if batch.is_finished:
             await asyncio.to_thread(self._publish)
         published = time.perf_counter()

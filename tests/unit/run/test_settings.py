@@ -89,6 +89,24 @@ def test_what_may_change_on_resume_are_settings():
     assert {setting.name for setting in settings_of(RunConfig)} >= MAY_CHANGE_ON_RESUME
 
 
+def test_a_stored_file_may_have_a_retired_setting_that_was_off(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text("[train]\nbitwise = false\nlr = 1e-3\n")
+    assert read_toml(RunConfig, file) == with_values(RunConfig(), {"lr": 1e-3})
+
+
+def test_a_retired_setting_names_what_takes_its_place(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text("[train]\nbitwise = true\n")
+    for refused in (
+        lambda: read_toml(RunConfig, file),
+        lambda: with_values(RunConfig(), {"bitwise": True}),
+        lambda: parse_with_settings(Args, RunConfig(), ["--bitwise"], prog="ludic train", description=""),
+    ):
+        with pytest.raises(ConfigError, match="bitwise is gone.*train/logp_difference_abs"):
+            refused()
+
+
 def test_only_none_is_left_out_of_a_file_so_it_must_be_the_default():
     never_none = {"lr", "max_grad_norm", "checkpoint_keep"}  # None is not a value that a file or a flag can give
     for setting in settings_of(RunConfig):

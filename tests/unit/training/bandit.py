@@ -154,7 +154,7 @@ def bandit_trainer(
     """A trainer whose samples come from an engine on its own weights. `generation`: more settings of its RolloutBatchSource."""
     model = tiny_llama() if model is None else model
     config = settings.pop("cfg", None) or TrainerConfig(lr=1e-2, max_seq_len=64, weight_decay=0.0)
-    engine = LocalEngine(model, ByteTokenizer(), max_model_len=64, kv_tokens=8192, bitwise=config.bitwise)
+    engine = LocalEngine(model, ByteTokenizer(), max_model_len=64, kv_tokens=8192)
     source = RolloutBatchSource(
         rollout_engine(engine, rewards),
         requests_fn=BanditRequests(num_prompts) if curriculum is None else None,

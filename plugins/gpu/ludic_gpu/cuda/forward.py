@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ludic.models.attention import SKIP_MASK, AttentionRules
-from ludic.models.forward import has_plain_layers, is_of_family, layer_window, linears
+from ludic.models.forward import is_of_family, layer_window, linears
 from ludic.models.head import plain_model
 from ludic.models.packed_attention import PackedSequences
 from ludic_gpu.cuda.adapter_slots import AdapterSlots, StackedProduct
 from ludic_gpu.cuda.layer_kernels import rms_norm, rotate_and_store, row_product
-from ludic_gpu.llama.adapters import adapter_of, base_linear
+from ludic_gpu.llama.adapters import adapter_of, base_linear, has_plain_layers
 from ludic_gpu.llama.kernels import silu_mul
 
 logger = logging.getLogger(__name__)

@@ -1,9 +1,19 @@
-"""Mixtures of experts: routers recorded and replayed (routing.py), their load (load.py).
+"""Mixtures of experts: routers recorded and replayed (routing.py), their load (load.py), LoRA on experts (adapters.py)."""
 
-The embedded engine and the trainer import it.
-"""
-
-from ludic_gpu.experts.load import balance_loss, load_counts, load_stats
+from ludic_gpu.experts.adapters import expert_parameters, merge_experts
+from ludic_gpu.experts.load import ExpertLoad, balance_loss, load_counts, load_stats
 from ludic_gpu.experts.routing import UNKNOWN, RouterPass, Routers, recording, replaying
 
-__all__ = ["UNKNOWN", "RouterPass", "Routers", "balance_loss", "load_counts", "load_stats", "recording", "replaying"]
+__all__ = [
+    "UNKNOWN",
+    "ExpertLoad",
+    "RouterPass",
+    "Routers",
+    "balance_loss",
+    "expert_parameters",
+    "load_counts",
+    "load_stats",
+    "merge_experts",
+    "recording",
+    "replaying",
+]

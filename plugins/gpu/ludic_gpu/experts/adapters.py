@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ludic.models.kinds import adapts_experts
+
 _EXPERTS = "experts"
 
 
@@ -57,22 +59,17 @@ def merge_experts(view: Any) -> list[MergedExperts]:
     made = []
     for parent in list(view.modules()):
         for name, child in parent.named_children():
-            if _is_wrapper(child) and not _is_wrapper(parent):
+            if adapts_experts(child) and not adapts_experts(parent):
                 merged = MergedExperts(child)
                 setattr(parent, name, merged.plain)
                 made.append(merged)
     return made
 
 
-def _is_wrapper(module: nn.Module) -> bool:
-    """Whether it is peft's wrapper of one parameter; peft need not be installed."""
-    return type(module).__name__ == "ParamWrapper" and hasattr(module, "parameter_name")
-
-
 def _nested(wrapper: Any) -> list[Any]:
     """One wrapper per adapted parameter, each inside the one before."""
     found = []
-    while _is_wrapper(wrapper):
+    while adapts_experts(wrapper):
         found.append(wrapper)
         wrapper = wrapper.base_layer
     return found

@@ -1,10 +1,15 @@
 """How evenly the tokens of a batch load the experts of a mixture, and the loss that evens it out."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from ludic.distributed.ranks import Ranks
+from ludic.training.learner.packing import PADDING_ITEM, PackedBatch
+from ludic.training.learner.policy import TrainedPolicy
+from ludic.training.losses.tokens import Stats
 from ludic_gpu.experts.routing import RouterPass
 
 
@@ -51,3 +56,66 @@ def balance_loss(routed: RouterPass, tokens_T: Tensor, counts_LE: Tensor) -> Ten
         weighted_E = (probability_TE * tokens_T.float()[:, None]).sum(dim=0)
         total = total + num_experts * (share_E * weighted_E).sum() / num_tokens
     return total / num_layers
+
+
+class ExpertLoad:
+    """How evenly the tokens of one batch load the experts of a mixture, and the loss that evens it out.
+
+    The loss compares with the load of the whole batch, over all micro-batches and ranks. If there are several, one more forward
+    pass counts it before the first gradient.
+    """
+
+    def __init__(self, policy: TrainedPolicy, ranks: Ranks, weight: float) -> None:
+        assert policy.routers is not None, "only a mixture has a load"
+        self._policy, self._weight, self._ranks = policy, weight, ranks
+        self._shape = policy.routers.num_layers, policy.routers.num_experts
+        self._counted_LE: Tensor | None = None
+        """Of the whole batch, from the pass that counts."""
+        self._own_LE: Tensor | None = None
+        """Of this rank's micro-batches so far."""
+        self._parts: list[Tensor] = []
+
+    def needs_counting(self, num_micro_batches: int) -> bool:
+        return self._weight > 0 and (num_micro_batches > 1 or self._ranks.world_size > 1)
+
+    @torch.no_grad()
+    def count(self, batches: Iterable[PackedBatch]) -> list[PackedBatch]:
+        """Count the load of these micro-batches, and return them."""
+        counted, kept = None, list(batches)
+        for batch in kept:
+            with self._policy.routed(batch) as routed:
+                self._policy.action_hidden(batch)
+            assert routed is not None, "a mixture is watched"
+            own = self._counts(batch, routed)
+            counted = own if counted is None else counted + own
+        assert counted is not None, "every rank has a micro-batch"
+        self._ranks.sum_tensors([counted])
+        self._counted_LE = counted
+        return kept
+
+    def part_of_loss(self, batch: PackedBatch, routed: RouterPass) -> Tensor | None:
+        """This micro-batch's part of the load-balancing loss; None if it is off."""
+        own_LE = self._counts(batch, routed)
+        self._own_LE = own_LE if self._own_LE is None else self._own_LE + own_LE
+        if not self._weight:
+            return None
+        part = balance_loss(routed, batch.tokens_T(), own_LE if self._counted_LE is None else self._counted_LE)
+        self._parts.append(part.detach())
+        return part
+
+    def stats(self) -> Stats:
+        """Of the whole batch, the same on every rank."""
+        own_LE = self._own_LE
+        if own_LE is None:  # this rank had nothing but padding
+            own_LE = torch.zeros(self._shape, dtype=torch.float64, device=self._policy.device)
+        self._ranks.sum_tensors([own_LE])
+        found: Stats = {name: (value, 1.0) for name, value in load_stats(own_LE).items()}
+        if not self._weight:
+            return found
+        parts = sum(self._parts, torch.zeros((), device=self._policy.device))
+        return {**found, "experts/balance_loss": (parts, 1 / self._ranks.world_size)}
+
+    def _counts(self, batch: PackedBatch, routed: RouterPass) -> Tensor:
+        is_padding = batch.items[0] is PADDING_ITEM
+        tokens_T = batch.tokens_T()
+        return load_counts(routed, torch.zeros_like(tokens_T) if is_padding else tokens_T, self._shape[1])

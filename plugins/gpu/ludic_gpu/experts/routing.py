@@ -7,15 +7,16 @@ differently, and where two experts nearly tie, that changes the choice and with 
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ludic.models.head import plain_model
+from ludic.models.kinds import router_modules
 from ludic.models.weights import HookOfOneTree
 from ludic.types import ConfigError
 
@@ -44,7 +45,7 @@ class Routers:
     """The routers of one mixture, each with a hook that does nothing outside of `watched`."""
 
     def __init__(self, model: Any) -> None:
-        named = _routers(model)
+        named = router_modules(model)
         found = [module for _, module in named]
         if not found:
             raise ConfigError(
@@ -62,7 +63,7 @@ class Routers:
     @classmethod
     def of(cls, model: Any) -> "Routers | None":
         """None if the model is no mixture."""
-        return cls(model) if _routers(model) else None
+        return cls(model) if router_modules(model) else None
 
     @contextlib.contextmanager
     def watched(self, given_TLK: Tensor | None = None) -> Iterator[RouterPass]:
@@ -127,24 +128,6 @@ def _depth(name: str) -> int | None:
     """The layer of a module, by its name."""
     numbers = [part for part in name.split(".") if part.isdecimal()]
     return int(numbers[0]) if numbers else None
-
-
-def _routers(model: Any) -> list[tuple[str, nn.Module]]:
-    """Routers with their names, in the order of the layers, by the classes whose logits transformers itself can record."""
-    classes: list[type[nn.Module]] = []
-    modules: list[tuple[str, nn.Module]] = list(model.named_modules())
-    for _, module in modules:
-        recorded: Mapping[str, Any] = getattr(module, "_can_record_outputs", None) or {}
-        recorders = recorded.get("router_logits") or []
-        for recorder in recorders if isinstance(recorders, list) else [recorders]:
-            # An index of 0: the logits come first. Others (Llama 4, Switch) return something else.
-            if getattr(recorder, "index", None) == 0:
-                classes.append(recorder.target_class)
-    return [
-        (name, module)
-        for name, module in modules
-        if isinstance(module, tuple(classes)) and hasattr(module, "top_k") and hasattr(module, "num_experts")
-    ]
 
 
 class _Hook(HookOfOneTree):

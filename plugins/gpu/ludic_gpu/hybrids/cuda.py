@@ -15,9 +15,9 @@ from ludic.inference.local.runner import Read
 from ludic.inference.local.sampling import PromptScores, Scoring
 from ludic.inference.local.sequence import Chunk, Sequence
 from ludic.models.attention import AttentionState
+from ludic.models.kinds import RecurrentState
 from ludic_gpu.cuda.runner import CUDARunner, Kernels
 from ludic_gpu.hybrids.states import DecodingRows, HybridState, Mixers, PromptParts, StateRows, WholeTexts
-from ludic_gpu.recurrent.layers import RecurrentState
 
 
 class GraphedRecurrentRunner(CUDARunner):

@@ -7,14 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ludic.inference.local.cpu.backend import PagedBackend, device_type
 from ludic.inference.local.cpu.runner import CPURunner, cpu_forward
 from ludic.inference.local.kv import KVShape
-from ludic.inference.local.runner import PagedBackend, Read, Runner, RunnerSettings
+from ludic.inference.local.runner import EngineNeeds, Read, Runner, RunnerSettings
 from ludic.inference.local.sampling import PromptScores, Scoring
 from ludic.inference.local.sequence import Chunk, Sequence
 from ludic.models.attention import NAME as ATTENTION_NAME
-from ludic.models.attention import AttentionState, NotRoutable
+from ludic.models.attention import AttentionState, has_sinks
 from ludic.models.forward import Forward
+from ludic.models.head import plain_model
+from ludic.models.kinds import RecurrentState, is_vision_model, recurrent_layers
 from ludic.models.weights import shared_view
 from ludic_gpu.hybrids.states import (
     DecodingRows,
@@ -26,22 +29,38 @@ from ludic_gpu.hybrids.states import (
     bytes_per_sequence,
     probe_mixers,
 )
-from ludic_gpu.recurrent.layers import RecurrentState
 
 
 class HybridBackend(PagedBackend):
-    """The block cache with states beside it. Raises `NotRoutable` for a model whose layers cannot use it."""
+    """The block cache, and a state of each sequence for every recurrent layer."""
 
     shares_prefixes = False
 
-    def __init__(self, model: Any, max_length: int) -> None:
-        super().__init__(model, max_length)
+    @classmethod
+    def is_for(cls, model: Any) -> bool:
+        return bool(recurrent_layers(model))
+
+    def suits(self, model: Any, needs: EngineNeeds) -> str | None:
+        if (reason := needs.changed_rope(model)) is not None:
+            return reason
+        if is_vision_model(plain_model(model)):
+            return "its prompts hold embeddings of pictures"
+        if needs.records_experts or needs.has_adapters:
+            return "it has recurrent layers"
+        return self._use_blocks(model, needs) or self._use_states(model)
+
+    def _use_states(self, model: Any) -> str | None:
+        on_gpu = device_type(model) == "cuda"
+        if on_gpu and has_sinks(model):
+            return "the GPU's decoding kernel has no attention sinks"
+        self.max_rounds = 8 if on_gpu else 1
         view = shared_view(model)
         view.set_attn_implementation(ATTENTION_NAME)
         self._mixers = probe_mixers(view)
         if not self._mixers.continue_by_one:
-            raise NotRoutable("its recurrent layers do not repeat its plain forward pass from a state")
+            return "its recurrent layers do not repeat its plain forward pass from a state"
         self.bytes_per_sequence = bytes_per_sequence(view)
+        return None
 
     def runner(self, view: Any, settings: RunnerSettings) -> Runner:
         view.set_attn_implementation(ATTENTION_NAME)

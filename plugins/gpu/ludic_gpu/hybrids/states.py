@@ -19,8 +19,9 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from ludic.inference.local.sequence import Chunk, Sequence
 from ludic.models.attention import AttentionState
+from ludic.models.kinds import Mix, RecurrentState, recurrent_layers
 from ludic.models.packed_attention import to_device
-from ludic_gpu.recurrent.layers import Mix, RecurrentState, mix_of, recurrent_layers
+from ludic_gpu.recurrent.layers import mix_of
 from ludic_gpu.recurrent.packed import SequenceRows, similar_lengths
 
 _PROBED_PARTS = ((12,), (5, 1, 1, 1, 1, 1, 1, 1), (5, 4, 1, 2))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ludic.models.adapters.bank import AdaptedLinear
+from ludic.models.forward import linears
 
 _ALL = slice(None)
 
@@ -80,6 +81,21 @@ def is_plain_linear(module: Any) -> bool:
         and not any(name in module.lora_variant for name in names)
         and all(isinstance(module.lora_dropout[name], nn.Identity) for name in names)
         and all(module.lora_A[name].bias is None and module.lora_B[name].bias is None for name in names)
+    )
+
+
+def has_plain_layers(model: Any) -> bool:
+    """Whether a model of the family has linear layers of one dtype, with biases at most for queries, keys and values. All but the
+    head may have a LoRA adapter."""
+    found = linears(model)
+    layers = model.model.layers
+    others = [model.lm_head, *(m for x in layers for m in (x.self_attn.o_proj, x.mlp.gate_proj, x.mlp.up_proj))]
+    others += [layer.mlp.down_proj for layer in layers]
+    return (
+        type(model.lm_head) is nn.Linear
+        and all(is_plain_linear(m) and type(m.weight) is nn.Parameter for m in found)
+        and all(m.bias is None for m in others)
+        and len({m.weight.dtype for m in found}) == 1
     )
 
 

@@ -18,13 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ludic.models.execution import CAPTURING
+from ludic.models.execution import CAPTURING, MAX_LAUNCHED_WEIGHTS
 from ludic.models.packed_attention import PackedSequences, to_device
 
 logger = logging.getLogger(__name__)
 
-MAX_LAYER_WEIGHTS = 12_000_000
-"""With 16k tokens, an H200 computes such a layer faster than Python launches it."""
 _MAX_MEMORY_SHARE = 0.1
 """Of the GPU's memory, for what the layers store: graphs never give it back."""
 _MAX_GRAPHS = 16
@@ -189,7 +187,7 @@ def _is_worth(decoder: Any, num_tokens: int, x_TN: Tensor, parameters: Sequence[
     num_weights = sum(p.numel() for p in parameters[: len(parameters) // decoder.num_layers] if p is not None)
     memory = torch.cuda.get_device_properties(x_TN.device).total_memory if x_TN.is_cuda else math.inf
     stored = num_tokens * decoder.stored_bytes_per_token
-    return num_weights <= MAX_LAYER_WEIGHTS and stored <= _MAX_MEMORY_SHARE * memory
+    return num_weights <= MAX_LAUNCHED_WEIGHTS and stored <= _MAX_MEMORY_SHARE * memory
 
 
 def rounded_shape(lengths: Sequence[int]) -> tuple[int, int, int]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ludic.models.attention import SKIP_MASK, AttentionRules, AttentionState
-from ludic.models.forward import has_plain_layers, is_of_family, layer_window
+from ludic.models.forward import is_of_family, layer_window
 from ludic.models.head import plain_model
 from ludic.models.packed_attention import Gradients, PackedSequences
 from ludic.models.tree_attention import TreeSequences
@@ -31,6 +31,7 @@ from ludic_gpu.llama.adapters import (
     backward_all,
     base_linear,
     has_adapter,
+    has_plain_layers,
     is_plain_linear,
 )
 from ludic_gpu.llama.graphs import HeldGraphs, PassGraphs

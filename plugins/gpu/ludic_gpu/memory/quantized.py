@@ -38,12 +38,6 @@ def quantize_linears(model: Any, device: torch.device) -> Any:
     return model.to(device).requires_grad_(False)
 
 
-def is_quantized(module: nn.Module) -> bool:
-    """Whether this is one of those layers."""
-    kind = type(module)  # asked without importing bitsandbytes; peft has a class of the same name around it
-    return kind.__name__ == "Linear4bit" and kind.__module__.startswith("bitsandbytes.")
-
-
 @torch.no_grad()
 def dense_linear(module: Any, dtype: torch.dtype) -> nn.Linear:
     """A plain layer with the dequantised weight."""

@@ -11,44 +11,17 @@ import inspect
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-
-# Letters: T flat tokens, B rows, L tokens of a row, D width.
-class Mix(Protocol):
-    """A layer's own forward over rows, from the states in a transformers cache, which it renews."""
-
-    def __call__(self, hidden_BLD: Tensor, cache: Any, mask_BL: Tensor | None = None, /) -> Tensor:
-        """`mask_BL`: 0 where a row is padding, on its left."""
-        ...
-
-
-class RecurrentState(Protocol):
-    """Computes the recurrent layers of one forward pass."""
-
-    def recur(self, layer: int, mix: Mix, hidden_TD: Tensor) -> Tensor:
-        """Run the layer over every sequence of the flat tokens: [T, D]."""
-        ...
-
+from ludic.models.kinds import Mix, RecurrentState, is_recurrent
 
 _here = threading.local()
 """`.state`: the state of the layer that this thread computes, for layers that do not pass it on."""
 _SILENT_LAYERS = ("JambaMambaDecoderLayer", "Lfm2DecoderLayer", "Lfm2MoeDecoderLayer")
 """They call their mixer without the keyword arguments of the forward pass; those of LFM2 in some releases."""
-
-
-def is_recurrent(module: nn.Module) -> bool:
-    """Whether the module is the mixer of a recurrent layer: all of them begin with a causal convolution."""
-    children = [getattr(child, "base_layer", child) for child in module.children()]  # a LoRA layer holds another
-    return hasattr(module, "layer_idx") and any(isinstance(child, nn.Conv1d) for child in children)
-
-
-def recurrent_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """The mixers by layer."""
-    return {module.layer_idx: module for module in model.modules() if is_recurrent(module)}  # type: ignore[misc]
 
 
 def route_recurrence(model: nn.Module) -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ludic.models.attention import AttentionState
+from ludic.models.kinds import Mix
 from ludic.models.packed_attention import to_device
-from ludic_gpu.recurrent.layers import Mix
 
 _MAX_WASTE = 1.5
 """A group holds at most this many times its own tokens after padding: a scan costs much per call, whatever its rows hold."""

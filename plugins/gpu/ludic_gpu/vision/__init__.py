@@ -1,1 +1,6 @@
-"""Vision-language models: pictures as embeddings among those of the tokens (inputs.py), small random ones (tiny.py)."""
+"""Vision-language models: inputs of the decoder (inputs.py), the chat template, the embedded engine."""
+
+from ludic_gpu.vision.inputs import Pictures, VisionDecoder, image_token
+from ludic_gpu.vision.template import VisionTemplate
+
+__all__ = ["Pictures", "VisionDecoder", "VisionTemplate", "image_token"]

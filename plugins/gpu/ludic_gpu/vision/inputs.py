@@ -10,79 +10,12 @@ patches; positions have three axes (time, height, width).
 from collections.abc import Sequence
 from functools import lru_cache
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ludic.types import ConfigError, Image, ImageSpan, MissingExtra
-
-VISION_TYPES = ("qwen2_vl", "qwen2_5_vl")
-"""`model_type` of the configs that this module knows."""
-_PROCESSOR = "ludic_image_processor"
-"""Attribute of a tokenizer: the image processor of its model."""
-
-
-def is_vision_config(config: Any) -> bool:
-    """Whether a model of this config takes pictures, as far as Ludic knows."""
-    return getattr(config, "model_type", None) in VISION_TYPES
-
-
-def auto_class(config: Any) -> Any:
-    """transformers' class that chooses the model's: of text, or of text and pictures. `None` is a text model's config."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    if is_vision_config(config):
-        return AutoModelForImageTextToText
-    kind, text, pictures = type(config), AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping
-    if kind in pictures and kind not in text:
-        raise ConfigError(
-            f"Ludic does not know how a model of type {config.model_type!r} takes pictures; it knows {' and '.join(VISION_TYPES)}. "
-            "Give one of those, or a text model of the same family, which AutoModelForCausalLM loads."
-        )
-    return AutoModelForCausalLM
-
-
-def is_vision_model(model: Any) -> bool:
-    """The same of a transformers model."""
-    return is_vision_config(getattr(model, "config", None))
-
-
-# --- the image processor: it belongs to the tokenizer, and goes where that goes ---
-
-
-def give_image_processor(tokenizer: Any, processor: Any) -> Any:
-    """The tokenizer, which from now on has the image processor of its model."""
-    setattr(tokenizer, _PROCESSOR, processor)
-    return tokenizer
-
-
-def image_processor_of(tokenizer: Any) -> Any | None:
-    return getattr(tokenizer, _PROCESSOR, None)
-
-
-def load_image_processor(tokenizer: Any, place: str, config: Any) -> Any:
-    """The tokenizer with the image processor of the model in the folder or hub repository, if that takes pictures."""
-    if not is_vision_config(config):
-        return tokenizer
-    from transformers import AutoImageProcessor
-
-    try:
-        processor = AutoImageProcessor.from_pretrained(place, trust_remote_code=False)
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(
-            f"The image processor of {place!r} cannot be loaded: {str(error).strip().splitlines()[0]} Its folder needs a "
-            "preprocessor_config.json, and reading pictures needs Pillow (the 'vision' extra)."
-        ) from error
-    return give_image_processor(tokenizer, processor)
-
-
-def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
-    """Write the tokenizer, and the image processor if it has one."""
-    tokenizer.save_pretrained(folder)
-    if (processor := image_processor_of(tokenizer)) is not None:
-        processor.save_pretrained(folder)
 
 
 def as_pil(image: Image) -> Any:
@@ -197,15 +130,3 @@ def _check_lengths(spans: Sequence[tuple[int, ImageSpan]], features: Sequence[Te
                 f"{span.image} has {len(own)} embeddings, but {span.length} of the prompt's {length} tokens stand for it. The "
                 "prompt was made with another image processor than this model's."
             )
-
-
-def vision_modules(model: Any) -> str | None:
-    """For LoRA: a regular expression of the modules that get none, the vision tower's; None for a model of text."""
-    return r".*\bvisual\b.*" if is_vision_model(model) else None
-
-
-def freeze_vision(model: Any) -> None:
-    """The vision tower, with what maps its output to the decoder's embeddings, is not trained."""
-    if not is_vision_model(model):
-        raise ConfigError(f"freeze_vision: {type(model).__name__} has no vision tower that Ludic knows.")
-    model.model.visual.requires_grad_(False)

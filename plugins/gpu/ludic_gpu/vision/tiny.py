@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from ludic.models.kinds import give_image_processor, save_tokenizer
 from ludic.models.loading import LoadedModel, character_tokenizer, no_progress_bar
-from ludic_gpu.vision.inputs import give_image_processor, save_tokenizer
 
 _SPECIAL = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 _SPREAD = 0.08

@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ludic.inference.local.runner import Read, RunnerSettings, sampled_from
+from ludic.inference.local.runner import Backend, EngineNeeds, Read, Runner, RunnerSettings, sampled_from
 from ludic.inference.local.sampling import PromptScores, Scoring, scores_of
 from ludic.inference.local.sequence import Chunk, Sequence
 from ludic.models.head import plain_model
-from ludic_gpu.vision.inputs import Pictures, VisionDecoder, is_vision_model
+from ludic.models.kinds import is_vision_model
+from ludic.models.weights import shared_view
 
 _PROBED, _PROBED_PROMPT = 12, 4
 """Tokens of the probe that compares the cache with a plain forward pass, and how many of them are its prompt."""
@@ -26,19 +27,24 @@ _TOLERANCE, _TOLERANCE_HALF = 1e-4, 5e-2
 """Difference relative to the largest logit, in fp32 and in half precision."""
 
 
-class CachedBackend:
-    """Chooses between the model's cache and recomputing, by a probe."""
+class CachedBackend(Backend):
+    """The model's own cache, or none where a probe finds that it is not exact. The size of states in it is not known."""
 
     shares_prefixes = False
-    bytes_per_sequence = 0
-    """The size of the states in transformers' own cache is not known."""
-    max_rounds = 1
+    recompute: bool
 
-    def __init__(self, view: Any, max_length: int, *, recompute: bool = False, images: Any = None) -> None:
-        """`view` has the model's own attention function; `images` is the image processor of a vision-language model."""
-        self.max_length = max_length
-        self._images = images
-        self.recompute = recompute or not _cache_is_exact(view)
+    def suits(self, model: Any, needs: EngineNeeds) -> str | None:
+        if needs.records_experts or needs.has_adapters:
+            return "transformers' own cache has neither recorded experts nor adapters of requests"
+        if is_vision_model(plain_model(model)):
+            return "transformers' own cache is used for texts only"
+        self.use(shared_view(model), needs)
+        return None
+
+    def use(self, view: Any, needs: EngineNeeds) -> None:
+        """Probe `view`, which has the model's own attention function."""
+        self.max_length = needs.max_length
+        self.recompute = needs.changed_rope(view) is not None or not _cache_is_exact(view)
         self.bytes_per_token = 0 if self.recompute else _bytes_per_token(view)
 
     @property
@@ -46,9 +52,7 @@ class CachedBackend:
         """For a sentence about a model that "runs …"."""
         return "without a cache, every token in full" if self.recompute else "through transformers' own cache"
 
-    def runner(self, view: Any, settings: RunnerSettings) -> "CachedRunner":
-        if is_vision_model(plain_model(view)):
-            return VisionRunner(view, recompute=self.recompute, images=self._images)
+    def runner(self, view: Any, settings: RunnerSettings) -> Runner:
         return CachedRunner(view, recompute=self.recompute)
 
 
@@ -164,40 +168,14 @@ class CachedRunner:
     def _forward(self, sequences: Seq[Sequence], cache: Any) -> tuple[Tensor, Any]:
         """Logits [B, V] after the last token of sequences of one length, and the cache with all of their tokens. `cache` holds all
         but the last; None: nothing is computed yet."""
-        ids_BL = self._ids(sequences, cache)
+        ids_BL = self.new_ids(sequences, cache)
         if self._recompute:
             return self._model(input_ids=ids_BL, use_cache=False).logits[:, -1], None
         return _continued(self._model, ids_BL, cache, len(sequences[0].tokens) - ids_BL.shape[1])
 
-    def _ids(self, sequences: Seq[Sequence], cache: Any) -> Tensor:
+    def new_ids(self, sequences: Seq[Sequence], cache: Any) -> Tensor:
         """The tokens [B, L] that are not in the cache."""
         return torch.tensor([s.tokens if cache is None else s.tokens[-1:] for s in sequences], device=self._device)
-
-
-class VisionRunner(CachedRunner):
-    """The same for a vision-language model: prompts are computed with their pictures, and positions continue behind them."""
-
-    def __init__(self, view: Any, *, recompute: bool, images: Any) -> None:
-        super().__init__(view, recompute=recompute)
-        self._vision = VisionDecoder(plain_model(view), None if images is None else Pictures(images))
-
-    def _forward(self, sequences: Seq[Sequence], cache: Any) -> tuple[Tensor, Any]:
-        ids_BL = self._ids(sequences, cache)
-        images_B = [sequence.request.images for sequence in sequences]
-        if cache is None:
-            embeds_BLD, positions_3BL = self._vision.inputs(ids_BL, images_B)
-        else:
-            embeds_BLD = self._model.get_input_embeddings()(ids_BL)
-            next_B = [len(s.tokens) - 1 + self._vision.offset(s.request.images) for s in sequences]
-            positions_3BL = torch.tensor(next_B, device=self._device)[None, :, None].expand(3, -1, 1)
-        out = self._vision.decoder(
-            inputs_embeds=embeds_BLD,
-            position_ids=positions_3BL,
-            past_key_values=cache,
-            use_cache=not self._recompute,
-        )
-        logits_BV = self._model.get_output_embeddings()(out.last_hidden_state[:, -1])
-        return logits_BV, None if self._recompute else out.past_key_values
 
 
 def _continued(model: Any, ids_BL: Tensor, cache: Any, num_before: int = 0) -> tuple[Tensor, Any]:

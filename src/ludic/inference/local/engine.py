@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from ludic.inference.local.backends import choose_backend
 from ludic.inference.local.blocks import BlockPool
 from ludic.inference.local.kv import eos_ids, free_memory, num_blocks
 from ludic.inference.local.requests import RequestLimits, TokenStream
-from ludic.inference.local.runner import Backend, RunnerSettings, choose_backend
+from ludic.inference.local.runner import Backend, RunnerSettings
 from ludic.inference.local.sampling import PromptScores, Scoring
 from ludic.inference.local.scheduler import Limits, Scheduler
 from ludic.inference.local.sequence import Sequence, StopRule
@@ -27,6 +28,7 @@ from ludic.inference.templates.conversation import decode_reply
 from ludic.models.adapters.adapter import LoraAdapter
 from ludic.models.adapters.forward import AdapterNames, PackedAdapter
 from ludic.models.head import plain_model
+from ludic.models.kinds import image_processor_of, is_vision_model
 from ludic.models.loading import load_model
 from ludic.models.weights import FiniteCheck, not_finite
 from ludic.types import (
@@ -39,8 +41,6 @@ from ludic.types import (
     derive_seed,
     token_array,
 )
-from ludic_gpu.bitwise.decoder import BitwiseDecoder
-from ludic_gpu.vision.inputs import image_processor_of, is_vision_model
 
 
 class LocalEngine:
@@ -63,31 +63,26 @@ class LocalEngine:
         compile_layers: bool = True,
         pack_weights: bool | None = None,
         keep_room: bool = False,
-        bitwise: bool = False,
         record_experts: bool = False,
         adapters: bool = False,
         seed: int = 0,
         version: int = 0,
     ) -> None:
-        """`bitwise`: log-probabilities equal those of a bitwise trainer bit for bit, at some cost (docs/importance_sampling.md).
-        `record_experts`: responses of a mixture say to which experts each token went (docs/mixtures.md).
+        """`record_experts`: responses of a mixture say to which experts each token went (docs/mixtures.md).
         `adapters`: requests may name a LoRA adapter that `add_adapter` has added (docs/engine.md).
         `pack_weights`: keep copies of matrices in the order that the hardware reads them; False saves their memory.
         `compile_layers`: False runs every model through its own layers as they are.
         `keep_room`: admit a request only if the cache has room for the usual length of a reply; fewer are preempted."""
-        if adapters and (bitwise or record_experts):
-            raise ConfigError("An engine with adapters=True has neither bitwise nor record_experts. Leave these out.")
+        if adapters and record_experts:
+            raise ConfigError("An engine with adapters=True has no record_experts. Leave one out.")
         loaded = load_model(model, tokenizer, dtype=dtype, device=device)
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, loaded.name
         if names := FiniteCheck(self.model.named_parameters()).names():
             raise not_finite(f"{self.name} cannot be served", names, "Load other weights.")
-        if bitwise:
-            BitwiseDecoder(self.model)  # refuses here what could not hold, not at the first request
-        self.is_bitwise, self.records_experts = bitwise, record_experts
+        self.records_experts = record_experts
         backend = choose_backend(
             self.model,
             max_model_len,
-            is_bitwise=bitwise,
             images=image_processor_of(self.tokenizer),
             records_experts=record_experts,
             has_adapters=adapters,
@@ -135,7 +130,6 @@ class LocalEngine:
             max_total_tokens=min(self.max_model_len, pool.num_blocks * pool.block_size),
             takes_images=is_vision_model(plain_model(self.model)),
             has_tokenizer=self.tokenizer is not None,
-            is_bitwise=self.is_bitwise,
         )
 
     # --- requests (any thread, any event loop) ---

@@ -16,7 +16,6 @@ from ludic.types import (
     SamplingParams,
     TokenCompletionRequest,
 )
-from ludic_gpu.bitwise_engine import check_sampling
 
 
 class RequestAborted(LudicError, RuntimeError):
@@ -46,7 +45,6 @@ class RequestLimits:
     """Maximum tokens of one request, prompt and completion: the model's limit or the cache's, whichever is less."""
     takes_images: bool
     has_tokenizer: bool
-    is_bitwise: bool
 
     def stop_ids(self, params: SamplingParams) -> frozenset[int]:
         own = frozenset(params.stop_token_ids)
@@ -59,8 +57,6 @@ class RequestLimits:
         self._check_ids(ids)
         if request.images and not self.takes_images:
             raise ConfigError(f"The prompt holds {len(request.images)} pictures, but {self.name} takes text only.")
-        if self.is_bitwise:
-            check_sampling(params)
         self._check_stops(params)
         wanted = len(ids) + params.max_tokens
         if wanted > self.max_model_len:

@@ -263,22 +263,15 @@ class ScoringQueue:
                 scoring.answer.set_exception(error())
 
 
-def _plain_logps(logits_NV: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
-    normaliser_N = logits_NV.logsumexp(dim=-1)
-    return normaliser_N, logits_NV.gather(-1, tokens_N[:, None])[:, 0] - normaliser_N
-
-
 def scores_of(
     texts: Seq[Scoring],
     logits_of: Callable[[slice], Tensor],
     *,
     rows: int = 1024,
-    logps: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = _plain_logps,
 ) -> list[PromptScores]:
     """Scores of the texts, whose predicting positions lie one after the other; `rows` of them are read at a time.
 
-    `logits_of` returns the logits of a slice of these positions in fp32, over the temperature. `logps` returns the log of the
-    normaliser and the log-probabilities of one token per row.
+    `logits_of` returns the logits of a slice of these positions in fp32, over the temperature.
     """
     found, start = [], 0
     for text in texts:
@@ -287,7 +280,9 @@ def scores_of(
             here = slice(first, min(first + rows, text.num_scored))
             logits_NV = logits_of(slice(start + here.start, start + here.stop))
             own = text.tokens[text.num_prompt :][here].astype(np.int64)
-            normaliser_N, chosen_N = logps(logits_NV, torch.from_numpy(own).to(logits_NV.device))
+            own_N1 = torch.from_numpy(own).to(logits_NV.device)[:, None]
+            normaliser_N = logits_NV.logsumexp(dim=-1)
+            chosen_N = logits_NV.gather(-1, own_N1)[:, 0] - normaliser_N
             top = logits_NV.topk(text.top_k, dim=-1) if text.top_k else None
             wanted = text.targets[here] if text.targets is not None else np.zeros((len(own), 0))
             targets_NK = torch.from_numpy(wanted.astype(np.int64)).to(logits_NV.device)

@@ -27,11 +27,7 @@ class EngineSnapshot:
         self._source = live.model
         self._copy = _copied(live.model)
         on_gpu = next(live.model.parameters()).is_cuda
-        usual: dict[str, Any] = {
-            "max_model_len": live.max_model_len,
-            "version": live.version,
-            "bitwise": live.is_bitwise,
-        }
+        usual: dict[str, Any] = {"max_model_len": live.max_model_len, "version": live.version}
         if on_gpu and "kv_tokens" not in settings:
             usual["kv_memory_fraction"] = _KV_FRACTION_ON_GPU  # the live engine and the trainer need most of the memory
         self.engine = LocalEngine(self._copy, live.tokenizer, **{**usual, **settings})

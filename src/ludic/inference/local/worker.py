@@ -21,10 +21,10 @@ from ludic.inference.local.runner import Backend, Read, RecordsExperts, Runner, 
 from ludic.inference.local.sampling import Scoring, ScoringQueue
 from ludic.inference.local.scheduler import Scheduler
 from ludic.inference.local.sequence import Sampled, Sequence, StopRule
+from ludic.models.kinds import adapts_experts, part
 from ludic.models.weights import FiniteCheck, WeightsWatch, not_finite, shared_view
 from ludic.tasks import exempt_from_collection
 from ludic.types import EngineClosed, NotFinite, QueueFull
-from ludic_gpu.experts.adapters import MergedExperts, merge_experts
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ class Worker:
         """Positions that are scored at a time."""
         self._watch = WeightsWatch(model)
         self.runner: Runner | None = None
-        self._merged: list[MergedExperts] = []
-        """Of a LoRA adapter on experts."""
+        self._merged: list[Any] = []
+        """Copies of experts with their LoRA adapter added, to be renewed with every version."""
         self._launched: list[Read] = []
         """Computations whose tokens the worker has not read."""
         self._unread: FiniteCheck | None = None
@@ -363,7 +363,8 @@ class Worker:
 
     def _make_runner(self) -> Runner:
         view = shared_view(self._model)  # separate modules over the same parameters
-        self._merged = merge_experts(view)
+        has_adapted_experts = any(map(adapts_experts, view.modules()))
+        self._merged = part("experts").merge_experts(view) if has_adapted_experts else []
         runner = self.backend.runner(view, self._settings)
         if self._on_gpu:
             # A pass of the garbage collector over torch, transformers and a model stops this thread for 0.2 s. `close` undoes it.

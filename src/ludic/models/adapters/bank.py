@@ -2,7 +2,7 @@
 
 The base product is computed for all tokens at once; each adapter is applied to its own rows alone, by slices. So a NaN in one
 adapter reaches no row of another, and a gradient reaches only the adapter whose rows it comes from. The fused pass on a GPU
-(`ludic_gpu.llama.adapters`) stacks adapters instead, and keeps that promise for finite numbers only.
+of the plug-in for GPUs stacks adapters instead, and keeps that promise for finite numbers only.
 """
 
 import contextlib

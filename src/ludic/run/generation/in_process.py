@@ -83,7 +83,6 @@ class EmbeddedGeneration(Generation):
             self._loaded,
             max_length=run.trainer.max_seq_len,
             concurrency=concurrency or None,
-            bitwise=run.trainer.bitwise,
             record_experts=run.trainer.replay_experts,
         )
 

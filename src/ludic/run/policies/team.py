@@ -147,7 +147,6 @@ class Team:
             max_length=run.trainer.max_seq_len,
             kv_memory_fraction=cache_fraction(number, len(self._run.policies)) if on_gpu else None,
             concurrency=run.config.rollouts.concurrency,
-            bitwise=run.trainer.bitwise,
             record_experts=run.trainer.replay_experts,
         )
         self._closing.callback(served.close)

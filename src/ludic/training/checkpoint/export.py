@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from ludic.models.kinds import save_tokenizer
 from ludic.models.loading import no_progress_bar
 from ludic.training.checkpoint.manifest import CheckpointError, finish_folder, problem_with, read_manifest, read_object
 from ludic.training.checkpoint.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL, architecture, stored_weights
@@ -30,7 +31,6 @@ from ludic.training.checkpoint.state_files import (
 )
 from ludic.types import ConfigError
 from ludic.util.files import UNFINISHED, sync
-from ludic_gpu.vision.inputs import save_tokenizer
 
 
 def export_checkpoint(

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
+from ludic.models.kinds import save_tokenizer
 from ludic.training.checkpoint.manifest import CheckpointError, problem_with, read_manifest, synced, write_manifest
 from ludic.training.checkpoint.model_files import (
     base_fingerprint,
@@ -49,7 +50,6 @@ from ludic.training.checkpoint.state_files import (
 from ludic.training.config import CheckpointConfig
 from ludic.types import ConfigError
 from ludic.util.files import UNFINISHED, NotWritten, sync, write_json
-from ludic_gpu.vision.inputs import save_tokenizer
 
 __all__ = ["CheckpointConfig", "CheckpointError", "CheckpointManager", "ShardedCheckpointManager"]
 

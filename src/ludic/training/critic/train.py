@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 from ludic.distributed.ranks import Ranks
-from ludic.distributed.tensor_parallel import is_tensor_parallel
 from ludic.models.execution import recompute_activations
 from ludic.training.algorithms import RLAlgorithm
 from ludic.training.config import TrainerConfig
@@ -57,8 +56,6 @@ def _check_request(
         raise ConfigError(f"critic_lr={cfg.critic_lr}, but {algo.name} has no critic. Leave it None.")
     if not is_wanted:
         return
-    if is_tensor_parallel(policy.model):
-        raise ConfigError(f"{algo.name} trains a critic, which is not supported with tensor parallel; use FSDP.")
     if algo.advantages is None:
         raise ConfigError(
             f"{algo.name} trains a critic, but has no rule to use its values; set advantages=TokenGAE(…) or TurnGAE(…)."

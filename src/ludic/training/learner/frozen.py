@@ -8,13 +8,13 @@ from torch import Tensor
 
 from ludic.distributed.fsdp import is_sharded
 from ludic.models.head import plain_model
+from ludic.models.kinds import image_processor_of
 from ludic.models.loading import LoadedModel
 from ludic.training.algorithms import RLAlgorithm
 from ludic.training.config import TrainerConfig
 from ludic.training.learner.packing import PackedBatch
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.types import ConfigError
-from ludic_gpu.vision.inputs import image_processor_of
 
 
 class Reference:
@@ -94,7 +94,6 @@ def _frozen(model: Any, policy: TrainedPolicy, cfg: TrainerConfig, tokenizer: An
         placed.eval().requires_grad_(False),
         packed=cfg.packed,
         mixed_precision_dtype=cfg.mixed_precision_dtype,
-        bitwise=cfg.bitwise,
         images=image_processor_of(tokenizer),
     )
 

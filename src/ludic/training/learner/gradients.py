@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ludic.distributed.fsdp import sync_gradients
 from ludic.distributed.ranks import Ranks
-from ludic.distributed.tensor_parallel import is_tensor_parallel
 from ludic.models.head import EntropyMode
 from ludic.training.critic.critic import Critic
 from ludic.training.learner.frozen import Reference
@@ -34,7 +33,6 @@ from ludic.training.learner.token_recorder import StepRecord
 from ludic.training.losses import ActionTokens, BatchFacts, Loss, ObservedTokens, mismatch_stats
 from ludic.training.losses.tokens import MAX_LOG_RATIO, Stats, sum_and_count
 from ludic.types import ConfigError, SAWItem, spread_of
-from ludic_gpu.experts import RouterPass, balance_loss, load_counts, load_stats
 
 
 def batch_facts(items: Sequence[SAWItem]) -> BatchFacts:
@@ -101,7 +99,7 @@ def accumulate_gradients(
     sums = MetricSums()
     bins = equal_micro_batches(policy, items, micro_token_budget, ranks, padded=loss.needs.logits)
     batches: Iterable[PackedBatch] = (policy.batch(members, pad_token_id, padded=loss.needs.logits) for members in bins)
-    load = None if policy.routers is None else ExpertLoad(policy, ranks, balance_experts)
+    load = policy.expert_load(ranks, balance_experts)
     if load is not None and load.needs_counting(len(bins)):
         batches = load.count(batches)
     for number, batch in enumerate(batches):
@@ -126,71 +124,6 @@ def accumulate_gradients(
     if load is not None:
         sums.add(load.stats())
     return sums
-
-
-class ExpertLoad:
-    """How evenly the tokens of one batch load the experts of a mixture, and the loss that evens it out.
-
-    The loss compares with the load of the whole batch, over all micro-batches and ranks. If there are several, one more forward
-    pass counts it before the first gradient.
-    """
-
-    def __init__(self, policy: TrainedPolicy, ranks: Ranks, weight: float) -> None:
-        assert policy.routers is not None, "only a mixture has a load"
-        self._policy, self._weight = policy, weight
-        # Tensor-parallel ranks have the same samples.
-        self._ranks = Ranks() if is_tensor_parallel(policy.model) else ranks
-        self._shape = policy.routers.num_layers, policy.routers.num_experts
-        self._counted_LE: Tensor | None = None
-        """Of the whole batch, from the pass that counts."""
-        self._own_LE: Tensor | None = None
-        """Of this rank's micro-batches so far."""
-        self._parts: list[Tensor] = []
-
-    def needs_counting(self, num_micro_batches: int) -> bool:
-        return self._weight > 0 and (num_micro_batches > 1 or self._ranks.world_size > 1)
-
-    @torch.no_grad()
-    def count(self, batches: Iterable[PackedBatch]) -> list[PackedBatch]:
-        """Count the load of these micro-batches, and return them."""
-        counted, kept = None, list(batches)
-        for batch in kept:
-            with self._policy.routed(batch) as routed:
-                self._policy.action_hidden(batch)
-            assert routed is not None, "a mixture is watched"
-            own = self._counts(batch, routed)
-            counted = own if counted is None else counted + own
-        assert counted is not None, "every rank has a micro-batch"
-        self._ranks.sum_tensors([counted])
-        self._counted_LE = counted
-        return kept
-
-    def part_of_loss(self, batch: PackedBatch, routed: RouterPass) -> Tensor | None:
-        """This micro-batch's part of the load-balancing loss; None if it is off."""
-        own_LE = self._counts(batch, routed)
-        self._own_LE = own_LE if self._own_LE is None else self._own_LE + own_LE
-        if not self._weight:
-            return None
-        part = balance_loss(routed, batch.tokens_T(), own_LE if self._counted_LE is None else self._counted_LE)
-        self._parts.append(part.detach())
-        return part
-
-    def stats(self) -> Stats:
-        """Of the whole batch, the same on every rank."""
-        own_LE = self._own_LE
-        if own_LE is None:  # this rank had nothing but padding
-            own_LE = torch.zeros(self._shape, dtype=torch.float64, device=self._policy.device)
-        self._ranks.sum_tensors([own_LE])
-        found: Stats = {name: (value, 1.0) for name, value in load_stats(own_LE).items()}
-        if not self._weight:
-            return found
-        parts = sum(self._parts, torch.zeros((), device=self._policy.device))
-        return {**found, "experts/balance_loss": (parts, 1 / self._ranks.world_size)}
-
-    def _counts(self, batch: PackedBatch, routed: RouterPass) -> Tensor:
-        is_padding = batch.items[0] is PADDING_ITEM
-        tokens_T = batch.tokens_T()
-        return load_counts(routed, torch.zeros_like(tokens_T) if is_padding else tokens_T, self._shape[1])
 
 
 def _checked(loss: Loss, found: Any) -> tuple[Tensor, Stats]:

@@ -14,9 +14,9 @@ import torch
 
 from ludic.distributed.fsdp import clip_gradients, is_sharded, settings_of
 from ludic.distributed.ranks import RankFailed, Ranks, check_together, require_same
-from ludic.distributed.tensor_parallel import is_tensor_parallel
 from ludic.models.execution import compile_layers, recompute_activations
 from ludic.models.head import is_decoder, plain_model
+from ludic.models.kinds import image_processor_of, part, router_modules
 from ludic.models.loading import LoadedModel
 from ludic.models.weights import FiniteCheck
 from ludic.training.algorithms import RLAlgorithm
@@ -45,8 +45,6 @@ from ludic.training.learner.token_recorder import TokenRecorder
 from ludic.training.losses import ForeignLoss
 from ludic.training.losses.corrections import effective_sample_size
 from ludic.types import ConfigError, FollowsDrift, PolicyPublisher, SAWItem
-from ludic_gpu.context_parallel import ContextParallel
-from ludic_gpu.vision.inputs import image_processor_of
 
 T = TypeVar("T")
 
@@ -82,7 +80,7 @@ class TorchLearner(Learner):
         ranks = ranks if ranks is not None else Ranks()
         self.model, self.algo, self.cfg, self.ranks, self.tokenizer = model, algo, cfg, ranks, tokenizer
         self.is_first, self.is_alone = ranks.is_first, ranks.world_size == 1
-        self.is_spread = is_sharded(model) or is_tensor_parallel(model)
+        self.is_spread = is_sharded(model)
         """Whether each rank has only a part of the weights."""
         saved_how = checkpointer.config if checkpointer is not None else checkpoint_config
         self.plan = check_ranks_agree(ranks, cfg, algo, model, saved_how, has_source=has_source)
@@ -108,13 +106,14 @@ class TorchLearner(Learner):
             packed=cfg.packed,
             share_prefixes=cfg.share_prefixes,
             mixed_precision_dtype=cfg.mixed_precision_dtype,
-            bitwise=cfg.bitwise,
             offload=cfg.offload_activations,
             images=image_processor_of(tokenizer),
             replay_experts=cfg.replay_experts,
-            context=ContextParallel(cfg.context_parallel, ranks) if cfg.context_parallel > 1 else None,
+            context=None if cfg.context_parallel == 1 else part("sliced").ContextParallel(cfg.context_parallel, ranks),
         )
         if cfg.balance_experts and self.policy.routers is None:
+            if router_modules(model):
+                part("experts")  # names the plug-in that watches them
             raise ConfigError(
                 f"balance_experts={cfg.balance_experts}, but {type(plain_model(model)).__name__} is no mixture of experts, or "
                 "ranks share its rows (context_parallel)."
@@ -126,7 +125,7 @@ class TorchLearner(Learner):
         self.reference = make_reference(reference, algo, self.policy, cfg, tokenizer=tokenizer)
         self.teacher = make_teacher(teacher, algo, self.policy, cfg, tokenizer=tokenizer, is_spread=self.is_spread)
         self.critic = make_critic(critic, algo, self.policy, cfg, is_spread=self.is_spread, recomputes=recompute)
-        # Ranks that compute the same samples (tensor and context parallel) would write the same record.
+        # Ranks that compute the same samples (context parallel) would write the same record.
         num_alike = ranks.world_size // self.plan.num_shares
         self._recorder = token_recorder if ranks.rank % num_alike == 0 else None
         self._frozen = {"reference": reference, "teacher": None if teacher is None else teacher.model}
@@ -143,10 +142,6 @@ class TorchLearner(Learner):
 
     def _check_parts(self) -> None:
         self.updates.check()
-        if self.cfg.bitwise and self.algo.loss.needs.logits:
-            raise ConfigError(
-                f"{self.algo.name} has a loss on whole logits, which bitwise=True does not cover. Leave bitwise out."
-            )
         manager = self.checkpointer
         if manager is not None and self.is_spread != isinstance(manager, ShardedCheckpointManager):
             raise ConfigError(
@@ -374,8 +369,7 @@ class RankPlan:
     has_source_per_rank: bool
     """Every rank of several fetches, and not only the first."""
     num_shares: int
-    """Into how many shares a batch is cut: as many as ranks, fewer if neighbours compute the same samples (context parallel), or 1
-    if all do (tensor parallel)."""
+    """Number of shares of a batch: that of ranks, or fewer if neighbours compute the same samples (context parallel)."""
 
 
 def check_ranks_agree(
@@ -388,15 +382,13 @@ def check_ranks_agree(
     has_source: bool,
 ) -> RankPlan:
     """What each rank does; ConfigError on all ranks if they cannot train together."""
-    is_cut = is_tensor_parallel(model)
     needs, size = algo.loss.needs, cfg.context_parallel
-    if size > 1 and (is_cut or needs.values or needs.logits or needs.teacher_kl or ranks.world_size % size):
+    if size > 1 and (needs.values or needs.logits or needs.teacher_kl or ranks.world_size % size):
         raise ConfigError(
             f"context_parallel={size} with {algo.name} on {ranks.world_size} ranks: it needs torchrun with a multiple of {size} "
-            "processes, and works with losses on log-probs: no critic, no teacher over the vocabulary, no loss on whole logits, no "
-            "tensor parallel."
+            "processes, and works with losses on log-probs: no critic, no teacher over the vocabulary, no loss on whole logits."
         )
-    if ranks.world_size > 1 and not (is_sharded(model) or is_cut):
+    if ranks.world_size > 1 and not is_sharded(model):
         raise ConfigError(
             f"There are {ranks.world_size} ranks, but the model is whole on each of them; their weights would drift apart. "
             "Spread it first: ludic.distributed.fsdp.shard_model(model)."
@@ -409,7 +401,7 @@ def check_ranks_agree(
             f"Of {len(sources)} ranks, these have a batch source: {[r for r, has in enumerate(sources) if has]}. Give one to "
             "the first rank only (batch_source=None on the others), or to every rank."
         )
-    num_shares = 1 if is_cut else ranks.world_size // cfg.context_parallel
+    num_shares = ranks.world_size // cfg.context_parallel
     return RankPlan(has_source_per_rank=len(sources) > 1 and all(sources), num_shares=num_shares)
 
 

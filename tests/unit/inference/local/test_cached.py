@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from ludic.inference.local.cached import CachedBackend
-from ludic.inference.local.runner import PagedBackend
+from ludic.inference.local.cpu.backend import PagedBackend
 from ludic.models import attention
 from tests.tiny_families import family_model
 from tests.unit.inference.local.tiny_models import (

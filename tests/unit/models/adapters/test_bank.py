@@ -16,7 +16,6 @@ from ludic.models.attention import route_attention
 from ludic.models.head import hidden_states
 from ludic.models.packed_attention import PackedSequences
 from ludic.types import ConfigError
-from ludic_gpu.llama.adapters import adapters_of, stacked
 from tests.unit.inference.local.tiny_models import VOCAB, new_model
 
 pytest.importorskip("peft", reason="the lora extra is not installed")
@@ -203,35 +202,3 @@ def test_saved_adapter_is_one_of_pefts(tmp_path):
 def test_spec_that_adapts_nothing_is_refused(wrong):
     with pytest.raises(ConfigError):
         AdapterSpec(**wrong)
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.lists(st.tuples(st.integers(-1, 3), st.integers(1, 5)), min_size=1, max_size=6), st.integers(0, 99))
-def test_stacked_adapters_give_what_each_gives_on_its_rows(owned, seed):
-    """Values, gradients of the input and of every A and B; as the fused pass on a GPU computes them."""
-    model, bank = _shared()
-    adapters = [tuned(model, AdapterSpec(rank=1 + n, alpha=8.0, seed=n, attention=n != 2), n) for n in range(4)]
-    spans = [(None if n < 0 else adapters[n], count) for n, count in owned]
-    num_rows = sum(count for _, count in spans)
-    module = bank.model.get_submodule(NAME)
-    generator = torch.Generator().manual_seed(seed)
-    x_TN, grad_TM = (torch.randn(num_rows, n, generator=generator) for n in (module.in_features, module.out_features))
-    found = []
-    with bank.using(spans):
-        if not module.in_pass(num_rows):
-            return
-        for own in (adapters_of(module, torch.float32, num_rows), [stacked(module, num_rows, torch.float32)]):
-            out_TM, grad_x_TN = torch.zeros_like(grad_TM), torch.zeros_like(x_TN)
-            for adapter in own:
-                adapter.add(out_TM, x_TN)
-                inner_TR = adapter.backward(grad_TM, grad_x_TN)
-                gradients = adapter.gradients(grad_TM, inner_TR, x_TN)
-                torch.autograd.backward((adapter.a_RN, adapter.b_MR), gradients)
-            grads = [p.grad.clone() for a in adapters for p in (a.weights(NAME) or ()) if p.grad is not None]
-            found.append([out_TM, grad_x_TN, *grads])
-            for adapter in adapters:
-                for parameter in adapter.parameters():
-                    parameter.grad = None
-    assert len(found[0]) == len(found[1])
-    for expected, value in zip(*found, strict=True):
-        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)

@@ -22,7 +22,6 @@ from ludic.inference.local.sequence import Chunk, Sequence, tokens_as_bytes
 from ludic.models.adapters.forward import AdaptedForward, AdapterRows
 from ludic.models.attention import AttentionState, say_once
 from ludic.models.forward import Forward, make_forward, packed_bytes
-from ludic_gpu.experts import Routers
 
 
 def cpu_forward(view: Any, settings: RunnerSettings) -> Forward:
@@ -45,9 +44,9 @@ class CPURunner:
     runs_ahead = False
 
     def __init__(
-        self, forward: Forward, shape: KVShape, num_blocks: int, block_size: int, *, routers: Routers | None = None
+        self, forward: Forward, shape: KVShape, num_blocks: int, block_size: int, *, routers: Any = None
     ) -> None:
-        """`routers` of a mixture whose experts are recorded."""
+        """`routers`: those of a mixture whose experts are recorded, as the plug-in part "experts" has them."""
         self._model = forward
         self._routers = routers
         self._min_rows = forward.min_rows

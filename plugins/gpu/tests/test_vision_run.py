@@ -5,13 +5,13 @@ import torch
 
 pytest.importorskip("PIL", reason="the vision extra is not installed")
 
+from ludic.models.kinds import image_processor_of
 from ludic.run import build
 from ludic.run.config.model import ModelSettings
 from ludic.run.dry_run import num_parameters
 from ludic.run.model import load_policy, make_template
 from ludic.types import ConfigError, content_of, load_rollouts
 from ludic_envs.picture_grid import draw_grid
-from ludic_gpu.vision.inputs import image_processor_of
 from ludic_gpu.vision.template import VisionTemplate
 from ludic_gpu.vision.tiny import save_tiny_vision
 

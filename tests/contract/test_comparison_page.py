@@ -49,7 +49,9 @@ def test_each_feature_that_is_not_compared_has_one_test_beside_it():
     bullets = [" ".join(bullet.split()) for bullet in section.split("\n- ")[1:]]
     features = [feature for bullet in bullets for feature in bullet.split("; ")]
     assert len(features) > 29
-    assert [one for one in features if not re.fullmatch(r"[^`:]+: `(?:tests|plugins/\w+/tests)/[\w/]+\.py::test_\w+`", one)] == []
+    assert [
+        one for one in features if not re.fullmatch(r"[^`:]+: `(?:tests|plugins/\w+/tests)/[\w/]+\.py::test_\w+`", one)
+    ] == []
 
 
 def test_a_missing_file_and_a_missing_test_are_found():

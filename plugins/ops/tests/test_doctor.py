@@ -3,8 +3,8 @@
 import json
 import subprocess
 import sys
-import tomllib
 import threading
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -58,7 +58,9 @@ def test_doctor_runs_without_any_package_and_says_what_to_install(tmp_path):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ludic-rl\nVersion: 0\n")
     commands = project["entry-points"]["ludic.commands"].items()
-    (info / "entry_points.txt").write_text("[ludic.commands]\n" + "\n".join(f"{name} = {value}" for name, value in commands))
+    (info / "entry_points.txt").write_text(
+        "[ludic.commands]\n" + "\n".join(f"{name} = {value}" for name, value in commands)
+    )
     places = [str(ROOT / "src"), str(ROOT / "plugins" / "ops"), str(tmp_path)]
     code = (
         f"import sys; sys.path[:0] = {places!r}; sys.argv = ['ludic', 'doctor', '--wait-s', '300']\n"

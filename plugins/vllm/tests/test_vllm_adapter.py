@@ -21,6 +21,7 @@ from ludic.distributed import (
 from ludic.types import ChatResponse, ConfigError, ReturnSpec, SamplingParams, TokenCompletionRequest
 from ludic_vllm.client import VLLMChatClient
 from ludic_vllm.publish.adapter import AdapterControlPlane, AdapterFolder, base_parameters, read_adapter
+from plugins.vllm.tests.conftest import running
 from plugins.vllm.tests.test_vllm_weights import (
     PROMPTS,
     check_versions,
@@ -41,7 +42,6 @@ from plugins.vllm.tests.vllm_fixtures import (
     skip_without_vllm,
     start_warm_server,
 )
-from plugins.vllm.tests.conftest import running
 
 peft = pytest.importorskip("peft", reason="the lora extra is not installed")
 pytestmark = pytest.mark.integration

@@ -147,8 +147,8 @@ def test_settings_may_be_in_a_file(ludic):
         (["--preferences", "pairs.jsonl"], "is for dpo, ipo, kto, but algo = 'grpo'"),
         (["--preferences", "labels.jsonl", "--algo", "dpo"], "holds labels, but algo = 'dpo'"),
         (["--preferences", "none.jsonl", "--algo", "dpo"], "Cannot read --preferences none.jsonl"),
-        ([*DPO, "--curriculum", "uniform"], "curriculum has no meaning"),
-        ([*DPO, "--engine", "vllm"], "engine = 'vllm' has no meaning"),
+        ([*DPO, "--curriculum", "uniform"], "preferences and curriculum exclude each other"),
+        ([*DPO, "--engine", "vllm"], "preferences is for engine = 'local'"),
         ([*DPO, "--eval-at-start"], "An evaluation plays an env"),
     ],
 )

@@ -70,7 +70,7 @@ DYNAMIC_SAMPLING = Fact(
 CLOSE_BATCH_AT = Fact(
     "close_batch_at",
     lambda config, _: config.rollouts.close_batch_at < 1,
-    excludes=because("replaced groups are played in whole rounds.", "dynamic_sampling"),
+    excludes=because("dynamic_sampling waits for whole rounds of episodes.", "dynamic_sampling"),
     says=lambda run: (
         f"An update begins when {run.config.rollouts.close_batch_at:.0%} of its episodes are done; the others go on, at most "
         f"{run.max_lag} versions behind."

@@ -13,7 +13,7 @@ class Envs(Feature):
 
     name = "[[envs]]"
     excludes = because(
-        "this is for runs with one env.",
+        "that is for runs with one env.",
         "rollouts", "curriculum", "league_every", "protocol= as an object", "data= as an object",
     )  # fmt: skip
 
@@ -32,7 +32,7 @@ class SeveralPolicies(Feature):
 
     name = "[policies.…]"
     excludes = because(
-        "this is for runs that train one policy. Leave one out; docs/multi_policy.md says what several policies can do, and "
+        "that is for runs that train one policy. Leave one out; docs/multi_policy.md says what several policies can do, and "
         "what is done in code.",
         "[[envs]]", "[[recorded]]", "[replay]", "rollouts", "preferences", "data (with sft)", "max_lag", "close_batch_at",
         "dynamic_sampling", "curriculum", "teacher", "[teachers]", "updates_per_batch", "mini_batches", "quantize_base",

@@ -6,9 +6,10 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from ludic.inference import HFChatTemplate, OpenAIChatClient
+from ludic.run.config.reward import JudgeBy as JudgeBy
 from ludic.types import ConfigError, Rollout, SamplingParams
 from ludic_judges.group import GroupJudge, PairwiseJudge, SiblingJudge
 from ludic_judges.llm import Criterion, JudgeBase, LLMJudge, RubricJudge, read_criteria
@@ -16,8 +17,6 @@ from ludic_judges.model import JudgeModel
 
 SOLVES = "The reply solves the task: it is right, complete and follows the task's instructions."
 DEFAULT_CRITERION = Criterion(name="solves", text=SOLVES, scale=(0, 10))
-JudgeBy: TypeAlias = Literal["reply", "ranking", "pairs"]
-"""What a judge sees: one reply, the replies of a group to rank, or pairs of them."""
 Load: TypeAlias = Callable[[str], tuple[Any, HFChatTemplate, str]]
 """From a model's place to its client, which has `close`, its chat template, and its name."""
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 from ludic.distributed.folder import FolderPublisher
 from ludic.inference.local import LocalEngine
@@ -22,11 +23,14 @@ from ludic.training import RLAlgorithm
 from ludic.training.credit_assignment import EpisodeCredit, HybridNormalizedReturn
 from ludic.training.learner.stop import run_sync
 from ludic.training.losses import CorrectedLoss, SequenceMask, TokenMask
-from ludic.types import ConfigError, FollowsDrift, LudicError
+from ludic.types import ConfigError, FollowsDrift, LudicError, shown_url
 from ludic_pipeline.queue.connection import require_redis
 from ludic_pipeline.queue.queue import ExperienceQueue
 from ludic_pipeline.queue.source import PipelineBatchSource
-from ludic_pipeline.settings import given_redis, redis_url, required_servers
+from ludic_pipeline.settings import given_redis, pipeline_of, queue_key_of, redis_url, required_servers
+from ludic_vllm.client import VLLMChatClient
+from ludic_vllm.generation import START_S, client_of, served_name
+from ludic_vllm.process import wait_for_vllm_health
 
 logger = logging.getLogger(__name__)
 
@@ -49,20 +53,20 @@ class PipelineGeneration(Generation):
     docs/pipeline.md."""
 
     def __init__(self, run: ResolvedRun, loaded: LoadedModel, start: ResumePoint) -> None:
-        super().__init__(run, loaded)
+        super().__init__(run, loaded, start)
         self.algorithm = pipeline_algorithm(run)
         self._served: ServedPolicy | None = None
-        if run.config.samples_on_vllm:
+        if pipeline_of(run.config).actor_engine == "vllm":
             self._served = self._on_servers()
         elif run.config.is_evaluated:
             self._served = self._in_this_process()
         if self._served is not None:
             self._closing.callback(self._served.close)
         self.publisher = FolderPublisher(run.folder / WEIGHTS) if self._served is None else self._served.publisher
-        pipeline, size = run.config.pipeline, run.config.rollouts.rollouts_per_update
+        pipeline, size = pipeline_of(run.config), run.config.rollouts.rollouts_per_update
         self.source = self._queue = PipelineBatchSource(
             redis_url(pipeline),
-            run.queue_key,
+            queue_key_of(run),
             size,
             max_lag=run.max_lag,
             acknowledge=pipeline.acknowledge,
@@ -73,8 +77,8 @@ class PipelineGeneration(Generation):
     def check(run: ResolvedRun) -> None:
         Generation.check(run)
         require_redis("engine = 'pipeline'")
-        redis_url(run.config.pipeline)
-        if run.config.samples_on_vllm:
+        redis_url(pipeline_of(run.config))
+        if pipeline_of(run.config).actor_engine == "vllm":
             required_servers(run.config.rollouts.server)
         pipeline_algorithm(run)
 
@@ -105,7 +109,6 @@ class PipelineGeneration(Generation):
     def _on_servers(self) -> ServedPolicy:
         """The servers that actors use, too."""
         from ludic.distributed import create_vllm_publisher
-        from ludic_vllm.generation import connect_to_servers
 
         client, model = connect_to_servers(self._run)
         transport = self._run.config.rollouts.transport
@@ -140,32 +143,45 @@ def pipeline_algorithm(run: ResolvedRun) -> RLAlgorithm:
             f"algo = {run.config.algo.algo!r} tracks how each prompt went, but every actor would track only its own, and "
             "none is told how far the policy moves. Take grpo, or train without a pipeline."
         )
-    if not run.config.pipeline.corrections or not algorithm.loss.needs.old_logps:
+    if not pipeline_of(run.config).corrections or not algorithm.loss.needs.old_logps:
         return algorithm  # imitation takes no ratio
     corrected = CorrectedLoss(algorithm.loss, [TokenMask(*TOKEN_BAND), SequenceMask(*SAMPLE_BAND)])
     return replace(algorithm, loss=corrected)
 
 
+def connect_to_servers(run: ResolvedRun) -> tuple[VLLMChatClient, str]:
+    """Of a pipeline: a client of its servers, and their name of the model. Waits until all of them answer: one that was started
+    together with this process is still loading."""
+    servers = required_servers(run.config.rollouts.server)
+    for server in servers:
+        place = urlsplit(server)
+        if place.hostname is None:
+            raise ConfigError(f"server = {shown_url(server)!r} is no URL; write http://HOST:PORT.")
+        wait_for_vllm_health(place.hostname, place.port or 80, timeout_s=START_S)
+    client = client_of(run.config.rollouts, servers, run.folder)
+    return client, run_sync(served_name(client))
+
+
 async def clear_queue(run: ResolvedRun) -> None:
     """Remove what an earlier run of the same name left."""
-    async with ExperienceQueue(redis_url(run.config.pipeline), run.queue_key) as queue:
+    async with ExperienceQueue(redis_url(pipeline_of(run.config)), queue_key_of(run)) as queue:
         await queue.clear()
 
 
 async def reopen_queue(run: ResolvedRun) -> None:
     """Remove the mark of `mark_finished`, and nothing else."""
-    async with ExperienceQueue(redis_url(run.config.pipeline), run.queue_key) as queue:
+    async with ExperienceQueue(redis_url(pipeline_of(run.config)), queue_key_of(run)) as queue:
         await queue.reopen()
 
 
 async def mark_finished(run: ResolvedRun, num_updates: int) -> None:
     """Tell the actors of a pipeline that there is nothing left to do; they end. Where Redis fails they are not told: the run is
     saved, and must not fail after its end. Nor are they while another learner works on the run."""
-    if given_redis(run.config.pipeline) is None:
+    if given_redis(pipeline_of(run.config)) is None:
         return
     from redis.exceptions import RedisError
 
-    url, key = redis_url(run.config.pipeline), run.queue_key
+    url, key = redis_url(pipeline_of(run.config)), queue_key_of(run)
     try:
         async with ExperienceQueue(url, key, patience_s=_FAREWELL_S) as queue:
             is_told = await queue.finish(num_updates)

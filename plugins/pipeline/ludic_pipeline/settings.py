@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ludic.run.config.entries import at_least
+from ludic.run.config.run_config import RunConfig
+from ludic.run.resolve import ResolvedRun
+from ludic.run.settings import may_change
 from ludic.types import ConfigError, shown_url
 from ludic.util.urls import refuse_login
 
@@ -22,21 +25,21 @@ SERVER_VARIABLE = "LUDIC_SERVER"
 class PipelineSettings:
     """For engine = pipeline: separate actor processes, and the queue between them and the learner."""
 
-    redis: str | None = None
+    redis: str | None = may_change(None)
     """URL of the queue's Redis. Default: $LUDIC_REDIS_URL, which may hold a password; else `ludic launch` starts a Redis."""
     queue_key: str | None = None
     """Name of the queue in Redis. Default: ludic: and the name of the run."""
-    actors: int = 2
+    actors: int = may_change(2)
     """How many actors `ludic launch` starts."""
     actor_engine: Literal["local", "vllm"] = "local"
     """What actors sample with: local is an engine with its own weights in each; vllm the servers."""
-    max_waiting: int | None = None
+    max_waiting: int | None = may_change(None)
     """Groups that may wait in the queue; when it is full, actors wait. Default: four updates' worth, at least 64."""
-    acknowledge: Literal["saved", "trained"] = "saved"
+    acknowledge: Literal["saved", "trained"] = may_change("saved")
     """When a sample may be forgotten: with the first checkpoint after its update, or with the update itself."""
     corrections: bool = True
     """Tokens and samples that the trained policy has moved too far away from do not count."""
-    max_restarts: int = 5
+    max_restarts: int = may_change(5)
     """How often `ludic launch` restarts a role, and a run its own vLLM server, within ten minutes before it gives up."""
 
     def __post_init__(self) -> None:
@@ -49,6 +52,19 @@ class PipelineSettings:
                 )
             how = f"Put the URL into the environment variable {REDIS_VARIABLE} instead, and for --resume again."
             refuse_login("redis", self.redis, how)
+
+
+def pipeline_of(config: RunConfig) -> PipelineSettings:
+    """The section [pipeline] of a run's settings."""
+    found: PipelineSettings = config.plugins["pipeline"]
+    return found
+
+
+def queue_key_of(run: ResolvedRun) -> str:
+    """Name of the run's queue in Redis."""
+    key = pipeline_of(run.config).queue_key
+    assert key is not None, "resolve fills it in for a pipeline"
+    return key
 
 
 def given_redis(settings: PipelineSettings) -> str | None:

@@ -18,7 +18,6 @@ import pytest
 from ludic.run import Run
 from ludic.run.config.model import ModelSettings
 from ludic.run.config.run_config import RunConfig
-from ludic.run.generation import pipeline_algorithm
 from ludic.run.given import env_factory
 from ludic.run.model import load_tokenizer, without_adapter
 from ludic.run.resolve import NEGATIVE_MASK, ResolvedRun, resolve
@@ -28,6 +27,7 @@ from ludic.training.losses import CorrectedLoss, NegativeSequenceMask
 from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SampleOrigin, SAWItem
 from ludic.util import stop as stopping
 from ludic_pipeline import generation as run_pipeline
+from ludic_pipeline.generation import pipeline_algorithm
 from ludic_pipeline.launch import actor as run_actor
 from ludic_pipeline.queue.actor import ActorReport
 from ludic_pipeline.queue.connection import RedisAddress, RedisGone
@@ -35,7 +35,7 @@ from ludic_pipeline.queue.lease import LeaseLost
 from ludic_pipeline.queue.queue import ActorId, ExperienceQueue
 from ludic_pipeline.queue.source import PipelineBatchSource
 from ludic_pipeline.queue.wire import encode_group
-from ludic_pipeline.settings import PipelineSettings
+from ludic_pipeline.settings import PipelineSettings, queue_key_of
 from tests.redis_fixtures import RedisServer, end_redis, shared_redis, start_redis  # noqa: F401 - a fixture
 from tests.unit.cli.train_parts import AGENT, SMALL, command_in
 
@@ -256,7 +256,7 @@ def test_a_learner_removes_the_mark_of_a_finished_run_before_it_loads_the_model(
     config, command = pipeline_config(shared_redis, "old", ["letter.py:Letter", *SMALL, "--steps", "1"])
 
     async def marked(*, mark: bool = False) -> int | None:
-        async with ExperienceQueue(shared_redis.url, config.queue_key) as queue:
+        async with ExperienceQueue(shared_redis.url, queue_key_of(config)) as queue:
             if mark:
                 assert await queue.finish(1)
             return (await queue.beat_actor(ActorId("actor"), 0)).finished_after
@@ -272,7 +272,7 @@ def test_a_learner_removes_the_mark_of_a_finished_run_before_it_loads_the_model(
 def test_a_redis_that_refuses_the_mark_does_not_fail_a_finished_run(ludic, shared_redis, caplog):  # noqa: F811
     config, _ = pipeline_config(shared_redis, "refused", ["letter.py:Letter", *SMALL])
     with RedisAddress(shared_redis.url).sync_client() as client:
-        client.set(ExperienceQueue(shared_redis.url, config.queue_key).keys.all[6], "not a hash")  # leases
+        client.set(ExperienceQueue(shared_redis.url, queue_key_of(config)).keys.all[6], "not a hash")  # leases
     asyncio.run(run_pipeline.mark_finished(config, 3))
     assert "the actors are not told" in caplog.text and "holds a string" in caplog.text
 
@@ -318,7 +318,7 @@ def test_untrainable_queue_items_do_not_stop_a_run(ludic, shared_redis, monkeypa
 
     async def clear_and_poison(run: ResolvedRun) -> None:
         await clear_queue(run)
-        async with ExperienceQueue(shared_redis.url, run.queue_key) as queue:
+        async with ExperienceQueue(shared_redis.url, queue_key_of(run)) as queue:
             for number, item in enumerate(poisons, start=1):
                 await queue.push(ActorId("bad"), number, encode_group([item]), num_items=1, oldest_version=None)
 

@@ -9,12 +9,20 @@ import pytest
 from ludic.run.config.run_config import RunConfig
 from ludic.run.folder import ResumePoint, prepare_folder
 from ludic.run.given import env_factory
-from ludic.run.resolve import ResolvedRun, resolve
+from ludic.run.policies.resolve import resolve_run
+from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import with_values
 from ludic.types import ConfigError
 from ludic_pipeline.launch.launch import ludic_command, make_roles, prepare, ray_resources, reachable_socket
 from ludic_pipeline.launch.supervisor import WhenDone
-from ludic_pipeline.settings import PipelineSettings, given_redis, redis_url, required_servers
+from ludic_pipeline.settings import (
+    PipelineSettings,
+    given_redis,
+    pipeline_of,
+    queue_key_of,
+    redis_url,
+    required_servers,
+)
 from tests.unit.cli.train_parts import ENV, SMALL, command_in
 
 
@@ -27,7 +35,7 @@ def ludic(tmp_path, monkeypatch, capsys):
 
 def run_with(tmp_path, **values: object) -> ResolvedRun:
     given = {"id": "tic_tac_toe", "model": "tiny", "engine": "pipeline", "runs": tmp_path, "name": "run", **values}
-    return resolve(with_values(RunConfig(), given), env_factory("tic_tac_toe"))
+    return resolve_run(with_values(RunConfig(), given), env_factory("tic_tac_toe"))
 
 
 # --- what is refused ---
@@ -45,7 +53,7 @@ def run_with(tmp_path, **values: object) -> ResolvedRun:
         (["--ray", "--actor-resources", '{"host_b": 0}'], "names and positive amounts"),
         (["--ray", "--actor-resources", '{"GPU": 1}'], "names GPU, which is not a custom resource of Ray"),
         (["--learner-resources", '{"host_a": 1}'], "learner_resources is for --ray"),
-        (["--server", "http://127.0.0.1:1"], "is for actor_engine = 'vllm'"),
+        (["--server", "http://127.0.0.1:1"], "is for engine = 'vllm' (in a pipeline actor_engine = 'vllm')"),
         (["--actor-engine", "vllm", "--eval-in-background"], "needs an engine that can keep a copy"),
         (["--algo", "scalerl"], "actors assign credit group by group. Take cispo"),
         (["--algo", "spo"], "tracks how each prompt went"),
@@ -141,10 +149,11 @@ def test_cores_are_divided_unless_the_user_sets_them(tmp_path, monkeypatch):
 
 def test_defaults_for_a_pipeline(tmp_path):
     config = run_with(tmp_path, group_size=8, rollouts_per_update=256)
-    assert config.max_lag == 4 and config.queue_key == "ludic:run" and config.max_waiting == 128
+    assert config.max_lag == 4 and queue_key_of(config) == "ludic:run"
+    assert pipeline_of(config.config).max_waiting == 128
     assert run_with(tmp_path, max_lag=0).max_lag == 0
     local = run_with(tmp_path, engine="local")
-    assert local.max_lag == 0 and local.config.pipeline.queue_key is None
+    assert local.max_lag == 0 and pipeline_of(local.config).queue_key is None
 
 
 def test_the_flag_wins_over_the_variable(monkeypatch):

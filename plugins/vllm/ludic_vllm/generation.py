@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
@@ -17,25 +16,29 @@ from ludic.models.head import plain_model
 from ludic.models.kinds import save_tokenizer
 from ludic.models.loading import LoadedModel, no_progress_bar
 from ludic.models.lora import dense_parameters
+from ludic.run.config.model import ModelSettings
 from ludic.run.config.rollouts import RolloutSettings
 from ludic.run.folder import SERVER
-from ludic.run.model import ServedPolicy
+from ludic.run.generation.in_process import EmbeddedGeneration
+from ludic.run.model import ServedPolicy, load_tokenizer
 from ludic.run.resolve import ResolvedRun
+from ludic.run.settings import values_of
 from ludic.training.learner.stop import run_sync
-from ludic.types import BatchSource, ConfigError, PolicyPublisher, SAWBatch, shown_url
+from ludic.types import BatchSource, ConfigError, PolicyPublisher, SAWBatch, UnknownName
 from ludic.types.interfaces import load_into, state_of, tell_version
 from ludic.util.restarts import RestartLimit, Restarts
-from ludic_pipeline.settings import required_servers
 from ludic_vllm.client import VLLMChatClient
 from ludic_vllm.command import find_vllm
 from ludic_vllm.process import VLLMServerProcess, wait_for_vllm_health
 from ludic_vllm.publish.adapter import fitting_rank, read_adapter
 from ludic_vllm.publish.broadcast import BroadcastPolicyPublisher
 from ludic_vllm.publish.control import VllmControlPlane
+from ludic_vllm.teacher import VLLMTeacher
 from ludic_vllm.vllm_server import start_vllm_server
 from ludic_vllm.watch import ServerWatch
 
-_START_S = 600.0
+START_S = 600.0
+"""Seconds that a server may take to load its model."""
 _SERVER_OVERHEAD = 3 << 30
 """Bytes of a vLLM server beside weights and cache: CUDA, graphs, activations, logits."""
 _SMALLEST_CACHE = 1 << 28
@@ -52,9 +55,10 @@ def serve_on_vllm(run: ResolvedRun, loaded: LoadedModel) -> ServedPolicy:
     if settings.server:
         client = client_of(settings, settings.server, run.folder)
     else:
-        limit = RestartLimit(max_restarts=run.config.pipeline.max_restarts)
+        usual = RestartLimit().max_restarts
+        limit = RestartLimit(max_restarts=values_of(run.config).get("max_restarts", usual))  # a setting of [pipeline]
         process = _start(loaded, run, places)
-        watch = ServerWatch(process, Restarts(limit), hung_after_s=settings.server_hung_after, start_s=_START_S)
+        watch = ServerWatch(process, Restarts(limit), hung_after_s=settings.server_hung_after, start_s=START_S)
         client = VLLMChatClient(servers=[process.url], control_token=process.control_token, watch=watch)
         patience = {"wait_s": math.inf, "attempts": limit.max_restarts + 2}  # the watch says when waiting is pointless
 
@@ -77,6 +81,19 @@ def serve_on_vllm(run: ResolvedRun, loaded: LoadedModel) -> ServedPolicy:
     publisher.publish(weights, version=0)
     model = ADAPTER if settings.push == "adapter" else run_sync(served_name(client))
     return ServedPolicy(client=client, publisher=publisher, close=close, model=model)
+
+
+class VLLMGeneration(EmbeddedGeneration):
+    """vLLM answers the agents; it gets the weights after every update."""
+
+    def _sampled(self, played: BatchSource) -> BatchSource:
+        if not self._run.config.rollouts.server_sleep:
+            return played
+        assert isinstance(self._served.client, VLLMChatClient), "what serve_on_vllm makes"
+        return SleepAfterBatch(played, self._served.client)
+
+    def _serve(self) -> ServedPolicy:
+        return serve_on_vllm(self._run, self._loaded)
 
 
 class SleepAfterBatch:
@@ -109,19 +126,6 @@ def client_of(settings: RolloutSettings, servers: Sequence[str], folder: Path) -
     own = folder / SERVER / TOKEN_FILE
     place = settings.control_token or (own if own.is_file() and CONTROL_VARIABLE not in os.environ else None)
     return VLLMChatClient(servers=servers, control_token=None if place is None else read_control_token(place))
-
-
-def connect_to_servers(run: ResolvedRun) -> tuple[VLLMChatClient, str]:
-    """Of a pipeline: a client of its servers, and their name of the model. Waits until all of them answer: one that was started
-    together with this process is still loading."""
-    servers = required_servers(run.config.rollouts.server)
-    for server in servers:
-        place = urlsplit(server)
-        if place.hostname is None:
-            raise ConfigError(f"server = {shown_url(server)!r} is no URL; write http://HOST:PORT.")
-        wait_for_vllm_health(place.hostname, place.port or 80, timeout_s=_START_S)
-    client = client_of(run.config.rollouts, servers, run.folder)
-    return client, run_sync(served_name(client))
 
 
 def save_for_server(
@@ -161,7 +165,7 @@ def _start(loaded: LoadedModel, run: ResolvedRun, folder: Path) -> VLLMServerPro
         extra_args=flags,
         run_folder=folder,
     )
-    wait_for_vllm_health(process.command.host, process.command.port, process, timeout_s=_START_S)
+    wait_for_vllm_health(process.command.host, process.command.port, process, timeout_s=START_S)
     return process
 
 
@@ -182,3 +186,21 @@ async def served_name(client: VLLMChatClient) -> str:
             f"The servers serve different models ({', '.join(sorted(names))}); start them with the same --served-model-name."
         )
     return str(names.pop())
+
+
+def connect_to_teacher(run: ResolvedRun, teacher: str, stack: contextlib.ExitStack) -> VLLMTeacher:
+    """A teacher at this URL, with the tokenizer of its model; closed with the stack."""
+    client = VLLMChatClient(servers=[teacher])
+    stack.callback(lambda: run_sync(client.close()))
+    model = run_sync(client.control_get(client.servers[0], "/v1/models"))["data"][0]
+    # Without the setting, files that the server was started with.
+    place = run.config.algo.teacher_tokenizer or model.get("root") or model["id"]
+    try:
+        tokenizer = load_tokenizer(ModelSettings(model=str(Path(place))))
+    except (ConfigError, UnknownName) as error:
+        one = "Give --teacher-tokenizer, its folder or hub id."
+        raise ConfigError(
+            f"The teacher at {teacher} serves {model['id']!r} from {place!r}, whose tokenizer cannot be read here: "
+            f"{error} {'Start its server with one that can.' if run.config.teachers else one}"
+        ) from error
+    return VLLMTeacher(client, model["id"], tokenizer)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from ludic import registry
 from ludic.agents.tool_agent import ToolAgent, ToolLike
 from ludic.types import ConfigError
 
@@ -55,10 +56,8 @@ class ReToolAgent(ReActAgent):
         final_answer_prompt: str = "You cannot run any more code. Give your final answer now.",
         **agent_kwargs: Any,
     ) -> None:
-        from ludic_sandbox.python_tool import python_tool  # only this agent needs the sandbox packages
-
         super().__init__(
-            tools=[interpreter or python_tool(), *(tools or ())],
+            tools=[interpreter or registry.tools.make("python"), *(tools or ())],
             max_react_steps=max_react_steps,
             final_answer_prompt=final_answer_prompt,
             **agent_kwargs,

@@ -21,6 +21,7 @@ from ludic.run.config.run_config import FILE_SECTIONS, RunConfig
 from ludic.run.settings import (
     Setting,
     check_numbers,
+    doc_of_section,
     docs_of,
     read_pair,
     read_toml,
@@ -131,11 +132,10 @@ def parse_with_settings(
     sections: dict[str, list[Setting]] = {}
     for setting in _given(flags, arguments, rest):
         sections.setdefault(setting.section, []).append(setting)
-    kinds = typing.get_type_hints(type(default))
     fields: list[Any] = [("command", _with_metavars(arguments))]
     for section, settings in sections.items():
         made = dataclasses.make_dataclass(section, [_field(s, s.value_in(default)) for s in settings], frozen=True)
-        made.__doc__ = kinds[section].__doc__
+        made.__doc__ = doc_of_section(type(default), section)
         fields.append((section, made, dataclasses.field(default_factory=made)))
     typed: Any = parse(
         dataclasses.make_dataclass("typed", fields, frozen=True), rest, prog=prog, description=description, usual=usual

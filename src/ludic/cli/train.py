@@ -12,7 +12,7 @@ import tyro
 from ludic.cli.args import TRY_AGAIN, Switch, Target, need_extras, parse_run
 from ludic.cli.terminal.colour import make_console
 from ludic.run.policies.entry import with_policies
-from ludic.types.errors import RunComplete
+from ludic.types.errors import RunComplete, TryAgain
 
 if TYPE_CHECKING:
     from ludic.run import Run, TrainResult
@@ -87,28 +87,26 @@ class Report:
 def reported(run: "Run", *, resume: bool) -> Iterator[Report]:
     """Prints how the run begins and ends around its training, and closes it; errors become advice and an exit code."""
     from ludic.run import RunFailed
+    from ludic.run.features.engines import engine_of
     from ludic.run.folder import how_to_resume, saved_step
-    from ludic.run.generation import mark_finished
-    from ludic_pipeline.queue.connection import RedisGone
-    from ludic_pipeline.queue.lease import LeaseLost
 
     try:
         _say(*_opening(run, resume=resume))
     except RunComplete:
-        if run.config.is_pipeline:  # the learner may have died before it told the actors
-            asyncio.run(mark_finished(run.resolved, saved_step(run.folder)))
+        if not engine_of(run.config).plays_here:  # the learner may have died before it told the actors
+            asyncio.run(engine_of(run.config).finished(run.resolved, saved_step(run.folder)))
         raise
     report = Report()
     with run:
         try:
             yield report
             status = run.generation.status() if run.generation is not None else ""
-        except (LeaseLost, RedisGone) as error:
+        except TryAgain as error:
             _say(f"{error} To go on: {how_to_resume(run.resolved)}")
             report.code = TRY_AGAIN
             return
         except FloatingPointError as error:
-            if not run.config.is_pipeline:
+            if not engine_of(run.config).retries_a_divergence:
                 raise RunFailed(f"{error} {_how_to_learn_slower(run)}") from error
             # The batch may be the cause: after it has ended a few learners it is set aside. If it is not, the launcher gives up.
             _say(f"{error} If another try ends the same way: {_how_to_learn_slower(run)}")

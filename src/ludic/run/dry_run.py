@@ -9,8 +9,10 @@ from ludic.models import SMOLLM2, TINY
 from ludic.models.kinds import auto_class
 from ludic.models.loading import make_tiny, require_model
 from ludic.run.config.model import ModelSettings
+from ludic.run.features.core import features_on
 from ludic.run.folder import ResumePoint
-from ludic.run.generation import check_preferences, check_teacher
+from ludic.run.generation.in_process import check_preferences
+from ludic.run.generation.teachers import check_teacher
 from ludic.run.model import (
     base_settings,
     checkpoint_in,
@@ -22,7 +24,6 @@ from ludic.run.model import (
 )
 from ludic.run.parts.algorithm import make_algorithm
 from ludic.run.parts.episodes import check_protocol
-from ludic.run.parts.rewards import make_rewards
 from ludic.run.parts.samples import eval_samples, first_env, train_samples, train_stream
 from ludic.run.policies.team import check_team
 from ludic.run.protocols.agents import outside_agent
@@ -133,53 +134,8 @@ def mask_lines(run: ResolvedRun) -> list[str]:
 
 def _feature_lines(run: ResolvedRun) -> list[str]:
     """What the settings add to a plain run."""
-    algo, rollouts = run.config.algo, run.config.rollouts
-    lines = mask_lines(run)
-    if (rewards := make_rewards(run.config.reward, run.config.agent, run.parts)) is not None:
-        names = dict.fromkeys(["env", *rewards.weights, *(scorer.name for scorer in rewards.scorers)])
-        lines.append(f"Rewards: {', '.join(f'{rewards.weight_of(name):g} × {name}' for name in names)}.")
-    if rollouts.dynamic_sampling:
-        lines.append(
-            f"Groups of equal returns are replaced by fresh tasks, so an update plays up to "
-            f"{rollouts.dynamic_sampling} times as many episodes."
-        )
-    if rollouts.close_batch_at < 1:
-        lines.append(
-            f"An update begins when {rollouts.close_batch_at:.0%} of its episodes are done; the others go on, at most "
-            f"{run.max_lag} versions behind."
-        )
-    if rollouts.curriculum is not None:
-        lines.append(f"The curriculum {rollouts.curriculum} chooses the tasks.")
-    if algo.filter:
-        lines.append(f"Samples are trained on where {' and '.join(algo.filter)} keep them.")
-    if algo.kl_coeff:
-        what = algo.reference or (
-            "the model under the adapter" if run.config.model.lora_rank else "a frozen copy of its first weights"
-        )
-        lines.append(f"The policy is held near {what}: {algo.kl_coeff:g} × KL ({algo.kl_estimator}).")
-    if algo.entropy_bonus:
-        lines.append(f"Entropy is rewarded: {algo.entropy_bonus:g} × its mean over tokens.")
-    for entry in run.config.recorded:
-        lines.append(
-            f"Beside every played sample {entry.share:g} of {', '.join(map(str, entry.files))}, with {entry.algo}."
-        )
-    replay = run.config.replay
-    if replay.replay:
-        lines.append(
-            f"Each batch has {replay.replay} samples of earlier ones, drawn from the last {replay.replay_capacity:,}."
-        )
-    league = run.config.league
-    if league.league_every and run.policies:
-        lines.append(
-            f"In {league.league_share:.0%} of the groups one role has its policy, and the others have one of the last "
-            f"{league.league_size} snapshots of theirs, taken every {league.league_every} updates."
-        )
-    elif league.league_every:
-        lines.append(
-            f"{league.league_share:.0%} of the groups are played against one of the last {league.league_size} snapshots of the "
-            f"policy, taken every {league.league_every} updates."
-        )
-    return lines
+    said = [feature.says(run) for feature in features_on(run.config, run.parts)]
+    return [*mask_lines(run), *(line for lines in said for line in lines)]
 
 
 def _model_lines(run: ResolvedRun) -> list[str]:

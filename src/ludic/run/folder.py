@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic import __version__
-from ludic.run.config.run_config import MAY_CHANGE_ON_RESUME, RunConfig
+from ludic.run.config.run_config import RunConfig
+from ludic.run.features.engines import engine_of
 from ludic.run.names import CHECKPOINTS, CONFIG, FAILURE, LOGS, METRICS, REDIS, ROLLOUTS, SERVER, WANDB_ID
 from ludic.run.policies.entry import POLICIES
 from ludic.run.resolve import ResolvedRun
-from ludic.run.settings import Difference, differences, read_toml, to_toml
+from ludic.run.settings import Difference, differences, read_toml, settings_of, to_toml
 from ludic.training.checkpoint.manifest import CheckpointError, read_manifest
 from ludic.types import ConfigError
 from ludic.types.errors import RunComplete
@@ -123,7 +124,7 @@ def how_to_resume(run: ResolvedRun) -> str:
         return "the same call of ludic_serve.gateway.train with resume=True"
     if run.parts.command:
         return f"{run.parts.command} --resume"
-    return f"ludic {'launch' if run.config.is_pipeline else 'train'} {run.folder} --resume"
+    return f"ludic {engine_of(run.config).command} {run.folder} --resume"
 
 
 def _may_change(difference: Difference, config: RunConfig) -> bool:
@@ -132,7 +133,7 @@ def _may_change(difference: Difference, config: RunConfig) -> bool:
         return schedule is None or schedule.kind == "constant"
     if difference.name == "reduction" and difference.before is None:  # the run began before there was this setting
         return True
-    return difference.name in MAY_CHANGE_ON_RESUME
+    return difference.name in {setting.name for setting in settings_of(RunConfig) if setting.may_change}
 
 
 def prepare_folder(run: ResolvedRun, start: ResumePoint) -> None:

@@ -11,6 +11,7 @@ from ludic import registry
 from ludic.catalog import Suggested
 from ludic.envs.check import require_env
 from ludic.interaction.base import AnyEnv
+from ludic.run.features.plugged import plugged
 from ludic.types import (
     BatchSource,
     ConfigError,
@@ -21,9 +22,6 @@ from ludic.types import (
     TrainingLogger,
     UnknownName,
 )
-from ludic.util.stop import run_sync
-from ludic_envs.workers import EnvPool
-from ludic_envs.workers.server import ServerAddress, connect, suggested_by
 
 if TYPE_CHECKING:
     from ludic.agents import Agent
@@ -64,7 +62,9 @@ def env_factory(env: str | Callable[..., AnyEnv], *, server: str | None = None) 
     """A registered env, `module:Class` or `file.py:Class`; or an env class, or a function that makes one. With `server`, an env
     that this env server has; it need not be installed here."""
     if server is not None:
-        return _served(env if isinstance(env, str) else registry.name_of(env), server)
+        id = env if isinstance(env, str) else registry.name_of(env)
+        served: EnvFactory = plugged("env_workers", f"env_server = {server!r}").served(id, server)
+        return served
     if not isinstance(env, str):
         return EnvFactory(
             id=registry.name_of(env), factory=env, takes_sample="sample" in inspect.signature(env).parameters
@@ -77,26 +77,6 @@ def env_factory(env: str | Callable[..., AnyEnv], *, server: str | None = None) 
         takes_sample="sample" in inspect.signature(found).parameters,
         example=dict(spec.example),
         suggested=spec.suggested,
-    )
-
-
-def _served(id: str, server: str) -> EnvFactory:
-    """The env of an env server; `make` there makes it and closes it at once, for what can be asked of it."""
-
-    async def made_and_closed(**arguments: Any) -> AnyEnv:
-        async with EnvPool(id, server=server) as pool:
-            env = await pool.make(**arguments)
-            await env.async_close()
-            return env
-
-    _, info = run_sync(connect(ServerAddress.parse(server), worker=None))
-    served = info.envs[info.require(id)]
-    return EnvFactory(
-        id=id,
-        factory=lambda **arguments: run_sync(made_and_closed(**arguments)),
-        takes_sample=served.takes_sample,
-        example=served.example,
-        suggested=suggested_by(served),
     )
 
 

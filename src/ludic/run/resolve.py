@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from ludic import registry
 from ludic.catalog import Suggested
-from ludic.run.checks import check_engine, check_loggers, check_numbers, check_stored_kind, check_tasks
+from ludic.run.checks import check_loggers, check_numbers, check_stored_kind, check_tasks
 from ludic.run.config.entries import EnvEntry
-from ludic.run.config.rollouts import DEFAULT_MAX_LAG
 from ludic.run.config.run_config import RunConfig
 from ludic.run.config.training import AlgoSettings, Averaging
+from ludic.run.features.engines import engine_of
 from ludic.run.given import EnvFactory, Parts, check_data, env_factory, has_task
 from ludic.run.names import CHECKPOINTS
 from ludic.run.settings import values_of, with_values
@@ -58,8 +58,6 @@ class ResolvedRun:
     max_steps: int
     """Turns of an episode."""
     max_lag: int
-    queue_key: str
-    max_waiting: int
     sampling: SamplingParams
     """For training; `eval_sampling` for evaluation."""
     eval_sampling: SamplingParams
@@ -124,8 +122,6 @@ def resolve(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> R
     check_loggers(config.run.logger)
     size, name, lag = _group_size(config.algo, parts), config.run.name or default_name(config), config.rollouts.max_lag
     max_lag = _usual_lag(config) if lag is None else lag
-    queue_key = config.pipeline.queue_key or f"ludic:{name}"
-    max_waiting = config.pipeline.max_waiting or max(64, 4 * (config.rollouts.rollouts_per_update // size))
     values: dict[str, Any] = {
         "group_size": size,
         "reduction": None if parts.algorithm is not None else open_reduction(config.algo),
@@ -133,11 +129,9 @@ def resolve(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> R
         "name": name,
         "max_lag": max_lag,
     }
-    if config.is_pipeline:
-        values |= {"queue_key": queue_key, "max_waiting": max_waiting}
+    values |= engine_of(config).filled(config, name, size)
     filled = with_values(resolve_play(config, env.suggested), values)
     check_numbers(filled, size)
-    check_engine(filled, parts)
     check_tasks(filled, size)
     _check_data(filled, env, parts)
     folder = config.run.runs / name
@@ -150,8 +144,6 @@ def resolve(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> R
         group_size=size,
         max_steps=max_steps,
         max_lag=max_lag,
-        queue_key=queue_key,
-        max_waiting=max_waiting,
         sampling=replace(config.sampling, max_tokens=max_tokens),
         eval_sampling=SamplingParams(temperature=config.eval.eval_temperature, max_tokens=max_tokens),
         trainer=_trainer_config(filled, max_lag, max_steps),
@@ -161,23 +153,12 @@ def resolve(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> R
 
 def _usual_lag(config: RunConfig) -> int:
     """In versions; every batch makes `steps_per_batch` of them."""
-    batches = DEFAULT_MAX_LAG if config.is_pipeline else int(config.rollouts.close_batch_at < 1)
+    batches = engine_of(config).batches_behind or int(config.rollouts.close_batch_at < 1)
     return batches * config.trainer.steps_per_batch
 
 
 def _resolve_several(config: RunConfig, parts: Parts) -> ResolvedRun:
     """Every env as a run with that env alone; the whole has the largest of their limits."""
-    refused = {
-        "rollouts": config.rollouts.rollouts,
-        "curriculum": config.rollouts.curriculum,
-        "league_every": config.league.league_every,
-        "engine = 'pipeline'": config.is_pipeline,
-        "protocol=": parts.protocol,
-        "data=": parts.samples,
-    }
-    given = [name for name, value in refused.items() if value]
-    if given:
-        raise ConfigError(f"[[envs]] does not go with {', '.join(given)}: these are for runs with one env.")
     name = config.run.name or default_name(config)
     alone = replace(config, envs=(), recorded=(), run=replace(config.run, name=name))
     total = sum(entry.weight for entry in config.envs)
@@ -229,8 +210,8 @@ def _trainer_config(config: RunConfig, max_lag: int, max_steps: int) -> TrainerC
     return replace(
         trainer,
         lr_schedule=None if schedule is None else replace(schedule, total_steps=end),
-        # In a pipeline the source drops samples that are too old, by whole groups; the trainer would drop single ones.
-        max_lag=None if config.is_pipeline else max_lag or None,
+        # Where others play, the source drops samples that are too old, by whole groups; the trainer would drop single ones.
+        max_lag=max_lag or None if engine_of(config).plays_here else None,
         eval_max_steps=max_steps,
     )
 
@@ -309,8 +290,7 @@ def _corrections(config: RunConfig, max_lag: int, parts: Parts) -> tuple[str, ..
         raise ConfigError(f"correction = {', '.join(given)}: none stands alone. Leave it out, or the others.")
     is_named = parts.algorithm is None and parts.loss is None  # what an object needs is not known
     is_old = max_lag > 0 or config.replay.replay > 0
-    is_off = config.is_pipeline and not config.pipeline.corrections
-    needs_it = is_named and is_old and not is_off and config.algo.algo in MASKED_WHEN_OLD
+    needs_it = is_named and is_old and engine_of(config).corrects_lag(config) and config.algo.algo in MASKED_WHEN_OLD
     default = (NEGATIVE_MASK,) if needs_it else ()
     return tuple(c for text in given if text != "none" for c in (default if text == "auto" else (text,)))
 

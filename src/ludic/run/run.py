@@ -22,6 +22,7 @@ from ludic.models.loading import LoadedModel
 from ludic.run.checks import check_stored_kind
 from ludic.run.config.run_config import RunConfig
 from ludic.run.dry_run import plan_lines
+from ludic.run.features.engines import engine_of
 from ludic.run.folder import (
     ResumePoint,
     failure_written,
@@ -32,7 +33,8 @@ from ludic.run.folder import (
     saved_step,
     write_config,
 )
-from ludic.run.generation import Generation, generation_of, mark_finished
+from ludic.run.generation.base import Generation
+from ludic.run.generation.in_process import PreferenceGeneration
 from ludic.run.given import EnvFactory, Parts, env_factory, no_env
 from ludic.run.model import load_policy, load_reference, use_threads, with_pinned_checkpoints
 from ludic.run.names import CONFIG, TRAINED
@@ -52,7 +54,7 @@ from ludic.training.learner.stop import StopSignal, run_sync
 from ludic.training.learner.token_recorder import TokenRecorder
 from ludic.training.multi_policy import PolicyTrainers
 from ludic.types import BatchSource, ConfigError, LudicError, PolicyGone, Reducer, Rollout, default_reducers
-from ludic_pipeline.queue.connection import RedisGone
+from ludic.types.errors import TryAgain
 
 T = TypeVar("T")
 
@@ -182,8 +184,8 @@ class Run:
                 stack.push_async_callback(cancel_all, [asyncio.create_task(self._show_activity())])
                 await stack.enter_async_context(generation.sampling())
                 stats = await trainer.train(self.resolved.steps - trainer.step)
-            if self.config.is_pipeline and trainer.step >= self.resolved.steps:
-                await mark_finished(self.resolved, trainer.step)
+            if trainer.step >= self.resolved.steps:
+                await engine_of(self.config).finished(self.resolved, trainer.step)
         return TrainResult(
             step=trainer.step,
             stopped_by=trainer.stop.reason if trainer.stop.is_set else None,
@@ -253,7 +255,8 @@ class Run:
             self.generation = Team(self.resolved, start)
             self._closing.callback(self.generation.close)
         elif self.generation is None:
-            kind = generation_of(self.config)
+            stored = self.config.stored is not None
+            kind = PreferenceGeneration if stored else engine_of(self.config).generation_class()
             kind.check(self.resolved)  # what is wrong is named before a large model is loaded
             if to_train:
                 kind.open(self.resolved)
@@ -294,7 +297,7 @@ class Run:
         """Raise failures that may be transient as RunFailed, with how to resume."""
         try:
             yield
-        except (RedisGone, FloatingPointError):  # subclasses of OSError and PolicyGone that callers handle themselves
+        except (TryAgain, FloatingPointError):  # subclasses of OSError and PolicyGone that callers handle themselves
             raise
         except (CheckpointError, OSError, PolicyGone, TooManyFailures, WeightPushError) as error:
             raise RunFailed(f"{error} To go on: {how_to_resume(self.resolved)}") from error

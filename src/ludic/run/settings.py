@@ -5,7 +5,7 @@ in the file, and a flag on the command line; key names are unique. A config clas
 such as those of the library's own dataclasses, by a class attribute `KEYS`: section -> key -> dotted path in the config.
 None means "not set" and is left out of a file, so it has to be the default wherever it is allowed. A field that is a tuple of
 dataclasses is a list of tables in the file (`[[envs]]`), a dict of them has a table for each name (`[policies.ann]`); neither is a
-flag.
+flag. A field of type `Sections` holds further sections by name, which the class's `added_sections` lists.
 """
 
 import ast
@@ -33,6 +33,19 @@ from ludic.util.files import parse_json, parse_toml
 T = TypeVar("T")
 
 
+class Sections(dict[str, Any]):
+    """Sections of a config that are not fields of its class, such as those of plug-ins: name -> dataclass."""
+
+
+class MayChange(str):
+    """A path in `KEYS` to a setting that a resumed run may have different from the run in the folder."""
+
+
+def may_change(default: Any) -> Any:
+    """A field, of a section's dataclass, that a resumed run may have different from the run in the folder."""
+    return dataclasses.field(default=default, metadata={"may_change": True})
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One key of a config."""
@@ -45,6 +58,8 @@ class Setting:
     """Its type."""
     help: str
     """The docstring under the field."""
+    may_change: bool = False
+    """Whether a run with another value is still the same run, so that a resume may change it."""
 
     @property
     def flag(self) -> str:
@@ -73,7 +88,11 @@ class Setting:
         return inner if dataclasses.is_dataclass(inner) else None
 
     def value_in(self, config: Any) -> Any:
-        return functools.reduce(lambda inside, name: getattr(inside, name), self.path, config)
+        return functools.reduce(_inside, self.path, config)
+
+
+def _inside(part: Any, name: str) -> Any:
+    return part[name] if isinstance(part, Sections) else getattr(part, name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,22 +118,49 @@ def _settings_of(cls: Any) -> tuple[Setting, ...]:
     found = []
     for section, kind in typing.get_type_hints(cls).items():
         if dataclasses.is_dataclass(kind) and section not in only_by_key:
-            found += [_setting(cls, section, field.name, (section, field.name)) for field in dataclasses.fields(kind)]
+            found += [_of_field(kind, section, field, (section, field.name)) for field in dataclasses.fields(kind)]
             for name, path in added.get(section, {}).items():
-                found.append(_setting(cls, section, name, tuple(path.split("."))))
+                found.append(_setting(cls, section, name, path))
+        elif kind is Sections:
+            for name, owner in _sections_of(cls).items():
+                found += [
+                    _of_field(owner, name, each, (section, name, each.name)) for each in dataclasses.fields(owner)
+                ]
         elif typing.get_origin(kind) in (tuple, dict):
             made = Setting(section, section, (section,), kind, docs_of(cls).get(section, ""))
             found.append(made if made.entry is None else dataclasses.replace(made, help=made.entry.__doc__))
     return tuple(found)
 
 
-def _setting(cls: type, section: str, name: str, path: tuple[str, ...]) -> Setting:
+def _sections_of(cls: Any) -> dict[str, Any]:
+    """The added sections whose package is installed."""
+    return {name: owner for name, owner in cls.added_sections().items() if owner is not None}
+
+
+def _of_field(owner: Any, section: str, field: dataclasses.Field[Any], path: tuple[str, ...]) -> Setting:
+    """The setting that a field of a section is."""
+    kind, help = typing.get_type_hints(owner)[field.name], docs_of(owner).get(field.name, "")
+    return Setting(section, field.name, path, kind, help, bool(field.metadata.get("may_change")))
+
+
+def _setting(cls: type, section: str, name: str, place: str) -> Setting:
+    """The setting of a name in `KEYS`."""
+    path = tuple(place.split("."))
     owner: Any = cls
     for step in path[:-1]:
         kind = typing.get_type_hints(owner)[step]
         owner = next(k for k in (typing.get_args(kind) or (kind,)) if dataclasses.is_dataclass(k))
     kind, docs = typing.get_type_hints(owner)[path[-1]], docs_of(owner)
-    return Setting(section, name, path, kind, docs.get(name) or docs.get(path[-1], ""))
+    return Setting(section, name, path, kind, docs.get(name) or docs.get(path[-1], ""), isinstance(place, MayChange))
+
+
+def doc_of_section(cls: Any, section: str) -> str | None:
+    """What the help page says of a section."""
+    owner: Any = typing.get_type_hints(cls).get(section)
+    for kind in typing.get_type_hints(cls).values():
+        if kind is Sections:
+            owner = _sections_of(cls).get(section, owner)
+    return owner.__doc__ if owner is not None else None
 
 
 def _docs_of(cls: Any) -> Mapping[str, str]:
@@ -169,9 +215,11 @@ def _replaced(part: Any, changes: Mapping[str, Any]) -> Any:
     """The dataclass with some fields replaced; a dict changes the dataclass in that field in the same way."""
     new = dict(changes)
     for name, change in changes.items():
-        before = getattr(part, name)
-        if isinstance(change, dict) and dataclasses.is_dataclass(before):
+        before = _inside(part, name)
+        if isinstance(change, dict) and (dataclasses.is_dataclass(before) or isinstance(before, Sections)):
             new[name] = _replaced(before, change)
+    if isinstance(part, Sections):
+        return Sections(part | new)
     return dataclasses.replace(part, **new) if new else part
 
 
@@ -235,7 +283,10 @@ def from_table(cls: type[T], content: Mapping[str, Any], where: str) -> T:
     for setting in settings_of(cls):
         by_section.setdefault(setting.section, {})[setting.name] = setting
     values: dict[str, Any] = {}
+    absent = {name for name, owner in getattr(cls, "added_sections", dict)().items() if owner is None}
     for section, table in content.items():
+        if section in absent:  # its plug-in is not installed; what needs it says so
+            continue
         only = next(iter(by_section.get(section, {}).values()), None)
         if only is not None and only.is_section:
             shown = f"[[{section}]]" if typing.get_origin(only.kind) is tuple else section

@@ -55,6 +55,10 @@ class EngineClosed(PolicyGone):
     """The engine was shut down or has died; the message says which."""
 
 
+class TryAgain(LudicError):
+    """A process lost what it needs to go on, such as a queue or a lease; started again, it may succeed. Commands exit with 75."""
+
+
 class QueueFull(LudicError, RuntimeError):
     """An engine has more waiting requests than it accepts."""
 

@@ -96,7 +96,7 @@ def test_every_command_line_in_deploy_parses(line, tmp_path):
     name, arguments = filled_in(line, tmp_path)
     _, config = parse_run(ARGUMENTS[name], arguments, prog=name, description="")
     assert config.env.id == "letter.py:Letter"
-    assert name == "launch" or config.is_pipeline, "its run is no pipeline"
+    assert name == "launch" or config.rollouts.engine == "pipeline", "its run is no pipeline"
 
 
 def test_learner_and_actors_take_their_settings_from_the_same_file_at_every_start():

@@ -64,7 +64,10 @@ LEAVING_NAMES = ["..", "../x", "a/../../x", "a/..", ".", "./x"]
         (["tic_tac_toe", "--server", "http://127.0.0.1:1"], "is for engine = 'vllm'"),
         (["tic_tac_toe", "--push", "adapter"], "push = 'adapter' is for engine = 'vllm'"),
         (["tic_tac_toe", "--transport", "cuda_ipc"], "transport = 'cuda_ipc' is for engine = 'vllm'"),
-        (["tic_tac_toe", "--engine", "vllm", "--transport", "gloo"], "is for servers named with --server"),
+        (
+            ["tic_tac_toe", "--engine", "vllm", "--transport", "gloo"],
+            "is for server: a server that is started for the run",
+        ),
         (
             ["tic_tac_toe", "--engine", "vllm", "--push", "adapter"],
             "there is none: all weights are trained. Give --lora-rank",

@@ -90,8 +90,8 @@ def test_seatings_have_as_many_policies_at_a_table_as_possible():
         ([*PAIR, "--policy", "ann.frozen=true", "--policy", "bob.frozen=true"], "nothing would be trained"),
         ([*PAIR, "--policy", "ann.frozen=true", "--policy", "ann.lr=1e-3"], "so lr has no meaning"),
         ([*PAIR, "--policy", "ann.algo=grpoo"], "Did you mean 'grpo'"),
-        ([*PAIR, "--max-lag", "1"], "does not go with max_lag"),
-        ([*PAIR, "--engine", "vllm"], "does not go with engine = 'vllm'"),
+        ([*PAIR, "--max-lag", "1"], "[policies.…] and max_lag exclude each other"),
+        ([*PAIR, "--engine", "vllm"], "[policies.…] is for engine = 'local'"),
         ([*PAIR, "--policies", "x"], "write [policies.NAME] in a file"),
     ],
 )

@@ -73,10 +73,10 @@ def test_groups_that_a_scorer_has_failed_are_not_trained_on(caplog):
     ("settings", "message"),
     [
         ({"rollouts": (Path("none.jsonl"),)}, "there is no such file"),
-        ({"rollouts": (Path(__file__),), "max_lag": 1}, "max_lag is about playing"),
-        ({"rollouts": (Path(__file__),), "dynamic_sampling": 2}, "dynamic_sampling is about playing"),
+        ({"rollouts": (Path(__file__),), "max_lag": 1}, "rollouts and max_lag exclude each other"),
+        ({"rollouts": (Path(__file__),), "dynamic_sampling": 2}, "rollouts and dynamic_sampling exclude each other"),
     ],
 )
 def test_settings_about_playing_are_refused(settings, message):
-    with build(env=Letter, **SMALL, **settings) as run, pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message), build(env=Letter, **SMALL, **settings) as run:
         run.train(steps=1)

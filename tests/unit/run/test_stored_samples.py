@@ -13,7 +13,7 @@ from ludic.envs.gsm8k import GSM8KEnv
 from ludic.inference import ByteTemplate, HFChatTemplate
 from ludic.models.loading import make_tiny
 from ludic.run import build
-from ludic.run.generation import check_preferences
+from ludic.run.generation.in_process import check_preferences
 from ludic.training import Trainer, TrainerConfig, make_dpo
 from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError
@@ -147,8 +147,8 @@ def test_settings_may_be_in_a_file(ludic):
         (["--preferences", "pairs.jsonl"], "is for dpo, ipo, kto, but algo = 'grpo'"),
         (["--preferences", "labels.jsonl", "--algo", "dpo"], "holds labels, but algo = 'dpo'"),
         (["--preferences", "none.jsonl", "--algo", "dpo"], "Cannot read --preferences none.jsonl"),
-        ([*DPO, "--curriculum", "uniform"], "curriculum has no meaning"),
-        ([*DPO, "--engine", "vllm"], "engine = 'vllm' has no meaning"),
+        ([*DPO, "--curriculum", "uniform"], "preferences and curriculum exclude each other"),
+        ([*DPO, "--engine", "vllm"], "preferences is for engine = 'local'"),
         ([*DPO, "--eval-at-start"], "An evaluation plays an env"),
     ],
 )

@@ -15,7 +15,6 @@ from ludic.cli.args import TRY_AGAIN
 from ludic.cli.terminal.colour import harmless
 from ludic.distributed.folder import FolderFollower
 from ludic.run.config.run_config import RunConfig
-from ludic.run.generation import pipeline_algorithm
 from ludic.run.given import EnvFactory
 from ludic.run.model import (
     load_policy,
@@ -34,10 +33,10 @@ from ludic.run.resolve import ResolvedRun
 from ludic.tasks import cancel_all
 from ludic.training.learner.stop import StopRequests
 from ludic.types import ChatClient, PolicyGone, derive_seed, shown_url
+from ludic_pipeline.generation import connect_to_servers, pipeline_algorithm
 from ludic_pipeline.queue.actor import ActorReport, run_pipeline_actor
 from ludic_pipeline.queue.connection import RedisGone, require_redis
-from ludic_pipeline.settings import redis_url, required_servers
-from ludic_vllm.generation import connect_to_servers
+from ludic_pipeline.settings import pipeline_of, queue_key_of, redis_url, required_servers
 
 _ACTOR_SEEDS = 201
 _SAY_EVERY_S = 30.0
@@ -59,13 +58,13 @@ def run_actor(config: RunConfig, env: EnvFactory, *, index: int) -> int:
     """Run episodes until stopped; returns the exit code."""
     run = resolve_run(with_pinned_checkpoints(config), env)
     require_redis("ludic actor")
-    url = redis_url(run.config.pipeline)
+    url = redis_url(pipeline_of(run.config))
     pipeline_algorithm(run)
-    _say(f"Actor {index} of {run.folder}, for the queue {run.queue_key} at {shown_url(url)}.")
+    _say(f"Actor {index} of {run.folder}, for the queue {queue_key_of(run)} at {shown_url(url)}.")
     use_threads(run.config.model)
     try:
         with contextlib.ExitStack() as stack:
-            make = _on_servers if run.config.samples_on_vllm else _with_an_engine
+            make = _on_servers if pipeline_of(run.config).actor_engine == "vllm" else _with_an_engine
             report, code = asyncio.run(_until_stopped(run, make(run, stack), index))
     except (PolicyGone, RedisGone, TooManyFailures) as error:  # the last one: a server may have been away for too long
         print(f"ludic: {harmless(str(error))}", file=sys.stderr)
@@ -155,15 +154,15 @@ async def _run_episodes(run: ResolvedRun, policy: ActorPolicy, index: int, stop:
     return await run_pipeline_actor(
         policy.setup.engine(jsonl_path=jsonl_path, seed=seed),
         train_requests(run, policy.setup, seed),
-        redis_url=redis_url(run.config.pipeline),
-        queue_key=run.queue_key,
+        redis_url=redis_url(pipeline_of(run.config)),
+        queue_key=queue_key_of(run),
         max_steps=run.max_steps,
         num_updates=run.steps,
         concurrency=rollouts.concurrency or policy.setup.concurrency,
         client=policy.client,
         algorithm=pipeline_algorithm(run),
         strategy=request_strategy(run, seed),
-        max_waiting=run.max_waiting,
+        max_waiting=pipeline_of(run.config).max_waiting or 1024,
         max_failed_share=rollouts.max_failed_share,
         name=f"actor-{index}",
         follow=policy.follow,

@@ -19,7 +19,6 @@ from ludic.http.address import free_port
 from ludic.run.config.run_config import RunConfig
 from ludic.run.dry_run import plan_lines
 from ludic.run.folder import ResumePoint, how_to_resume, prepare_folder, resume_point
-from ludic.run.generation import clear_queue, pipeline_algorithm
 from ludic.run.given import EnvFactory
 from ludic.run.model import with_pinned_checkpoints
 from ludic.run.names import LOGS, REDIS, WEIGHTS
@@ -29,10 +28,11 @@ from ludic.run.settings import to_toml
 from ludic.types import ConfigError
 from ludic.util.files import parse_json
 from ludic.util.restarts import RestartLimit
+from ludic_pipeline.generation import clear_queue, pipeline_algorithm
 from ludic_pipeline.launch.command import LaunchArgs
 from ludic_pipeline.launch.processes import LocalProcesses, RayProcesses
 from ludic_pipeline.launch.supervisor import MergedOutput, Role, Supervisor, WhenDone
-from ludic_pipeline.settings import REDIS_VARIABLE, SERVER_VARIABLE, given_redis, given_servers
+from ludic_pipeline.settings import REDIS_VARIABLE, SERVER_VARIABLE, given_redis, given_servers, pipeline_of
 
 _MISTAKE = frozenset({2})
 """Exit code of `ludic` commands for a user's mistake."""
@@ -66,7 +66,7 @@ def run_launch(args: LaunchArgs, config: RunConfig, env: EnvFactory) -> int:
         roles = make_roles(run, socket=socket, resources=asked, **gpus)
         names, logs = [role.name for role in roles], run.folder / LOGS
         print(f"{run.folder}: {', '.join(names)}; what each says is also in {logs}. Ctrl-C stops all.")
-        show, limit = MergedOutput(["launch", *names]), RestartLimit(max_restarts=config.pipeline.max_restarts)
+        show, limit = MergedOutput(["launch", *names]), RestartLimit(max_restarts=pipeline_of(config).max_restarts)
         processes: LocalProcesses | RayProcesses
         processes = RayProcesses(logs, args.ray_address) if args.ray else LocalProcesses(logs)
         with contextlib.closing(processes):
@@ -78,12 +78,12 @@ def run_launch(args: LaunchArgs, config: RunConfig, env: EnvFactory) -> int:
 
 def _check_for_ray(config: RunConfig) -> None:
     """A cluster needs a Redis and servers that all its machines reach."""
-    if given_redis(config.pipeline) is None:
+    if given_redis(pipeline_of(config)) is None:
         raise ConfigError(
             "--ray needs a Redis that every machine of the cluster reaches: give --redis redis://HOST:6379/0, or set "
             f"${REDIS_VARIABLE} (that, and not the flag, where there is a password)."
         )
-    if config.samples_on_vllm and not given_servers(config.rollouts.server):
+    if pipeline_of(config).actor_engine == "vllm" and not given_servers(config.rollouts.server):
         raise ConfigError("--ray with actor_engine = 'vllm' needs --server URL…, which every machine reaches.")
 
 
@@ -112,7 +112,7 @@ def prepare(run: ResolvedRun, start: ResumePoint, *, resume: bool) -> None:
     if not resume:
         for left_over in (REDIS, WEIGHTS, LOGS):
             shutil.rmtree(run.folder / left_over, ignore_errors=True)
-    if given_redis(run.config.pipeline) is None:
+    if given_redis(pipeline_of(run.config)) is None:
         (run.folder / REDIS).mkdir(exist_ok=True)
     elif not resume:
         asyncio.run(clear_queue(run))
@@ -135,11 +135,11 @@ def make_roles(
     config, folder = run.config, str(run.folder)
     helpers: list[Role] = []
     environment = _threads(run)
-    if given_redis(config.pipeline) is None:
+    if given_redis(pipeline_of(config)) is None:
         socket = socket or own_socket(run.folder)
         helpers.append(redis_role(run.folder, socket))
         environment[REDIS_VARIABLE] = f"unix://{socket}"
-    if config.samples_on_vllm and not given_servers(config.rollouts.server):
+    if pipeline_of(config).actor_engine == "vllm" and not given_servers(config.rollouts.server):
         port = free_port()
         environment[SERVER_VARIABLE] = f"http://127.0.0.1:{port}"
         helpers.append(
@@ -165,7 +165,7 @@ def make_roles(
             resources=asked.get("actor", {}),
             **shared,
         )
-        for index in range(config.pipeline.actors)
+        for index in range(pipeline_of(config).actors)
     ]
     learner = Role(
         name="learner",
@@ -215,5 +215,5 @@ def _threads(run: ResolvedRun) -> dict[str, str]:
     """Divide the cores among the processes, which would otherwise compete for all of them."""
     if "OMP_NUM_THREADS" in os.environ or run.config.model.threads is not None:
         return {}
-    share = (os.cpu_count() or 1) // (run.config.pipeline.actors + 1)
+    share = (os.cpu_count() or 1) // (pipeline_of(run.config).actors + 1)
     return {"OMP_NUM_THREADS": str(max(1, share))}

@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ludic.types import ConfigError, LudicError, MissingExtra, shown_url
-from ludic.types.errors import retry_wait_s
+from ludic.types import ConfigError, MissingExtra, shown_url
+from ludic.types.errors import TryAgain, retry_wait_s
 
 if TYPE_CHECKING:
     import redis
@@ -39,7 +39,7 @@ has no memory left."""
 _LOGIN = frozenset({"NOPERM", "NOAUTH", "WRONGPASS"})
 
 
-class RedisGone(LudicError, ConnectionError):
+class RedisGone(TryAgain, ConnectionError):
     """Redis was unreachable for longer than `patience_s`."""
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from ludic.types import ConfigError, LudicError
+from ludic.types.errors import TryAgain
 from ludic_pipeline.queue.connection import RedisAddress, away
 from ludic_pipeline.queue.scripts import LEASE_LOST, Keys
 
@@ -22,7 +23,7 @@ CallScript: TypeAlias = Callable[[str, Sequence[Any]], Any]
 """Runs a script with these arguments, without retries."""
 
 
-class LeaseLost(LudicError, RuntimeError):
+class LeaseLost(TryAgain, RuntimeError):
     """Another learner has taken over this learner's name and groups."""
 
 

@@ -9,7 +9,6 @@ and corrections work as on any stale sample. It drops samples that are more than
 when it is full.
 """
 
-import base64
 import math
 import random
 from collections import deque
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from ludic.batch_gen.sources.stored_items import item_as_text, item_of_text
 from ludic.types import (
     AccountsForItems,
     BatchSource,
@@ -45,17 +45,12 @@ class StoredItem:
 
     @classmethod
     def read(cls, text: str) -> "StoredItem":
-        from ludic_pipeline.queue.wire import decode_group  # only saved samples need the extra 'pipeline'
-
-        (item,) = decode_group(base64.b64decode(text))
-        return cls(item, text)
+        return cls(item_of_text(text), text)
 
     @property
     def text(self) -> str:
         if self._text is None:
-            from ludic_pipeline.queue.wire import encode_group
-
-            self._text = base64.b64encode(encode_group([self.item])).decode("ascii")
+            self._text = item_as_text(self.item)
         return self._text
 
 

@@ -7,8 +7,9 @@ from typing import Literal, TypeAlias
 from ludic.batch_gen.episodes import DEFAULT_ENV_TIMEOUT_S
 from ludic.catalog import CutOff, Unreadable
 from ludic.run.config.entries import Arguments, at_least
+from ludic.run.features.plugged import plugged
+from ludic.run.settings import may_change
 from ludic.types import ConfigError
-from ludic_sandbox.backends import check_backend
 
 AgentSandbox: TypeAlias = Literal["bubblewrap", "none"]
 
@@ -27,17 +28,17 @@ class EnvSettings:
     With sft the answers of its rows are learned, and no TARGET is needed (docs/algorithms/sft.md)."""
     max_steps: int | None = None
     """Turns after which an episode is cut off. Default: what suits the env, else 32."""
-    episode_timeout: float = 3600.0
+    episode_timeout: float = may_change(3600.0)
     """Seconds after which an episode counts as failed; 0 is no limit."""
-    env_timeout: float = DEFAULT_ENV_TIMEOUT_S
+    env_timeout: float = may_change(DEFAULT_ENV_TIMEOUT_S)
     """Seconds for one reset or step of the env, after which its episode counts as failed; 0 is no limit."""
-    env_workers: int = 0
+    env_workers: int = may_change(0)
     """Processes that hold the envs; 0: they are in this process (docs/env-workers.md)."""
-    env_memory_mb: int | None = None
+    env_memory_mb: int | None = may_change(None)
     """With --env-workers: what the envs of one process may allocate together. Default: no limit."""
-    env_server: str | None = None
+    env_server: str | None = may_change(None)
     """host:port of a `ludic env-server`, which holds the envs on another machine; its token is in $LUDIC_ENV_TOKEN."""
-    sandbox: str | None = None
+    sandbox: str | None = may_change(None)
     """Where the programs of code envs and of the python tool run: bubblewrap, docker, podman …, or http://HOST:PORT of a `ludic
     sandbox-server`. Default: $LUDIC_SANDBOX, else the first back end that works here."""
 
@@ -52,7 +53,7 @@ class EnvSettings:
         if self.env_memory_mb is not None and not self.env_workers:
             raise ConfigError(f"env_memory_mb = {self.env_memory_mb} limits env workers; give --env-workers N, too.")
         if self.sandbox is not None:
-            check_backend(self.sandbox)
+            plugged("sandbox", f"sandbox = {self.sandbox!r}").check_backend(self.sandbox)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,7 @@ class AgentSettings:
     """Where --agent-command runs: in a sandbox without a network, or as a plain process with your rights."""
     agent_bind: tuple[Path, ...] = ()
     """Folder that a sandboxed command may read, beside the current one and this Python; may be repeated."""
-    agent_memory: int | None = None
+    agent_memory: int | None = may_change(None)
     """MB of memory of a sandboxed command and its children together. Default: 8192 where memory cgroups can be made (as root), else
     64 GB of address space for each process."""
     agent_max_calls: int | None = None

@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias
 
 from ludic.models import TINY
 from ludic.run.config.entries import at_least
+from ludic.run.settings import may_change
 from ludic.types import ConfigError
 
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
@@ -39,9 +40,9 @@ class ModelSettings:
     """Checkpoint of another run, or its run folder, to take the weights of (and nothing else)."""
     dtype: Dtype = "auto"
     """Number format of the weights; auto is what the hardware is fast at."""
-    device: str | None = None
+    device: str | None = may_change(None)
     """cpu, cuda, cuda:1. Default: the GPU if there is one."""
-    threads: int | None = None
+    threads: int | None = may_change(None)
     """CPU threads of PyTorch. Default: 1 for the tiny model, else PyTorch's own choice."""
 
     def __post_init__(self) -> None:

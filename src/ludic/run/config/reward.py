@@ -2,12 +2,16 @@
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from ludic.run.config.entries import Arguments, at_least
 from ludic.run.config.model import is_served
+from ludic.run.settings import may_change
 from ludic.types import ConfigError
 from ludic.util.urls import PUT_LOGIN, refuse_login
-from ludic_judges import JudgeBy
+
+JudgeBy: TypeAlias = Literal["reply", "ranking", "pairs"]
+"""What a judge sees: one reply, the replies of a group to rank, or pairs of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +36,15 @@ class RewardSettings:
     """Key in the info of an env's last step of a right answer that the judge may see, such as target_answer."""
     judge_model: str | None = None
     """For a judge behind a URL: what the endpoint calls its model. Default: the only one that it lists."""
-    judge_key_env: str | None = None
+    judge_key_env: str | None = may_change(None)
     """For a judge behind a URL: environment variable that holds its key."""
     judge_tokens: int = 512
     """Tokens of a verdict."""
-    judge_concurrency: int = 64
+    judge_concurrency: int = may_change(64)
     """Calls of the judge at a time."""
-    judge_cache: Path | None = None
+    judge_cache: Path | None = may_change(None)
     """JSONL file of verdicts, which several runs may share. Default: they are kept in memory."""
-    judge_device: str | None = None
+    judge_device: str | None = may_change(None)
     """Of a judge in this process. Default: the GPU if there is one."""
 
     def __post_init__(self) -> None:

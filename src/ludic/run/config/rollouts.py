@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from ludic.run.config.entries import Arguments, at_least
+from ludic.run.settings import may_change
 from ludic.types import ConfigError
 from ludic.util.urls import PUT_LOGIN, refuse_login
 
-DEFAULT_MAX_LAG = 4
 Engine: TypeAlias = Literal["local", "vllm", "pipeline"]
 Push: TypeAlias = Literal["merged", "adapter"]
 Transport: TypeAlias = Literal["auto", "shared_memory", "cuda_ipc", "file", "gloo", "nccl"]
@@ -35,7 +35,7 @@ class RolloutSettings:
     """What chooses the next tasks (`ludic parts curriculum`), or file.py:Class. Default: the data in random order, or new seeds."""
     curriculum_set: Arguments = field(default_factory=dict)
     """Argument of the curriculum."""
-    concurrency: int | None = None
+    concurrency: int | None = may_change(None)
     """Episodes at a time. It changes the speed, not the episodes. Default: as many as the engine computes together (512 on a GPU,
     64 on a CPU), of which those wait that its free memory has no room for; with servers 64."""
     max_lag: int | None = None
@@ -44,32 +44,32 @@ class RolloutSettings:
     engine: Engine = "local"
     """What generates: local is the engine inside this process; vllm a server, or several; pipeline separate actor
     processes (`ludic actor`, or `ludic launch` for all)."""
-    server: tuple[str, ...] = ()
+    server: tuple[str, ...] = may_change(())
     """For vllm, also as actor_engine: servers that are running (`ludic serve --engine vllm`). Default: one is started for the
     run, in a pipeline by `ludic launch`."""
-    control_token: Path | None = None
+    control_token: Path | None = may_change(None)
     """For vllm: the file with the servers' control token, or the run folder it is in. Default: $LUDIC_CONTROL_TOKEN."""
-    server_memory: float = 0.4
+    server_memory: float = may_change(0.4)
     """For vllm: the share of the GPU's memory that a server started for the run may take; the trainer has the rest."""
-    server_sleep: bool = False
+    server_sleep: bool = may_change(False)
     """For vllm: a server started for the run frees the GPU's memory while the trainer computes, so that server_memory may be most
     of it (docs/serving.md). Not with max_lag."""
     server_quantization: Literal["fp8"] | None = None
     """For vllm: a server started for the run rounds its weights to 8 bits when they arrive; watch logp_difference_abs
     (docs/memory.md)."""
-    server_hung_after: float = 60.0
+    server_hung_after: float = may_change(60.0)
     """For vllm: a server started for the run that leaves /health unanswered for so many seconds is restarted."""
     push: Push = "merged"
     """For vllm and LoRA: send all weights with the adapter merged into them, or the adapter alone."""
-    transport: Transport = "auto"
+    transport: Transport = may_change("auto")
     """For vllm: how all weights reach the servers (docs/weights.md). auto: shared memory on this machine, else gloo; cuda_ipc: a
     server on the trainer's GPU."""
-    save_rollouts: bool = True
+    save_rollouts: bool = may_change(True)
     """Write every episode to the run folder."""
-    save_tokens: str = "all"
+    save_tokens: str = may_change("all")
     """Write to the run folder what the trainer computes of every token (advantage, log-prob, entropy), for `ludic view`: all,
     every=N (each N-th update), or off."""
-    max_failed_share: float = 0.5
+    max_failed_share: float = may_change(0.5)
     """The run stops when a larger share of an update's episodes raised an error, each tried twice; 1 never stops it."""
 
     def __post_init__(self) -> None:
@@ -81,8 +81,6 @@ class RolloutSettings:
             raise ConfigError(
                 f"close_batch_at = {self.close_batch_at}; it is a share of the episodes, above 0 and at most 1, such as 0.9."
             )
-        if self.close_batch_at < 1 and self.dynamic_sampling:
-            raise ConfigError("dynamic_sampling waits for whole rounds of episodes, so close_batch_at = 1 beside it.")
         if not 0 < self.server_hung_after < math.inf:
             raise ConfigError(f"server_hung_after = {self.server_hung_after}; give seconds, such as 60.")
         if not 0 < self.server_memory <= 1:

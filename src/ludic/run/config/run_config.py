@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ludic.run.config.entries import EnvEntry, LeagueSettings, RecordedEntry, ReplaySettings, check_name
 from ludic.run.config.env_and_agent import AgentSettings, EnvSettings
@@ -11,13 +11,13 @@ from ludic.run.config.model import ModelSettings, is_served
 from ludic.run.config.reward import RewardSettings
 from ludic.run.config.rollouts import RolloutSettings
 from ludic.run.config.training import AlgoSettings, EvalSettings, TrainSettings
+from ludic.run.features.plugged import added_sections
 from ludic.run.names import CHECKPOINTS
 from ludic.run.policies.entry import PolicyEntry, check_policies
-from ludic.run.settings import Retired
+from ludic.run.settings import MayChange, Retired, Sections, may_change
 from ludic.training.config import CheckpointConfig, LRSchedule, TrainerConfig
 from ludic.types import ConfigError, SamplingParams
 from ludic.util.urls import PUT_LOGIN, refuse_login
-from ludic_pipeline.settings import PipelineSettings
 
 FILE_SECTIONS = frozenset({"league", "replay"})
 """Sections whose settings are no flags, like lists of tables: a file has them."""
@@ -29,16 +29,21 @@ _OPEN_END = 2**31
 class RunSettings:
     """What is kept and shown."""
 
-    name: str | None = None
+    name: str | None = may_change(None)
     """Name of the run folder. Default: env, model and algorithm."""
-    runs: Path = Path("runs")
+    runs: Path = may_change(Path("runs"))
     """Where run folders are."""
-    logger: tuple[str, ...] = ("rich",)
+    logger: tuple[str, ...] = may_change(("rich",))
     """What shows progress, one or several: rich, print, tensorboard, wandb, trackio, or file.py:Class, called with those of folder,
     name and config that are its parameters (docs/ludic-train.md); or none. metrics.jsonl is always written."""
 
     def __post_init__(self) -> None:
         check_name(self.name, r"[\w.+-]+(/[\w.+-]+)*")
+
+
+def _keys(part: str, names: str, kind: type[str] = str) -> dict[str, str]:
+    """Settings that are fields of `part` with the same names."""
+    return {name: kind(f"{part}.{name}") for name in names.split()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +64,8 @@ class RunConfig:
     train: TrainSettings = field(default_factory=TrainSettings)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     eval: EvalSettings = field(default_factory=EvalSettings)
-    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
+    plugins: Sections = field(default_factory=lambda: usual_sections())
+    """The sections of features that plug-ins add, such as [pipeline]."""
     run: RunSettings = field(default_factory=RunSettings)
     league: LeagueSettings = field(default_factory=LeagueSettings)
     replay: ReplaySettings = field(default_factory=ReplaySettings)
@@ -72,35 +78,26 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(CHECKPOINTS, every_n_steps=20))
 
     KEYS: ClassVar[Mapping[str, Mapping[str, str]]] = {
-        "rollouts": {name: f"sampling.{name}" for name in ("temperature", "top_p", "top_k", "min_p")},
+        "rollouts": _keys("sampling", "temperature top_p top_k min_p"),
         "train": {
             "lr": "trainer.learning_rate",  # the one of the two names that wins
             "schedule": "trainer.lr_schedule.kind",
             "warmup_steps": "trainer.lr_schedule.warmup_steps",
-            **{
-                name: f"trainer.{name}"
-                for name in (
-                    "critic_lr", "optimizer", "weight_decay", "max_grad_norm", "too_long",
-                    "share_prefixes", "gradient_checkpointing", "offload_activations", "context_parallel", "compile",
-                    "seed", "balance_experts", "replay_experts", "updates_per_batch", "mini_batches",
-                )
-            },
+            **_keys("trainer", "critic_lr optimizer weight_decay max_grad_norm too_long"),
+            **_keys("trainer", "share_prefixes gradient_checkpointing offload_activations context_parallel", MayChange),
+            **_keys("trainer", "compile", MayChange),
+            **_keys("trainer", "seed balance_experts replay_experts updates_per_batch mini_batches"),
         },
         "eval": {
-            "eval_every": "trainer.eval_every_n_steps",
-            **{
-                name: f"trainer.{name}"
-                for name in ("eval_at_start", "eval_in_background", "eval_concurrency", "eval_timeout_s")
-            },
+            "eval_every": MayChange("trainer.eval_every_n_steps"),
+            **_keys("trainer", "eval_at_start eval_in_background eval_concurrency eval_timeout_s", MayChange),
         },
         "run": {
-            "checkpoint_every": "checkpoint.every_n_steps",
-            "checkpoint_keep": "checkpoint.max_to_keep",
-            "save_optimizer": "checkpoint.save_optimizer",
-            "best_metric": "checkpoint.best_metric",
-            "best_mode": "checkpoint.best_mode",
+            "checkpoint_every": MayChange("checkpoint.every_n_steps"),
+            "checkpoint_keep": MayChange("checkpoint.max_to_keep"),
+            **_keys("checkpoint", "save_optimizer best_metric best_mode", MayChange),
         },
-    }  # fmt: skip
+    }
 
     RETIRED: ClassVar[Mapping[str, Retired]] = {
         "bitwise": Retired(
@@ -133,10 +130,6 @@ class RunConfig:
         for domain, teacher in self.teachers.items():
             if is_served(teacher):
                 refuse_login(f"[teachers] {domain}", teacher, PUT_LOGIN)
-        if self.teachers and self.algo.teacher is not None:
-            raise ConfigError(
-                f"teacher = {self.algo.teacher!r} teaches all samples, and [teachers] has one for each domain. Leave one out."
-            )
 
     @property
     def all_teachers(self) -> tuple[str, ...]:
@@ -157,24 +150,12 @@ class RunConfig:
     def is_evaluated(self) -> bool:
         return self.trainer.eval_at_start or bool(self.trainer.eval_every_n_steps)
 
-    @property
-    def is_pipeline(self) -> bool:
-        return self.rollouts.engine == "pipeline"
-
-    @property
-    def samples_on_vllm(self) -> bool:
-        """Whether vLLM samples: the weights are in another process, one copy of them."""
-        return self.rollouts.engine == "vllm" or (self.is_pipeline and self.pipeline.actor_engine == "vllm")
+    @staticmethod
+    def added_sections() -> dict[str, type[Any] | None]:
+        """The sections that `plugins` holds, and None for those of a plug-in that is not installed."""
+        return added_sections()
 
 
-MAY_CHANGE_ON_RESUME = frozenset(
-    {"steps", "logger", "name", "runs", "checkpoint_every", "checkpoint_keep", "save_optimizer", "best_metric", "best_mode",
-     "save_rollouts", "save_tokens", "max_failed_share", "concurrency", "threads", "device", "micro_token_budget", "share_prefixes",
-     "gradient_checkpointing", "offload_activations", "context_parallel", "compile", "eval_every",
-     "eval_at_start", "eval_in_background", "eval_episodes", "eval_pass_k", "eval_data", "eval_temperature",
-     "eval_concurrency", "eval_timeout_s", "redis", "episode_timeout", "env_timeout", "env_workers", "env_memory_mb",
-     "env_server", "sandbox", "agent_memory", "actors", "max_waiting", "acknowledge", "max_restarts", "server", "control_token",
-     "server_memory", "server_sleep", "server_hung_after", "judge_key_env", "judge_concurrency", "judge_cache", "judge_device",
-     "transport"}
-)  # fmt: skip
-"""Settings with which a run stays the same run."""
+def usual_sections() -> Sections:
+    """The sections of plug-ins with their defaults."""
+    return Sections({name: made() for name, made in added_sections().items() if made is not None})

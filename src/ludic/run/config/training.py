@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeAlias
 
 from ludic.run.config.entries import Arguments, at_least
 from ludic.run.config.model import is_served
+from ludic.run.settings import may_change
 from ludic.types import ConfigError
 from ludic.util.urls import PUT_LOGIN, refuse_login
 
@@ -77,7 +78,7 @@ class TrainSettings:
     max_seq_len: int | None = None
     """Tokens of a sample, prompt and replies; a run ends an episode that gets longer. Default: 1024; for an agent that is a
     function or a command, the model's context, of which 32,768 at most."""
-    micro_token_budget: int | None = None
+    micro_token_budget: int | None = may_change(None)
     """Tokens in one forward pass; the gradient does not depend on it. Default: 8192, or max_seq_len where that is more."""
 
     def __post_init__(self) -> None:
@@ -95,13 +96,13 @@ class TrainSettings:
 class EvalSettings:
     """Evaluation while training; none unless asked for."""
 
-    eval_episodes: int = 200
+    eval_episodes: int = may_change(200)
     """Tasks of one evaluation."""
-    eval_pass_k: int = 1
+    eval_pass_k: int = may_change(1)
     """Episodes of each task; above 1, pass@k is measured too."""
-    eval_data: Path | None = None
+    eval_data: Path | None = may_change(None)
     """JSONL file (or hub:…, or file.py:function) of held-out samples, for envs that ask questions."""
-    eval_temperature: float = 0.6
+    eval_temperature: float = may_change(0.6)
     """Of sampling while evaluating; 0 is greedy."""
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from ludic.eval import EvalReport, SnapshotEvaluator
 from ludic.inference import ChatTemplate
 from ludic.models.loading import LoadedModel
 from ludic.run.config.env_and_agent import AgentSettings
+from ludic.run.folder import ResumePoint
 from ludic.run.generation.teachers import check_teacher
 from ludic.run.model import ServedPolicy, make_template
 from ludic.run.parts.algorithm import make_algorithm
@@ -31,8 +32,8 @@ class Generation(ABC):
     teacher: LoadedModel | None = None
     """For losses that compare whole distributions."""
 
-    def __init__(self, run: ResolvedRun, loaded: LoadedModel) -> None:
-        self._run = run
+    def __init__(self, run: ResolvedRun, loaded: LoadedModel, start: ResumePoint) -> None:
+        self._run, self._start = run, start
         self._loaded = loaded
         self._closing = ExitStack()
 

@@ -8,22 +8,24 @@ from ludic.batch_gen import (
     AsyncRolloutBatchSource,
     PreferenceBatchSource,
     RolloutBatchSource,
-    TeacherAnnotatedBatchSource,
 )
-from ludic.inference import ByteTemplate, ChatTemplate, tokenizer_fingerprint
+from ludic.inference import ByteTemplate, ChatTemplate
 from ludic.inference.local import LocalEngine
 from ludic.models.loading import LoadedModel
 from ludic.run.checks import PREFERENCE_ALGORITHMS
+from ludic.run.features.base import Around
+from ludic.run.features.core import features_on
+from ludic.run.features.league import make_league, with_league
 from ludic.run.folder import ResumePoint, rollouts_file
 from ludic.run.generation.base import Generation
-from ludic.run.generation.teachers import load_teacher, make_teachers
+from ludic.run.generation.teachers import load_teacher
 from ludic.run.model import ServedPolicy, serve_locally
 from ludic.run.parts.algorithm import make_algorithm
 from ludic.run.parts.episodes import EpisodeSetup, check_protocol
 from ludic.run.parts.samples import first_env
 from ludic.run.protocols.agents import outside_agent
 from ludic.run.resolve import ResolvedRun
-from ludic.run.sources import make_league, make_source, with_league, with_recorded, with_replay
+from ludic.run.sources import make_source
 from ludic.types import BatchSource, ConfigError
 
 
@@ -31,7 +33,7 @@ class EmbeddedGeneration(Generation):
     """The engine in this process plays the episodes."""
 
     def __init__(self, run: ResolvedRun, loaded: LoadedModel, start: ResumePoint) -> None:
-        super().__init__(run, loaded)
+        super().__init__(run, loaded, start)
         self._served = self._serve()
         self._closing.callback(self._served.close)
         self._episodes = self._setup(self._served)
@@ -43,12 +45,14 @@ class EmbeddedGeneration(Generation):
             self._episodes = with_league(run, self._episodes, league, self._template(run.config.agent))
         template = self._template(run.config.agent) if self.algorithm.needs_message_spans else None
         played = make_source(run, self._episodes, self.algorithm, jsonl_path=path, league=league, spans_by=template)
-        source = with_replay(run, with_recorded(run, self._sampled(played), loaded.tokenizer))
+        source, around = (
+            self._sampled(played),
+            Around(tokenizer=loaded.tokenizer, algorithm=self.algorithm, closing=self._closing),
+        )
+        for feature in features_on(run.config, run.parts):
+            source = feature.wrap(run, source, around)
         if self.algorithm.loss.needs.teacher_kl is not None:
             self.teacher = load_teacher(run, run.config.all_teachers[0])
-        elif run.config.all_teachers:
-            teachers, fingerprint = make_teachers(run, self._closing), tokenizer_fingerprint(loaded.tokenizer)
-            source = TeacherAnnotatedBatchSource(source, teachers, tokenizer_fingerprint=fingerprint)
         source = source if run.parts.source is None else run.parts.source(source)
         versions = run.trainer.steps_per_batch
         self._played = played
@@ -93,29 +97,12 @@ class EmbeddedGeneration(Generation):
         return self._episodes.activity()
 
 
-class VLLMGeneration(EmbeddedGeneration):
-    """vLLM answers the agents; it gets the weights after every update."""
-
-    def _sampled(self, played: BatchSource) -> BatchSource:
-        if not self._run.config.rollouts.server_sleep:
-            return played
-        from ludic_vllm.generation import SleepAfterBatch, VLLMChatClient
-
-        assert isinstance(self._served.client, VLLMChatClient), "what serve_on_vllm makes"
-        return SleepAfterBatch(played, self._served.client)
-
-    def _serve(self) -> ServedPolicy:
-        from ludic_vllm.generation import serve_on_vllm
-
-        return serve_on_vllm(self._run, self._loaded)
-
-
 class PreferenceGeneration(Generation):
     """Comparisons or answers of a file (`--preferences`, or `--data` with sft); nothing is played while training. With an env, an
     engine in this process evaluates."""
 
     def __init__(self, run: ResolvedRun, loaded: LoadedModel, start: ResumePoint) -> None:
-        super().__init__(run, loaded)
+        super().__init__(run, loaded, start)
         self.algorithm, self.publisher = make_algorithm(run), None
         self.source = _preferences(run, self._template(run.config.agent))
         self._served: ServedPolicy | None = None

@@ -2,17 +2,16 @@
 
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
 from ludic.batch_gen import DomainTeachers, Teachers
-from ludic.inference import LocalTeacher, VLLMTeacher
+from ludic.inference import LocalTeacher
 from ludic.models.loading import LoadedModel
 from ludic.run.config.model import ModelSettings, is_served
-from ludic.run.model import load_policy, load_tokenizer, local_engine
+from ludic.run.features.plugged import plugged
+from ludic.run.model import load_policy, local_engine
 from ludic.run.resolve import ResolvedRun
 from ludic.training import RLAlgorithm
-from ludic.training.learner.stop import run_sync
-from ludic.types import ConfigError, TeacherScorer, UnknownName
+from ludic.types import ConfigError, TeacherScorer, shown_url
 
 
 def check_teacher(run: ResolvedRun, algorithm: RLAlgorithm) -> None:
@@ -82,31 +81,10 @@ def make_teachers(run: ResolvedRun, stack: ExitStack) -> TeacherScorer | Teacher
 
 def _teacher_scorer(run: ResolvedRun, teacher: str, stack: ExitStack) -> TeacherScorer:
     """Scores tokens with the teacher: an engine in this process, or a vLLM server; closed with the stack."""
+    if is_served(teacher):
+        made: TeacherScorer = plugged("vllm", f"teacher = {shown_url(teacher)!r}").served_teacher(run, teacher, stack)
+        return made
     longest = run.trainer.max_seq_len
-    if not is_served(teacher):
-        engine = local_engine(
-            load_teacher(run, teacher), max_length=longest, kv_tokens=longest
-        )  # scoring needs no cache
-        stack.callback(engine.close)
-        return LocalTeacher(engine)
-    from ludic_vllm.client import VLLMChatClient
-
-    client = VLLMChatClient(servers=[teacher])
-    stack.callback(lambda: run_sync(client.close()))
-    model = run_sync(client.control_get(client.servers[0], "/v1/models"))["data"][0]
-    place = (
-        run.config.algo.teacher_tokenizer or model.get("root") or model["id"]
-    )  # files that the server was started with
-    try:
-        tokenizer = load_tokenizer(ModelSettings(model=str(Path(place))))
-    except (ConfigError, UnknownName) as error:
-        raise ConfigError(
-            f"The teacher at {teacher} serves {model['id']!r} from {place!r}, whose tokenizer cannot be read here: "
-            f"{error} "
-            + (
-                "Start its server with one that can."
-                if run.config.teachers
-                else "Give --teacher-tokenizer, its folder or hub id."
-            )
-        ) from error
-    return VLLMTeacher(client, model["id"], tokenizer)
+    engine = local_engine(load_teacher(run, teacher), max_length=longest, kv_tokens=longest)  # scoring needs no cache
+    stack.callback(engine.close)
+    return LocalTeacher(engine)

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ludic import registry
 from ludic.batch_gen import RolloutEngine
@@ -19,20 +18,28 @@ from ludic.interaction import DelegatingProtocol, InteractionProtocol, Policies,
 from ludic.rewards import Rewards
 from ludic.run.config.env_and_agent import AgentSettings, EnvSettings
 from ludic.run.config.reward import RewardSettings
+from ludic.run.features.plugged import plugged
 from ludic.run.given import EnvFactory, Parts
 from ludic.run.parts.rewards import make_rewards
 from ludic.run.parts.samples import env_arguments, first_env, first_sample
 from ludic.run.protocols.factory import protocol_factory
 from ludic.run.resolve import ResolvedRun
-from ludic.training.learner.stop import run_sync
 from ludic.types import ChatClient, EnvSpec, InferenceSpec, ProtocolSpec, RolloutRequest
 from ludic.types.interfaces import BatchingClient
-from ludic_envs.workers import EnvPool
-from ludic_sandbox.backends import BACKEND_VARIABLE, require_server
 
 PROTOCOL = "play"
 _CONCURRENCY = 64
 """Episodes at a time with servers, where the settings do not say."""
+
+
+class EnvHolder(Protocol):
+    """What holds envs in other processes."""
+
+    async def make(self, **arguments: Any) -> Any:
+        """A new env there."""
+
+    def close(self) -> None:
+        """End the processes, or the connections to them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +65,7 @@ class EpisodeSetup:
     """Which policy plays which role, for requests that say it."""
     with_prompt: Callable[[str], Callable[[ChatClient], InteractionProtocol]] | None = None
     """From a system prompt to `make_protocol` with it, for requests that name one."""
-    pool: EnvPool | None = None
+    pool: EnvHolder | None = None
     """What holds the envs; None: this process."""
     closing: ExitStack = field(default_factory=ExitStack)
     """Ends what the episodes share, before the client is closed."""
@@ -152,8 +159,7 @@ def make_episode_setup(
     """`env` and `agent` are resolved. In an env with several players, each is a copy of the agent."""
     parts = parts or Parts()
     if env.sandbox is not None:
-        run_sync(require_server(env.sandbox))
-        os.environ[BACKEND_VARIABLE] = env.sandbox  # env workers, which are other processes, read it too
+        plugged("sandbox", f"sandbox = {env.sandbox!r}").use(env.sandbox)
     made = factory.make(env_arguments(env, first_sample(env, parts)))
     closing = ExitStack()
     make_protocol = protocol_factory(agent, made.agent_ids, template, model, parts, closing)
@@ -170,18 +176,12 @@ def make_episode_setup(
     )
 
 
-def make_pool(env: EnvSettings, factory: EnvFactory) -> EnvPool | None:
-    """For envs in other processes; None if the settings have none. Workers are started by the first episode."""
-    if env.env_server is not None:
-        return EnvPool(env.id, server=env.env_server)
-    if not env.env_workers:
+def make_pool(env: EnvSettings, factory: EnvFactory) -> EnvHolder | None:
+    """For envs in other processes; None if the settings have none."""
+    if env.env_server is None and not env.env_workers:
         return None
-    return EnvPool(
-        factory.id if factory.id in registry.envs else factory.factory,
-        workers=env.env_workers,
-        timeout_s=env.env_timeout or None,
-        memory_mb=env.env_memory_mb,
-    )
+    made: EnvHolder = plugged("env_workers", f"env_workers = {env.env_workers}").pool(env, factory)
+    return made
 
 
 def check_protocol(run: ResolvedRun, template: ChatTemplate | None = None) -> None:

@@ -1,61 +1,26 @@
 """What scores the episodes of a run beside the env: the named scorers, the judge, and the given ones."""
 
 import inspect
-import weakref
-from collections.abc import Hashable
-from dataclasses import fields
-from typing import Any
 
 from ludic import registry
 from ludic.rewards import RenamedScorer, Rewards, as_scorer
 from ludic.rewards.shaping import SoftOverlong
 from ludic.run.config.env_and_agent import AgentSettings
 from ludic.run.config.reward import RewardSettings
+from ludic.run.features.plugged import plugged
 from ludic.run.given import Parts
 from ludic.types import ConfigError, Scorer
-from ludic_judges import LazyJudge
 
 
 def make_rewards(settings: RewardSettings, agent: AgentSettings, parts: Parts | None = None) -> Rewards | None:
     """The scorers of the settings and the given ones, with their weights; None if nothing is scored or weighted."""
     scorers = [_scorer(settings, name, id, agent.max_tokens) for name, id in settings.named]
-    scorers += [_judge(settings)] if settings.judge is not None else []
+    if settings.judge is not None:
+        scorers.append(plugged("judge", f"judge = {settings.judge!r}").scorer(settings))
     scorers += [as_scorer(given) for given in (parts.scorers if parts is not None else ())]
     if not scorers and not settings.reward_weight:
         return None
     return Rewards(scorers, settings.reward_weight, max_concurrent=max(64, settings.judge_concurrency))
-
-
-_judges: weakref.WeakValueDictionary[Hashable, LazyJudge] = weakref.WeakValueDictionary()
-
-
-def _judge(settings: RewardSettings) -> LazyJudge:
-    """Those of several envs, and of evaluations, are the same object, so that its model is loaded once."""
-    key = tuple(getattr(settings, one.name) for one in fields(settings) if one.name.startswith("judge"))
-    made = _judges.get(key)
-    if made is None:
-        made = _judges[key] = _make_judge(settings)
-    return made
-
-
-def _make_judge(settings: RewardSettings) -> LazyJudge:
-    def load(model: str) -> Any:
-        from ludic.run.model import load_judge  # needs torch; a judge behind a URL does not
-
-        return load_judge(model, device=settings.judge_device)
-
-    return LazyJudge(
-        settings.judge or "",
-        load=load,
-        criteria=settings.judge_criteria,
-        by=settings.judge_by,
-        reference=settings.judge_reference,
-        model=settings.judge_model,
-        key_env=settings.judge_key_env,
-        max_tokens=settings.judge_tokens,
-        concurrency=settings.judge_concurrency,
-        cache=settings.judge_cache,
-    )
 
 
 def _scorer(settings: RewardSettings, name: str, id: str, max_tokens: int | None) -> Scorer:

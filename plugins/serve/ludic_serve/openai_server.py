@@ -117,14 +117,7 @@ async def serve(
     check_host(host, api_key, insecure)
     limits = limits or ServerLimits()
     app = make_app(engine, model_name=model_name, api_key=api_key, chat_template=chat_template, limits=limits)
-    server = AppServer(app, limits, has_token=bool(api_key))
-    url = await server.start(host, port)
-    try:
-        if on_ready is not None:
-            on_ready(url)
-        await asyncio.Event().wait()
-    finally:
-        await server.close(drain_s)
+    await AppServer(app, limits, has_token=bool(api_key)).serve(host, port, on_ready=on_ready, drain_s=drain_s)
 
 
 class _Server:

@@ -76,13 +76,12 @@ async def serve(
     """Serve until cancelled. Port 0 takes a free one; `on_ready` gets the address to open."""
     check_host(host, token, problem=WITHOUT_TOKEN)
     server = AppServer(make_app(runs, token=token), ServerLimits(), has_token=bool(token))
-    url = await server.start(host, port)
-    try:
+
+    def announce(url: str) -> None:
         if on_ready is not None:
             on_ready(f"{url}/{f'?token={token}' if token else ''}")
-        await asyncio.Event().wait()
-    finally:
-        await server.close()
+
+    await server.serve(host, port, on_ready=announce)
 
 
 class _Server:

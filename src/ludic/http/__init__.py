@@ -1,4 +1,6 @@
-"""Parts of an HTTP server: start, end, limits, errors, and of models: request bodies, OpenAI-shaped replies. Loads without torch.
+"""HTTP: the parts that all servers share, and the client of this package. Loads without torch.
 
-`inference.local.server` (`ludic serve`), `tinker.server`, `gateway`, `sandbox.remote` and `view` import it. Start with app.py.
+Servers are in plug-ins: `ludic serve`, the gateway, Tinker's protocol, sandboxes, the viewer. Start with app.py (start, guard,
+end). address.py checks where a server listens, tokens.py who may ask, limits.py how much; errors.py says why a request is refused,
+and stopping.py hears signals. client.py sends requests.
 """

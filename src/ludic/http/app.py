@@ -93,6 +93,19 @@ class AppServer:
             raise
         return url_of(host, self._listener)
 
+    async def serve(
+        self, host: str, port: int, *, on_ready: Callable[[str], None] | None = None, drain_s: float = 0.0
+    ) -> None:
+        """Serve until cancelled; then requests in progress may continue for `drain_s`, or until this is cancelled again. `on_ready`
+        gets the URL."""
+        url = await self.start(host, port)
+        try:
+            if on_ready is not None:
+                on_ready(url)
+            await asyncio.Event().wait()
+        finally:
+            await self.close(drain_s)
+
     async def drain(self, seconds: float) -> None:
         """Accept no more connections and requests, close idle connections, and wait until the requests in progress have ended, so
         long at most. Their connections are closed after the answer."""

@@ -132,16 +132,10 @@ async def serve(
     server = AppServer(make_app(service, keys, limits=limits, config=config), limits, has_token=bool(keys))
     sweeper = asyncio.create_task(_sweep(service))
     try:
-        url = await server.start(host, port)
-        if on_ready is not None:
-            on_ready(url)
-        await asyncio.Event().wait()
+        await server.serve(host, port, on_ready=on_ready, drain_s=drain_s)
     finally:
-        try:
-            await server.close(drain_s)
-        finally:
-            await cancel_all([sweeper])
-            await service.close()
+        await cancel_all([sweeper])
+        await service.close()
 
 
 async def _sweep(service: Service) -> None:

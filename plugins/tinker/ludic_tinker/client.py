@@ -78,18 +78,24 @@ def sdk() -> Any:
         raise MissingExtra("tinker", f"Tinker ({error})") from error
 
 
-@contextlib.contextmanager
-def connecting(config: TinkerConfig) -> "Iterator[tinker.ServiceClient]":
-    """A client of the service, whose session ends if the block fails. It begins with the first training or sampling client."""
+def connect(config: TinkerConfig) -> "tinker.ServiceClient":
+    """A client of the service. Its session begins with the first training or sampling client it creates."""
     with tinker_errors("make a client"):
         client: tinker.ServiceClient = sdk().ServiceClient(
             project_id=config.project_id, base_url=config.base_url, api_key=config.api_key
         )
+        return client
+
+
+@contextlib.contextmanager
+def opening(config: TinkerConfig) -> Iterator["tinker.ServiceClient"]:
+    """A client whose session ends if the block fails: the SDK would send its heartbeats for as long as the program runs."""
+    service = connect(config)
     try:
-        yield client
+        yield service
     except BaseException:
-        with contextlib.suppress(sdk().TinkerError):  # the first error counts
-            client.close("errored").result()
+        with contextlib.suppress(Exception):  # the first error says more
+            service.close("errored").result()
         raise
 
 
@@ -169,13 +175,12 @@ class TinkerChatClient:
         cls, config: TinkerConfig, *, model_path: str | None = None, tokenizer: Any = None
     ) -> "TinkerChatClient":
         """For sampling only: from saved sampler weights (tinker://…), or else from the base model. Blocks until it is ready."""
-        base_model = config.base_model if model_path is None else None
-        with connecting(config) as service:
+        with opening(config) as service:
             max_context = context_length(service, config)
             with tinker_errors(f"sample from {model_path or config.base_model}", config):
+                base_model = config.base_model if model_path is None else None
                 sampler = service.create_sampling_client(model_path=model_path, base_model=base_model).result()
-                tokenizer = tokenizer or sampler.get_tokenizer()
-        return cls(sampler, tokenizer, max_context=max_context, service=service)
+            return cls(sampler, tokenizer or sampler.get_tokenizer(), max_context=max_context, service=service)
 
     # --- completions ---
 

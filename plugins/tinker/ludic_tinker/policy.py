@@ -13,7 +13,7 @@ import torch
 
 from ludic.http.client import EndpointError
 from ludic.types import FloatArray, LogprobArray, TokenArray, float_array
-from ludic_tinker.client import TinkerChatClient, TinkerConfig, connecting, context_length, sdk, tinker_errors
+from ludic_tinker.client import TinkerChatClient, TinkerConfig, context_length, opening, sdk, tinker_errors
 
 CustomLoss: TypeAlias = Callable[[list[torch.Tensor]], torch.Tensor]
 """A function from the differentiable log-probs of each row's targets to a scalar."""
@@ -54,19 +54,23 @@ class TinkerPolicy:
         """Creates the training run and publishes its first weights as version 0. Without a `tokenizer`, the one that the service
         names is loaded from the hub."""
         self.config = config
-        with connecting(config) as self._service:
-            max_context = context_length(self._service, config)
-            with tinker_errors("create a training run", config):
-                self._run = self._service.create_lora_training_client(
-                    base_model=config.base_model,
-                    rank=config.lora_rank,
-                    seed=config.lora_seed,
-                    train_mlp=config.train_mlp,
-                    train_attn=config.train_attn,
-                    train_unembed=config.train_unembed,
-                ).result()
-                self.tokenizer = tokenizer if tokenizer is not None else self._run.get_tokenizer()
-            self.client = TinkerChatClient(self._new_sampler(), self.tokenizer, version=0, max_context=max_context)
+        with opening(config) as self._service:
+            self._begin(tokenizer)
+
+    def _begin(self, tokenizer: Any) -> None:
+        config = self.config
+        max_context = context_length(self._service, config)
+        with tinker_errors("create a training run", config):
+            self._run = self._service.create_lora_training_client(
+                base_model=config.base_model,
+                rank=config.lora_rank,
+                seed=config.lora_seed,
+                train_mlp=config.train_mlp,
+                train_attn=config.train_attn,
+                train_unembed=config.train_unembed,
+            ).result()
+            self.tokenizer = tokenizer if tokenizer is not None else self._run.get_tokenizer()
+        self.client = TinkerChatClient(self._new_sampler(), self.tokenizer, version=0, max_context=max_context)
 
     # --- training ---
 

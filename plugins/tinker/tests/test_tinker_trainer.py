@@ -273,12 +273,9 @@ def test_sampler_weights_can_be_kept_and_sampled_from(fake: FakeTinker):
     path = policy.save_for_sampling("final")
     kept = TinkerChatClient.connect(policy.config, model_path=path, tokenizer=policy.tokenizer)
     trained = asyncio.run(sampled(policy, [257, 120]))
-    own, policy.client = policy.client, kept
-    try:
-        assert asyncio.run(sampled(policy, [257, 120])) == trained
-    finally:
-        policy.client = own
-        kept.close()
+    policy.client = kept
+    assert asyncio.run(sampled(policy, [257, 120])) == trained
+    kept.close()
 
 
 async def test_a_signal_ends_the_run_with_what_was_learned_kept(fake: FakeTinker, tmp_path: Path):

@@ -234,7 +234,7 @@ class CheckpointPath:
         if not is_path:
             raise Refused(
                 400,
-                f"{text!r:.200} is not the path of a checkpoint, such as tinker://RUN/weights/NAME or …/sampler_weights/NAME.",
+                f"{text!r:.200} is no path of a checkpoint, such as tinker://RUN/weights/NAME or …/sampler_weights/NAME.",
             )
         return cls(run, _KIND_OF[folder], name)
 

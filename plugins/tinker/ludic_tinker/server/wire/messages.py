@@ -36,7 +36,7 @@ def read_pass(data: bytes) -> Any:
     try:
         request.ParseFromString(data)
     except DecodeError as error:
-        raise Refused(400, f"The body is not a ForwardBackwardRequest of Tinker's protobuf: {error}.") from error
+        raise Refused(400, f"The body is no ForwardBackwardRequest of Tinker's protobuf: {error}.") from error
     if not request.model_id or request.seq_id < 1:
         raise Refused(400, "A ForwardBackwardRequest needs a model_id, and a seq_id from 1.")
     return request

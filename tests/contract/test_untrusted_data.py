@@ -79,10 +79,6 @@ ALLOWED = {
     ("plugins/sandbox/ludic_sandbox/code_exec/inside/check_program.py", "exec"): SANDBOX,
     ("plugins/vllm/ludic_vllm/wire.py", "np.load"): ARRAYS,
     ("plugins/vllm/ludic_vllm/wire.py", "allow_pickle"): ARRAYS,
-    ("plugins/view/ludic_view/files.py", "np.load"): ARRAYS,
-    ("plugins/view/ludic_view/files.py", "allow_pickle"): ARRAYS,
-    ("plugins/view/ludic_view/tokens.py", "np.load"): ARRAYS,
-    ("plugins/view/ludic_view/tokens.py", "allow_pickle"): ARRAYS,
     ("src/ludic/registry.py", "exec_module"): "imports the file that a user names as their env: env.py:Class",
     (
         "plugins/sandbox/ludic_sandbox/runner_process.py",

@@ -12,7 +12,7 @@ from ludic.types.errors import MissingPlugin
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Makes a package with entry points, in a folder of its own at the front of the path."""
+    """Makes a package with entry points, in a folder at the front of the path."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
 

@@ -1,6 +1,6 @@
 """Secrets between a server and its clients: tokens in files of mode 600, and bearer keys of requests. Loads without aiohttp.
 
-Whoever holds the control token of a server may replace its weights or open its sessions, so the token belongs to the user who
+A holder of the control token of a server may replace its weights or open its sessions, so the token belongs to the user who
 started it. Servers started on the same folder share it.
 """
 
@@ -78,6 +78,6 @@ def bearer_of(headers: Mapping[str, str]) -> str:
 
 
 def require_secret(given: str, wanted: str | None, refusal: RequestRefused) -> None:
-    """Raise the refusal unless the client sent this secret; None is a secret that nobody has."""
+    """Raise the refusal unless the client sent this secret; None refuses every client."""
     if wanted is None or not is_same_secret(given, wanted):
         raise refusal

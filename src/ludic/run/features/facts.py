@@ -1,4 +1,4 @@
-"""Settings and objects that exclude others, or need them, without code of their own here."""
+"""Settings and objects that exclude or need others; the code that acts on them is elsewhere."""
 
 from ludic.run.config.run_config import RunConfig
 from ludic.run.features.base import Fact, because

@@ -25,6 +25,8 @@ PACKAGES = {folder.relative_to(ROOT).as_posix() for folder in ROOT.glob("plugins
 @pytest.mark.parametrize(("group", "name", "target"), POINTS)
 def test_an_entry_point_names_an_object(group, name, target):
     module, _, attribute = target.partition(":")
+    if name == "head_kernels":
+        pytest.importorskip("triton")
     assert getattr(importlib.import_module(module), attribute) is not None
 
 

@@ -122,7 +122,7 @@ def _why_not_again(run: ResolvedRun, changed: list[Difference]) -> str:
 def how_to_resume(run: ResolvedRun) -> str:
     """The command line to type, or the call to make."""
     if run.parts.reward is not None:
-        return "the same call of ludic_serve.gateway.train with resume=True"
+        return "the same call of ludic.gateway.train with resume=True"
     if run.parts.command:
         return f"{run.parts.command} --resume"
     return f"ludic {'launch' if run.config.is_pipeline else 'train'} {run.folder} --resume"

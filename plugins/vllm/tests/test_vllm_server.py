@@ -149,7 +149,12 @@ def test_the_model_runner_of_gpus_forces_the_same(vllm_model_dir):
     skip_without_vllm()
     done = subprocess.run(
         [warm_vllm.python(), Path(__file__).with_name("max_think_in_vllm.py"), vllm_model_dir],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'plugins/vllm'}",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        },
         capture_output=True,
         text=True,
     )

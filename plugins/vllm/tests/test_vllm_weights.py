@@ -213,7 +213,7 @@ def test_what_a_models_loader_copies_past_the_reload_is_loaded_and_what_gets_not
     skip_without_vllm()
     done = subprocess.run(
         [warm_vllm.python(), "-c", _COPIED],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'plugins/vllm'}"},
         capture_output=True,
         text=True,
     )

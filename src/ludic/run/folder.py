@@ -121,7 +121,7 @@ def _why_not_again(run: ResolvedRun, changed: list[Difference]) -> str:
 def how_to_resume(run: ResolvedRun) -> str:
     """The command line to type, or the call to make."""
     if run.parts.reward is not None:
-        return "the same call of ludic_serve.gateway.train with resume=True"
+        return "the same call of ludic.gateway.train with resume=True"
     if run.parts.command:
         return f"{run.parts.command} --resume"
     return f"ludic {engine_of(run.config).command} {run.folder} --resume"

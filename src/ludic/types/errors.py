@@ -14,21 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ludic.util.errors import ConfigError as ConfigError
+from ludic.util.errors import LudicError as LudicError
+
 
 def encodable(text: str) -> str:
     """The text with lone surrogates replaced: tokenizers and files refuse them, and they must not fail an episode."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
-
-
-class LudicError(Exception):
-    """Base of every error that Ludic raises on purpose."""
-
-    def __str__(self) -> str:  # KeyError would print the repr of the message
-        return Exception.__str__(self)
-
-
-class ConfigError(LudicError, ValueError):
-    """A setting that cannot work."""
 
 
 class RunComplete(ConfigError):

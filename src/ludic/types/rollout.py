@@ -124,7 +124,7 @@ class Rollout:
 
     @property
     def call_counts(self) -> Mapping[str, int]:
-        """How the model calls of a gateway session continued each other (`ludic_serve.gateway.session`); empty for others."""
+        """How the model calls of a gateway session continued each other; empty for others."""
         given = self.meta.get("gateway")
         return given if isinstance(given, Mapping) else {}
 

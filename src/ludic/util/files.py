@@ -21,7 +21,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import IO, Any, ClassVar, Self
 
-from ludic.types.errors import LudicError
+from ludic.util.errors import LudicError
 
 logger = logging.getLogger(__name__)
 

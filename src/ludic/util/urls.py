@@ -13,7 +13,7 @@ import re
 import socket
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from ludic.types.errors import ConfigError
+from ludic.util.errors import ConfigError
 
 LOGINS_VARIABLE = "LUDIC_HTTP_LOGINS"
 """URLs of HTTP servers with their logins, separated by spaces: http://user:password@host:8000 …"""

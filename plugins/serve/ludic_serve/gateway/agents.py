@@ -41,7 +41,7 @@ class AgentCall:
     """What an agent gets for one episode."""
 
     task: Any
-    """The env's first observation; for tasks of `ludic_serve.gateway.train`, the task itself."""
+    """The env's first observation; for tasks of `ludic.gateway.train`, the task itself."""
     base_url: str
     """For OpenAI clients, …/v1; Anthropic's add that themselves."""
     api_key: str

@@ -49,7 +49,7 @@ RewardFunction: TypeAlias = Callable[[Any, str, Session], Rewards | Awaitable[Re
 
 
 class TaskEnv(SingleAgentEnv):
-    """One task, one answer; the reward comes from the function of `ludic_serve.gateway.train`. The agent gets the task as it is."""
+    """One task, one answer; the reward comes from the function of `ludic.gateway.train`. The agent gets the task as it is."""
 
     blocking = False
 
@@ -141,7 +141,7 @@ class GatewayProtocol(InteractionProtocol):
         }
         opening = opening_for(env, agent_id, await self._call_env(env, "reset", env.async_reset(seed=env_seed)))
         if isinstance(env, TaskEnv) and self._reward is None:
-            raise ConfigError("TaskEnv grades nothing: give reward=, as ludic_serve.gateway.train takes it.")
+            raise ConfigError("TaskEnv grades nothing: give reward=, as ludic.gateway.train takes it.")
         if opening is None:
             raise EnvContractError(f"{type(env).__name__}.reset gave {agent_id!r} no observation, so there is no task.")
         task = env.task if isinstance(env, TaskEnv) else opening[0]

@@ -1,7 +1,7 @@
 """`train` and `evaluate`: an existing agent, its tasks and a reward function, in one call.
 
     async def agent(task, *, base_url, api_key, model): ...
-    ludic_serve.gateway.train(agent=agent, tasks="questions.jsonl", reward=score, model="smollm2-135m", algo="grpo")
+    ludic.gateway.train(agent=agent, tasks="questions.jsonl", reward=score, model="smollm2-135m", algo="grpo")
 
 Thin over `ludic.run.build`, whose settings they take. `ludic_serve.gateway` loads it when
 one of the two is used.

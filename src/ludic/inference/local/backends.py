@@ -35,8 +35,9 @@ def choose_backend(
         records_experts=records_experts,
         has_adapters=has_adapters,
     )
-    kinds, reasons = _installed()
-    for kind in [*kinds, PagedBackend]:
+    installed, reasons = _installed()
+    kinds: list[type[Backend]] = [*installed, PagedBackend]
+    for kind in kinds:
         if not kind.is_for(model):
             continue
         backend = kind()

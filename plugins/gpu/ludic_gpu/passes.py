@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ludic.models.forward import is_of_family
 from ludic.models.head import EntropyMode, chosen_logps, hidden_states, is_decoder, plain_model
 from ludic.models.kinds import is_vision_model, recurrent_layers
+from ludic.models.llama.modules import is_of_family
 from ludic.models.passes.base import Outputs, PassNeeds, TokenBatch
 from ludic.models.passes.modules import ModulesPass, PackedPass
 from ludic_gpu.context_parallel import require_same_in_slices

@@ -7,10 +7,11 @@ formulae; docs/scaling.md says how far they were checked.
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from ludic.models.llama.shape import MEMBERS, SIZES, LlamaShape
 from ludic.types import ConfigError
 from ludic.util.files import parse_json
 
@@ -24,80 +25,12 @@ OFFLOAD_AHEAD = GIB
 """Offloaded activations that are on the GPU all the same, on their way; the same number as in ludic_gpu.memory.offload."""
 SERVER_WORKSPACE = 2 * GIB
 """Kernels, graphs and activations of a server, beside weights and cache. Assumed."""
-_FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 
 
 # --- shapes ---
 
 
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """A dense decoder of the Llama family (Llama, Mistral, Qwen 2 and 3)."""
-
-    name: str
-    width: int
-    """Of the hidden state."""
-    mlp_width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    is_tied: bool = False
-    """One matrix is embedding and head."""
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    head_norms: bool = False
-    """Queries and keys are normed head by head (Qwen 3)."""
-
-    def __post_init__(self) -> None:
-        numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.type is int}
-        wrong = [f"{name}={value!r}" for name, value in numbers.items() if not isinstance(value, int) or value < 1]
-        if wrong:
-            raise ConfigError(f"The shape {self.name} has {', '.join(wrong)}; all of them are whole numbers above 0.")
-
-    @property
-    def q_width(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def kv_width(self) -> int:
-        return self.kv_heads * self.head_dim
-
-    @property
-    def block_params(self) -> int:
-        """Of one decoder block."""
-        attention = self.width * (2 * self.q_width + 2 * self.kv_width)
-        biases = self.qkv_bias * (self.q_width + 2 * self.kv_width) + self.out_bias * self.width
-        biases += self.mlp_bias * (2 * self.mlp_width + self.width)
-        norms = 2 * self.width + self.head_norms * 2 * self.head_dim
-        return attention + 3 * self.width * self.mlp_width + biases + norms
-
-    @property
-    def root_params(self) -> int:
-        """Everything else: embedding, last norm, head."""
-        return self.vocab * self.width * (1 if self.is_tied else 2) + self.width
-
-    @property
-    def params(self) -> int:
-        return self.layers * self.block_params + self.root_params
-
-    @property
-    def cache_per_token(self) -> int:
-        """Bytes of one token's keys and values in all layers, in bf16."""
-        return 2 * self.layers * self.kv_width * 2
-
-    @property
-    def joined_bytes(self) -> int:
-        """Bytes of the embedded engine's joined copies (queries, keys and values; gate and up), in bf16."""
-        return 2 * self.layers * self.width * (self.q_width + 2 * self.kv_width + 2 * self.mlp_width)
-
-    def lora_params(self, rank: int) -> int:
-        """Of an adapter on all linear layers of the blocks."""
-        d, q, kv, f = self.width, self.q_width, self.kv_width, self.mlp_width
-        return self.layers * rank * ((d + q) + 2 * (d + kv) + (q + d) + 3 * (d + f))
-
+ModelShape: TypeAlias = LlamaShape
 
 SHAPES = {
     shape.name: shape
@@ -137,32 +70,15 @@ def read_shape(source: str | Path) -> ModelShape:
 def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     """From the contents of a transformers config.json."""
     kind = config.get("model_type")
-    if kind not in _FAMILY:
+    if kind not in MEMBERS:
         raise ConfigError(
-            f"The model {name} is of type {kind!r}; the formulae hold for dense decoders of the types {', '.join(_FAMILY)}. "
+            f"The model {name} is of type {kind!r}; the formulae hold for dense decoders of the types {', '.join(MEMBERS)}. "
             "Take the known shape nearest in size for a rough answer."
         )
-    wanted = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    missing = [key for key in wanted if key not in config]
+    missing = [key for key in SIZES if key not in config]
     if missing:
         raise ConfigError(f"The config of {name} lacks {', '.join(missing)}; is it the model's own config.json?")
-    heads = config["num_attention_heads"]
-    all_biased = kind in ("llama", "qwen3") and bool(config.get("attention_bias"))
-    return ModelShape(
-        name=name,
-        width=config["hidden_size"],
-        mlp_width=config["intermediate_size"],
-        layers=config["num_hidden_layers"],
-        heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        vocab=config["vocab_size"],
-        is_tied=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=kind == "qwen2" or all_biased,
-        out_bias=all_biased,
-        mlp_bias=bool(config.get("mlp_bias")),
-        head_norms=kind == "qwen3",
-    )
+    return ModelShape.of(config, name=name)
 
 
 # --- training ---

@@ -8,7 +8,7 @@ import torch
 from ludic import plugins
 from ludic.models import attention, kinds
 from ludic.models.passes import ModulesPass, PackedPass, PassNeeds, choose
-from ludic.types import MissingPlugin
+from ludic.types.errors import MissingPlugin
 from tests.tiny_families import family_model
 
 NEEDS = PassNeeds(device=torch.device("cpu"))

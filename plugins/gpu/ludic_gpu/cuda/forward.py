@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ludic.models.attention import SKIP_MASK, AttentionRules
-from ludic.models.forward import is_of_family, layer_window, linears
 from ludic.models.head import plain_model
+from ludic.models.llama.modules import LlamaAttention, is_of_family, linears
 from ludic.models.packed_attention import PackedSequences
 from ludic_gpu.cuda.adapter_slots import AdapterSlots, StackedProduct
 from ludic_gpu.cuda.layer_kernels import rms_norm, rotate_and_store, row_product
@@ -219,8 +219,11 @@ def _read_layer(layer: Any) -> _Layer:
         )
         if parts
     ]
-    has_norms = type(layer).__name__ == "Qwen3DecoderLayer"
-    norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon) if has_norms else None
+    read = LlamaAttention.of(layer)
+    norms = None
+    if read.head_norms is not None:
+        q_norm, k_norm = read.head_norms
+        norms = q_norm.weight, k_norm.weight, q_norm.variance_epsilon
     return _Layer(
         norm=layer.input_layernorm.weight,
         mlp_norm=layer.post_attention_layernorm.weight,
@@ -230,9 +233,9 @@ def _read_layer(layer: Any) -> _Layer:
         out=out.weight,
         gate_up=joined[1][0],
         down=down.weight,
-        num_heads=projections[0].out_features // attention.head_dim,
+        num_heads=read.num_heads,
         head_norms=norms,
-        rules=AttentionRules(attention.scaling, layer_window(layer)),
+        rules=read.rules,
         joined=joined,
         adapters=[
             _JoinedAdapter(modules) if any(adapter_of(m, torch.float32) is not None for m in modules) else None

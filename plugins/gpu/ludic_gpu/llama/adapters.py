@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ludic.models.adapters.bank import AdaptedLinear
-from ludic.models.forward import linears
+from ludic.models.llama.modules import linears
 
 _ALL = slice(None)
 

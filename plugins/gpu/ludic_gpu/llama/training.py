@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ludic.models.attention import SKIP_MASK, AttentionRules, AttentionState
-from ludic.models.forward import is_of_family, layer_window
 from ludic.models.head import plain_model
+from ludic.models.llama.modules import LlamaAttention, is_of_family
 from ludic.models.packed_attention import Gradients, PackedSequences
 from ludic.models.tree_attention import TreeSequences
 from ludic_gpu.llama.adapters import (
@@ -228,19 +228,18 @@ class _Layer:
 
     @classmethod
     def of(cls, layer: Any, number: int, has_adapters: bool) -> "_Layer":
-        attention = layer.self_attn
+        read = LlamaAttention.of(layer)
         linears = [base_linear(module) for module in _projections(layer)]
         weighted = [layer.input_layernorm, layer.post_attention_layernorm, *linears]
-        has_norms = type(layer).__name__ == "Qwen3DecoderLayer"
-        norms = [attention.q_norm, attention.k_norm] if has_norms else []
+        norms = list(read.head_norms or ())
         return cls(
             number=number,
             epsilon=layer.input_layernorm.variance_epsilon,
-            num_heads=attention.q_proj.out_features // attention.head_dim,
-            num_kv=attention.k_proj.out_features // attention.head_dim,
-            head_dim=attention.head_dim,
-            head_norm_epsilon=attention.q_norm.variance_epsilon if has_norms else None,
-            rules=AttentionRules(attention.scaling, layer_window(layer)),
+            num_heads=read.num_heads,
+            num_kv=read.num_kv,
+            head_dim=read.head_dim,
+            head_norm_epsilon=norms[0].variance_epsilon if norms else None,
+            rules=read.rules,
             stores=[
                 *((module._parameters, "weight") for module in weighted),
                 *((module._parameters, "bias") for module in linears[:3]),

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from ludic.models.adapters.adapter import LoraAdapter, adaptable_linears
 from ludic.models.adapters.stack import MAX_ROWS, AdapterStack, StackedRows
 from ludic.models.attention import AttentionState
-from ludic.models.forward import Forward, FusedLlama, make_forward
+from ludic.models.forward import Forward, make_forward
+from ludic.models.llama.cpu import FusedLlama
 from ludic.models.packed_linear import PackedLinear
 from ludic.types import ConfigError
 

@@ -10,7 +10,8 @@ from ludic.inference.local.cached import CachedBackend
 from ludic.inference.local.cpu.backend import PagedBackend
 from ludic.inference.local.runner import Backend
 from ludic.models import attention
-from ludic.types import ConfigError, MissingPlugin
+from ludic.types import ConfigError
+from ludic.types.errors import MissingPlugin
 from tests.tiny_families import family_model
 
 
@@ -69,7 +70,7 @@ def test_a_backend_of_a_plug_in_comes_before_those_of_the_core(installed):
 def test_the_reasons_of_all_are_named_where_none_suits(installed):
     installed(Fast)
     with pytest.raises(
-        ConfigError, match=r"cannot run GPTJForCausalLM: it is too fast for adapters; its layers do not all"
+        ConfigError, match=r"cannot run GPTJForCausalLM: it is too fast for adapters; its attention does not go"
     ):
         choose_backend(family_model("gptj"), 48, has_adapters=True)
 

@@ -6,7 +6,7 @@ plug-in with an entry point in `ludic.stored_items`, reads.
 """
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
@@ -35,7 +35,11 @@ _RECORDS = {
     kind.__name__: kind
     for kind in (SAWItem, SampleAttachments, SampleOrigin, ActorTokenLogps, CandidateSets, ImageSpan, Image)
 }
-_TUPLES = {"VersionRun": VersionRun, "MessageSpan": MessageSpan, "tuple": lambda *values: values}
+_TUPLES: dict[str, Callable[..., Any]] = {
+    "VersionRun": VersionRun,
+    "MessageSpan": MessageSpan,
+    "tuple": lambda *values: values,
+}
 _KIND = ""
 """Key of what a map stands for."""
 

@@ -94,7 +94,14 @@ EVAL_IN_BACKGROUND = Fact(
         ON_SERVERS,
     ),
 )
-PROTOCOL = Fact("protocol", lambda config, _: config.agent.protocol is not None)
+PROTOCOL = Fact(
+    "protocol",
+    lambda config, _: config.agent.protocol is not None,
+    excludes=because(
+        "an agent that is a function or a command runs its own turns. Leave one out.",
+        "reward= of an agent behind the gateway", "policies= of an agent behind the gateway",
+    ),
+)  # fmt: skip
 DATA = Fact("data", lambda config, _: config.env.data is not None)
 UPDATES_PER_BATCH = Fact("updates_per_batch", lambda config, _: config.trainer.updates_per_batch > 1)
 MINI_BATCHES = Fact("mini_batches", lambda config, _: config.trainer.mini_batches > 1)

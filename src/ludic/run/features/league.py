@@ -31,9 +31,14 @@ class HasLeague(Feature):
     """Some groups are played against a snapshot."""
 
     name = "league_every"
-    excludes = because(
-        "the policy and its snapshots are seated by their own protocol. Leave one out.", "protocol"
-    ) | because("opponents are drawn for new tasks, and with a curriculum a task comes again.", "curriculum")
+    excludes = (
+        because("the policy and its snapshots are seated by their own protocol. Leave one out.", "protocol")
+        | because("opponents are drawn for new tasks, and with a curriculum a task comes again.", "curriculum")
+        | because(
+            "such an agent plays envs with one role.",
+            "reward= of an agent behind the gateway", "policies= of an agent behind the gateway",
+        )
+    )  # fmt: skip
     needs = because("it needs an engine that can keep copies of the weights.", "engine = 'local'")
 
     def is_on(self, config: RunConfig, parts: Parts) -> bool:

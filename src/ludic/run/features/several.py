@@ -37,6 +37,7 @@ class SeveralPolicies(Feature):
         "[[envs]]", "[[recorded]]", "[replay]", "rollouts", "preferences", "data (with sft)", "max_lag", "close_batch_at",
         "dynamic_sampling", "curriculum", "teacher", "[teachers]", "updates_per_batch", "mini_batches", "quantize_base",
         "protocol", "source=", "algo= as an object", "model= as an object",
+        "reward= of an agent behind the gateway", "policies= of an agent behind the gateway",
     )  # fmt: skip
     needs = because("every policy has an engine in this process.", "engine = 'local'")
 

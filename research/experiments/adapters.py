@@ -28,10 +28,10 @@ from torch import Tensor
 
 from ludic.inference.local import LocalEngine
 from ludic.models.adapters import AdapterBank, AdapterSpec, LoraAdapter
-from ludic.models.attention import route_attention
 from ludic.models.head import chosen_logps, find_head, hidden_states
 from ludic.models.lora import adapted_layers
 from ludic.models.packed_attention import PackedSequences
+from ludic.models.passes.routing import route_attention
 from ludic.models.weights import shared_view
 from ludic.types import ReturnSpec, SamplingParams, TokenCompletionRequest
 

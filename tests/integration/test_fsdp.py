@@ -39,7 +39,7 @@ def recorded(folder: Path, num: int, *jobs: str) -> Path:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory, request) -> Path:
-    others = ["run:half_precision", "resumed", PREFIX_JOB]
+    others = ["run:half_precision", "resumed", PREFIX_JOB, "tokens"]
     return recorded(tmp_path_factory.mktemp("two"), 2, *chosen_cases(request, "job"), *others)
 
 

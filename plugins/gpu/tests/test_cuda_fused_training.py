@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from ludic.models.attention import route_attention
 from ludic.models.head import hidden_states
 from ludic.models.packed_attention import PackedSequences
+from ludic.models.passes.routing import route_attention
 from ludic.models.prefix_tree import TokenTree
 from ludic.models.tree_attention import TreeSequences
 from ludic.training.learner.gradients import accumulate_gradients

@@ -12,9 +12,9 @@ import torch
 
 from ludic.models import packed_attention, tree_attention
 from ludic.models.adapters import AdapterBank, AdapterSpec, LoraAdapter
-from ludic.models.attention import route_attention
 from ludic.models.head import hidden_states
 from ludic.models.packed_attention import PackedSequences
+from ludic.models.passes.routing import route_attention
 from ludic.models.prefix_tree import TokenTree
 from ludic.models.tree_attention import TreeSequences
 from ludic_gpu.llama import graphs, training

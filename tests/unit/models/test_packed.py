@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from ludic.models import head as head_module
-from ludic.models.attention import route_attention
 from ludic.models.head import Head, chosen_logps, find_head, hidden_states
 from ludic.models.packed_attention import PackedSequences
+from ludic.models.passes.routing import route_attention
 from ludic.models.weights import shared_view
 from ludic.types import ConfigError
 from tests.unit.inference.local.tiny_models import FAMILIES, new_model

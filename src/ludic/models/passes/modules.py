@@ -5,10 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ludic.models.attention import SKIP_MASK, NotRoutable, route_attention
+from ludic.models.attention import SKIP_MASK, NotRoutable
 from ludic.models.head import EntropyMode, compute, decoder_of, hidden_states, is_decoder, plain_model
 from ludic.models.packed_attention import PackedSequences
 from ludic.models.passes.base import ForwardPass, Outputs, PassNeeds, TokenBatch, outputs_of_chosen
+from ludic.models.passes.routing import route_attention
 from ludic.models.tree_attention import TreeSequences
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ludic.inference.local.cpu.runner import cpu_forward
 from ludic.inference.local.runner import RunnerSettings
-from ludic.models.attention import route_attention
+from ludic.models.passes.routing import route_attention
 from tests.extended import cases
 from tests.tiny_families import family_model
 from tests.unit.inference.local.tiny_models import (

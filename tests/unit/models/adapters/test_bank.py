@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from ludic.models.adapters import AdapterBank, AdapterSpec, LoraAdapter
-from ludic.models.attention import route_attention
 from ludic.models.head import hidden_states
 from ludic.models.packed_attention import PackedSequences
+from ludic.models.passes.routing import route_attention
 from ludic.types import ConfigError
 from tests.unit.inference.local.tiny_models import VOCAB, new_model
 

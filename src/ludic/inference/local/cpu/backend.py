@@ -6,9 +6,10 @@ from ludic.inference.local.cpu.runner import CPURunner, cpu_forward
 from ludic.inference.local.kv import KVShape
 from ludic.inference.local.runner import Backend, EngineNeeds, Runner, RunnerSettings
 from ludic.models.attention import NAME as ATTENTION_NAME
-from ludic.models.attention import NotRoutable, route_attention
+from ludic.models.attention import NotRoutable
 from ludic.models.head import plain_model
 from ludic.models.kinds import is_vision_model, part, recurrent_layers
+from ludic.models.passes.routing import route_attention
 from ludic.models.weights import shared_view
 
 

@@ -81,14 +81,14 @@ ALLOWED = {
     ("plugins/vllm/ludic_vllm/wire.py", "allow_pickle"): ARRAYS,
     ("src/ludic/registry.py", "exec_module"): "imports the file that a user names as their env: env.py:Class",
     (
-        "plugins/sandbox/ludic_sandbox/runner_process.py",
+        "plugins/sandbox/ludic_sandbox/runner/runner_process.py",
         "marshal",
     ): "starts the supervisor, which is Ludic's own code, and writes its job; nothing is read back so",
     (
-        "plugins/sandbox/ludic_sandbox/supervisor.py",
+        "plugins/sandbox/ludic_sandbox/runner/supervisor.py",
         "marshal",
     ): "reads the job that Ludic wrote, before the program runs",
-    ("plugins/sandbox/ludic_sandbox/supervisor.py", "exec"): SANDBOX,
+    ("plugins/sandbox/ludic_sandbox/runner/supervisor.py", "exec"): SANDBOX,
 }
 
 

@@ -23,7 +23,7 @@ from ludic_sandbox.containers import (
 from ludic_sandbox.interface import Bind, SandboxError, SandboxLimits
 from ludic_sandbox.pool import BaseSandboxPool
 from ludic_sandbox.process_sandbox import BASE_ENV, ProcessSandbox
-from ludic_sandbox.runner_process import GroupIsolation, RunnerProcess, start_runner, supervisor_command
+from ludic_sandbox.runner.runner_process import GroupIsolation, RunnerProcess, start_runner, supervisor_command
 
 logger = logging.getLogger(__name__)
 

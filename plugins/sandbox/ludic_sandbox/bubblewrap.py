@@ -2,7 +2,7 @@
 
 A runner is a process tree with its own user, process, network, IPC and host name spaces, a read-only view of /usr, and one writable
 folder in memory. Started by root, the tree first changes to an unused user, so that the program has no rights on the host; where
-the kernel permits, its memory is limited as a whole (ludic_sandbox.cgroup).
+the kernel permits, its memory is limited as a whole (ludic_sandbox.runner.cgroup).
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from ludic.types import ConfigError
-from ludic_sandbox import seccomp
-from ludic_sandbox.cgroup import MemoryGroups, memory_groups
 from ludic_sandbox.interface import MB, Bind, SandboxError, SandboxLimits
 from ludic_sandbox.pool import BaseSandboxPool
 from ludic_sandbox.process import readable
 from ludic_sandbox.process_sandbox import BASE_ENV, ProcessSandbox
-from ludic_sandbox.runner_process import Isolation, RunnerProcess, start_runner, supervisor_command
+from ludic_sandbox.runner import seccomp
+from ludic_sandbox.runner.cgroup import MemoryGroups, memory_groups
+from ludic_sandbox.runner.runner_process import Isolation, RunnerProcess, start_runner, supervisor_command
 
 # --- the Python of the host that runs inside ---
 

@@ -22,7 +22,13 @@ from ludic.types import ConfigError
 from ludic_sandbox.interface import MB, Bind, SandboxError, SandboxLimits
 from ludic_sandbox.pool import BaseSandboxPool
 from ludic_sandbox.process_sandbox import BASE_ENV, ProcessSandbox
-from ludic_sandbox.runner_process import GroupIsolation, Isolation, RunnerProcess, start_runner, supervisor_command
+from ludic_sandbox.runner.runner_process import (
+    GroupIsolation,
+    Isolation,
+    RunnerProcess,
+    start_runner,
+    supervisor_command,
+)
 
 logger = logging.getLogger(__name__)
 Engine = Literal["docker", "podman", "podman-hpc"]

@@ -24,7 +24,7 @@ from ludic_sandbox.interface import (
     SandboxError,
     SandboxLimits,
 )
-from ludic_sandbox.runner_process import PROGRAM, ExitFacts, Job, RawRun, RunnerProcess
+from ludic_sandbox.runner.runner_process import PROGRAM, ExitFacts, Job, RawRun, RunnerProcess
 
 T = TypeVar("T")
 BASE_ENV = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ludic_sandbox.cgroup import V1, V2, Dialect, MemoryGroup, MemoryGroups, _usable_parent
+from ludic_sandbox.runner.cgroup import V1, V2, Dialect, MemoryGroup, MemoryGroups, _usable_parent
 
 
 def make_group(folder: Path, dialect: Dialect, *, swap: bool = True) -> MemoryGroup:

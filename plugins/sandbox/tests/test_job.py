@@ -4,7 +4,7 @@ import pytest
 
 from ludic.types import ConfigError
 from ludic_sandbox import SandboxLimits
-from ludic_sandbox.runner_process import Job
+from ludic_sandbox.runner.runner_process import Job
 
 LIMITS = SandboxLimits(memory_mb=100, max_processes=7, workspace_mb=3)
 

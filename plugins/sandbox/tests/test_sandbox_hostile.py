@@ -16,7 +16,7 @@ from ludic_sandbox import (
     SandboxLimits,
     is_bubblewrap_available,
 )
-from ludic_sandbox.cgroup import memory_groups
+from ludic_sandbox.runner.cgroup import memory_groups
 
 pytestmark = [
     pytest.mark.integration,

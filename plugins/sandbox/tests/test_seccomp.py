@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from ludic_sandbox import seccomp
+from ludic_sandbox.runner import seccomp
 
 MACHINES = ["x86_64", "aarch64"]
 SPECIAL = {

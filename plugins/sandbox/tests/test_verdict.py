@@ -6,7 +6,7 @@ import pytest
 
 from ludic_sandbox import CompileResult, CompileStatus, ExecutionResult, RunStatus
 from ludic_sandbox.process_sandbox import compile_verdict, run_verdict, termination
-from ludic_sandbox.runner_process import ExitFacts, RawRun, read_compile_record, read_exit_facts
+from ludic_sandbox.runner.runner_process import ExitFacts, RawRun, read_compile_record, read_exit_facts
 
 GOOD = CompileResult(status=CompileStatus.SUCCESS)
 

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from ludic.types import ConfigError
 from ludic_sandbox import bubblewrap, is_bubblewrap_available
-from ludic_sandbox.cgroup import memory_groups
+from ludic_sandbox.runner.cgroup import memory_groups
 from ludic_serve.gateway import agents
 from ludic_serve.gateway.agents import AgentCall, AgentCommand, split_command
 

@@ -2,7 +2,7 @@
 
 Two kinds are made here; containers.py has the third. `bubblewrap` is a sandbox whose writable folders are in memory: no network,
 nothing of the host but its programs. `unsafe-local` is a temporary folder of the host and no sandbox. Either keeps one
-supervisor (ludic_sandbox.supervisor) that runs command after command and kills every process that a command leaves, so nothing
+supervisor (runner/supervisor.py) that runs command after command and kills every process that a command leaves, so nothing
 runs between two commands.
 """
 
@@ -26,7 +26,7 @@ from ludic.types import ConfigError
 from ludic_sandbox import BubblewrapConfig, SandboxError, SandboxLimits
 from ludic_sandbox.bubblewrap import BubblewrapLauncher, find_interpreter
 from ludic_sandbox.process_sandbox import BASE_ENV, run_verdict, termination
-from ludic_sandbox.runner_process import Isolation, Job, RunnerProcess, start_runner, supervisor_command
+from ludic_sandbox.runner.runner_process import Isolation, Job, RunnerProcess, start_runner, supervisor_command
 
 logger = logging.getLogger(__name__)
 

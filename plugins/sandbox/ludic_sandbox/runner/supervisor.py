@@ -1,7 +1,7 @@
 """The process inside the sandbox: takes a job, runs it as a child, reports the result, ends.
 
 The sandbox's own Python (3.9 or newer) runs its source, so it imports nothing of Ludic, and few modules at all: every run pays for
-them. ludic_sandbox.runner_process is the other end of the conversation.
+them. ludic_sandbox.runner.runner_process is the other end of the conversation.
 
 The program gets the rest of this process's stdin, and pipes that this process reads as stdout and stderr. It cannot write to the
 frames on this process's stdout: the descriptor is closed in the child, and the process is not dumpable, which closes

@@ -1,0 +1,1 @@
+"""What runs a program inside bubblewrap: the process that starts them, the supervisor within, memory groups, system calls."""

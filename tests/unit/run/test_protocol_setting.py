@@ -255,7 +255,7 @@ def test_policies_and_a_league_seat_agents_by_themselves(ludic, tmp_path):
     ended = ludic(
         "train", "cases.py:Cases", *SMALL, "--policy", "a=left", "--policy", "b=right", "--protocol", "multi_agent"
     )
-    assert ended.code == 2 and "does not go with protocol" in " ".join(ended.err.split()), ended.err
+    assert ended.code == 2 and "[policies.…] and protocol exclude each other" in " ".join(ended.err.split()), ended.err
     (tmp_path / "run.toml").write_text(
         '[env]\nid = "cases.py:Cases"\n[agent]\nprotocol = "multi_agent"\n[league]\nleague_every = 1\n'
     )

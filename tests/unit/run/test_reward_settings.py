@@ -214,7 +214,7 @@ def test_build_takes_functions_scorers_and_names(tmp_path, monkeypatch):
         assert run.play()[0].scores["long"] == 1.0 == 2 * run.play()[0].reward_components["long"]
     with ludic.run.build(env="tic_tac_toe", reward=long, **settings) as run:
         assert run.play()[0].scores["long"] == 1.0
-    with pytest.raises(ConfigError, match="objects of this process"):
+    with pytest.raises(ConfigError, match=r"engine = 'pipeline' and scorers= exclude each other"):
         ludic.run.build(env="tic_tac_toe", reward=[long], engine="pipeline", redis="redis://localhost", **settings)
 
 

@@ -48,7 +48,7 @@ SERVER_SLEEP = Fact(
     "server_sleep",
     lambda config, _: config.rollouts.server_sleep,
     excludes=because(
-        "it frees the server's memory while the trainer computes, when the server would generate.",
+        "it frees the server's memory while the trainer computes, but with the other it generates meanwhile.",
         "max_lag",
         "close_batch_at",
     )

@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -68,7 +69,11 @@ def notebook(script: str, printed: list[str]) -> str:
     """The tutorial as a Jupyter notebook. Links of the page lead out of docs/tutorials; the notebook is elsewhere."""
     made = []
     for number, (cell, out) in enumerate(zip(cells(script), printed, strict=True)):
-        text = cell.text if cell.is_code else cell.text.replace("](../", "](../docs/")
+        text = (
+            cell.text
+            if cell.is_code
+            else re.sub(r"\]\(\.\./(\.\./)?", lambda up: "](../" if up[1] else "](../docs/", cell.text)
+        )
         common = {"id": f"cell-{number}", "metadata": {}, "source": text.splitlines(keepends=True)}
         if not cell.is_code:
             made.append({"cell_type": "markdown", **common})

@@ -44,4 +44,4 @@ rewards = [json.loads(line)["train/avg_total_reward"] for line in lines]
 print("reward by update:", " ".join(f"{reward:.2f}" for reward in rewards))
 
 # %% [markdown]
-# `ludic export runs/short_sum my-model` writes a Hugging Face model. A 1.5B model on a GPU: [GSM8K](../results/gsm8k_qwen.md).
+# `ludic export runs/short_sum my-model` writes a Hugging Face model. A 1.5B model on a GPU: [GSM8K](../../research/results/gsm8k_qwen.md).

@@ -176,7 +176,7 @@ class Registry:
             named: Any = self._entries[key].load()
             if isinstance(named, Entry):
                 self._entries[key] = _spec_of(named, key, self.kind)
-            self._unread.remove(key)
+            self._unread.discard(key)  # another thread may have read it
         return self._entries[key]
 
     def make(self, id: str, **kwargs: Any) -> Any:

@@ -15,12 +15,13 @@ pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parents[1]
 OF_THE_TIER = re.compile(r"mark\.extended|from tests\.extended import .*\bcases\b")
-COVERED_BY = re.compile(r'covered_by="(tests/[^:"]+)::')
+COVERED_BY = re.compile(r'covered_by="((?:tests|plugins)/[^:"]+)::')
 
 
 def files_to_collect() -> list[str]:
     """Those with extended tests, and those that cover them."""
-    texts = {path.relative_to(TESTS.parent).as_posix(): path.read_text() for path in TESTS.rglob("test_*.py")}
+    paths = [*TESTS.rglob("test_*.py"), *TESTS.parent.glob("plugins/*/tests/**/test_*.py")]
+    texts = {path.relative_to(TESTS.parent).as_posix(): path.read_text() for path in paths}
     marked = {path: text for path, text in texts.items() if OF_THE_TIER.search(text) and path != own_path()}
     return sorted({*marked, *(named for text in marked.values() for named in COVERED_BY.findall(text))})
 

@@ -1,5 +1,7 @@
 """docs/rewards.md: its program prints what it says, its table leaves no scorer out."""
 
+import pytest
+
 from ludic import rewards
 from ludic.rewards import shaping
 from tests.contract.pages import BLOCK, DOCS, run
@@ -7,6 +9,9 @@ from tests.contract.pages import BLOCK, DOCS, run
 PAGE = (DOCS / "rewards.md").read_text()
 
 
+@pytest.mark.extended(
+    covered_by="tests/unit/run/test_reward_settings.py::test_a_run_scores_its_episodes_logs_each_component_and_keeps_its_settings"
+)
 def test_the_program_prints_what_the_page_says(tmp_path):
     (code,) = (text for kind, text in BLOCK.findall(PAGE) if kind == "python")
     (promised,) = (text for kind, text in BLOCK.findall(PAGE) if kind == "text")

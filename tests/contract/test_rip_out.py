@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.contract.test_public_names import NAMES
+from tests.extended import cases
 
 pytestmark = pytest.mark.slow
 
@@ -105,7 +106,7 @@ class Torn:
     answers: dict[str, Any]
 
 
-@pytest.fixture(scope="module", params=PLUGINS)
+@pytest.fixture(scope="module", params=cases(PLUGINS, default=("gpu", "pipeline", "sandbox", "serve")))
 def torn(request, tmp_path_factory) -> Torn:
     plugin = request.param
     tree = Tree(tmp_path_factory.mktemp(plugin), plugin)

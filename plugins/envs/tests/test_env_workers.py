@@ -174,7 +174,7 @@ def test_workers_and_their_children_end_when_the_trainer_is_killed(tmp_path):
     program = textwrap.dedent("""
         import asyncio, os, signal, sys
         from ludic_envs.workers import EnvPool
-        from tests.unit.envs.workers import parts
+        from plugins.envs.tests.workers import parts
         async def main():
             pool = EnvPool(parts.Faulty, workers=2)
             env = await pool.make()

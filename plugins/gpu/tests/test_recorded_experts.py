@@ -83,5 +83,5 @@ def test_an_engine_that_is_not_asked_records_nothing_and_one_that_cannot_says_so
     assert response.experts is None
     with pytest.raises(ConfigError, match="no mixture of experts"):
         LocalEngine(family_model("llama"), record_experts=True)
-    with pytest.raises(ConfigError, match=r"record_experts=True needs the engine's block cache alone"):
+    with pytest.raises(ConfigError, match=r"Leave record_experts=True out: it needs the engine's block cache alone"):
         LocalEngine(family_model("qwen3_next"), record_experts=True)

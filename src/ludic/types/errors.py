@@ -259,7 +259,7 @@ _INSTALLED = tuple(
     f"{Path(folder).resolve()}{os.sep}"
     for folder in (
         str(Path(__file__).parents[1]),
-        str(Path(__file__).parents[3] / "plugins"),
+        *map(str, Path(__file__).parents[3].glob("plugins/*/ludic_*")),
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     )
 )

@@ -15,9 +15,9 @@ def forward(shim: str, package: str) -> Callable[[str], Any]:
         try:
             module = importlib.import_module(package)
         except ModuleNotFoundError as error:
-            if error.name != package.partition(".")[0]:
+            if not _is_plugin(error.name):
                 raise
-            raise missing(package.partition(".")[0], f"{shim}.{name}") from error
+            raise missing(str(error.name), f"{shim}.{name}") from error
         try:
             return getattr(module, name)
         except AttributeError:
@@ -37,13 +37,18 @@ def lazy(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
         try:
             found = getattr(importlib.import_module(home), name)
         except ModuleNotFoundError as error:
-            if error.name != home.partition(".")[0]:
+            if not _is_plugin(error.name):
                 raise
-            raise missing(home.partition(".")[0], f"{package}.{name}") from error
+            raise missing(str(error.name), f"{package}.{name}") from error
         setattr(sys.modules[package], name, found)
         return found
 
     return __getattr__
+
+
+def _is_plugin(absent: str | None) -> bool:
+    """Whether a module that could not be imported is a plug-in as a whole: the one that has the name, or one that it imports."""
+    return absent is not None and absent.startswith("ludic_") and "." not in absent
 
 
 def missing(package: str, what: str) -> Exception:

@@ -73,7 +73,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "teacher": {"teacher": "tiny", "algo": "grpo_opd"},
     "[teachers]": {**ENVS, "teachers": {"tic_tac_toe": "tiny", "key_door": "tiny"}, "algo": "mopd", "group_size": 4},
     "max_lag": {"max_lag": 2},
-    "bitwise": {"bitwise": True},
     "eval_in_background": {"eval_in_background": True, "eval_every": 2},
     "protocol": {"protocol": "single_agent"},
     "data": {"data": Path("q.jsonl")},

@@ -89,7 +89,7 @@ def test_what_a_resume_may_change_is_what_does_not_make_another_run():
     may_change = {
         "logger", "name", "runs", "checkpoint_every", "checkpoint_keep", "save_optimizer", "best_metric", "best_mode",
         "save_rollouts", "save_tokens", "max_failed_share", "concurrency", "threads", "device", "micro_token_budget",
-        "share_prefixes", "gradient_checkpointing", "offload_activations", "context_parallel", "compile", "bitwise",
+        "share_prefixes", "gradient_checkpointing", "offload_activations", "context_parallel", "compile",
         "eval_every", "eval_at_start", "eval_in_background", "eval_episodes", "eval_pass_k", "eval_data", "eval_temperature",
         "eval_concurrency", "eval_timeout_s", "redis", "episode_timeout", "env_timeout", "env_workers", "env_memory_mb",
         "env_server", "sandbox", "agent_memory", "actors", "max_waiting", "acknowledge", "max_restarts", "server",

@@ -59,7 +59,7 @@ def _last(model: Any, needs: EngineNeeds, reasons: str) -> CachedBackend:
     for option, is_on in (("record_experts", needs.records_experts), ("adapters", needs.has_adapters)):
         if is_on:
             raise ConfigError(
-                f"{option}=True needs the engine's block cache alone, which cannot run {name}: {reasons}. Leave {option} out."
+                f"Leave {option}=True out: it needs the engine's block cache alone, which cannot run {name}: {reasons}."
             )
     raise ConfigError(f"The embedded engine cannot run {name}: {reasons}; {reason}.")
 

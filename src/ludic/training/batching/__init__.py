@@ -3,12 +3,17 @@
 That package is text here, as in `ludic.training`: neither of the two imports the other.
 """
 
-import importlib
+from collections.abc import Callable
 from typing import Any
 
+from ludic.util.lazy import forward
+
 _IN_PIPELINE = {"PipelineBatchSource", "run_pipeline_actor"}
+_HOMES: dict[bool, Callable[[str], Any]] = {
+    True: forward(__name__, "ludic_pipeline.queue"),
+    False: forward(__name__, "ludic.batch_gen"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    home = "ludic_pipeline.queue" if name in _IN_PIPELINE else "ludic.batch_gen"
-    return getattr(importlib.import_module(home), name)
+    return _HOMES[name in _IN_PIPELINE](name)

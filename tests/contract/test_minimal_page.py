@@ -15,9 +15,6 @@ NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 @pytest.mark.slow
-@pytest.mark.extended(
-    covered_by="tests/unit/minimal/test_minimal_local.py::test_training_learns_to_say_yes_and_sampling_uses_the_new_weights"
-)
 def test_the_program_learns_as_the_page_says(tmp_path):
     (_, code), (_, promised) = BLOCK.findall(PAGE)
     printed = run("python", code, tmp_path).splitlines()

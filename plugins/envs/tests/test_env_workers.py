@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,21 @@ async def test_an_env_that_eats_memory_gets_an_error_and_its_worker_is_replaced(
         await other.async_close()
         await until(lambda: not is_running(first))  # it ends when its last env is closed
         await new.async_close()
+
+
+async def test_a_worker_that_retires_gets_no_new_env_where_its_supervisor_hears_late(nothing_left, monkeypatch):
+    hear = supervisor.Supervisor._hear
+    async with EnvPool(parts.Faulty, workers=1, memory_mb=200) as pool:
+        eater, other = await started(pool), await started(pool)
+        first = (await other.async_step(ACT))["agent_0"].info["pid"]
+        monkeypatch.setattr(supervisor.Supervisor, "_hear", lambda self, worker: (time.sleep(0.3), hear(self, worker)))
+        with pytest.raises(EnvWorkerError, match="MemoryError"):
+            await eater.async_step({"agent_0": "eat"})
+        new = await started(pool)
+        assert (await new.async_step(ACT))["agent_0"].info["pid"] != first
+        monkeypatch.undo()
+        for env in (eater, other, new):
+            await env.async_close()
 
 
 async def test_what_an_env_has_started_ends_with_its_worker(nothing_left):

@@ -23,6 +23,8 @@ from ludic_envs.workers.server import ServerAddress, ServerInfo, connect
 from ludic_envs.workers.supervisor import Supervisor, WorkerSetup
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
+_HEARING_S = 0.01
+"""Between two looks at whether the supervisor has heard that a worker retires."""
 _numbers = itertools.count(1)
 """Of envs. A worker knows an env by its connection and this number."""
 
@@ -183,22 +185,23 @@ class EnvPool:
             connecting = lines.setdefault(index, _Connecting())
         async with connecting.lock:
             if connecting.line is None or not connecting.line.is_usable:
+                former = connecting.line
                 connecting.retire()
                 if connecting.failure is not None and connecting.failed_at >= begin:
                     raise EnvCrashed(str(connecting.failure)) from connecting.failure.__cause__
                 try:
-                    connecting.line = await self._connected(index)
+                    connecting.line = await self._connected(index, former)
                 except EnvCrashed as error:
                     connecting.failure, connecting.failed_at = error, asyncio.get_running_loop().time()
                     raise
             return connecting.line
 
-    async def _connected(self, index: int) -> WorkerLine:
+    async def _connected(self, index: int, former: WorkerLine | None) -> WorkerLine:
         deadline = asyncio.get_running_loop().time() + self._reconnect_s
         for attempt in itertools.count():
             try:
                 return await (
-                    self._to_worker(index) if self._address is None else self._to_server(self._address, index)
+                    self._to_worker(index, former) if self._address is None else self._to_server(self._address, index)
                 )
             except (OSError, EOFError) as error:
                 if self._is_closed or asyncio.get_running_loop().time() > deadline:
@@ -207,9 +210,15 @@ class EnvPool:
             await asyncio.sleep(retry_wait_s(attempt, _FIRST_WAIT_S, _LONGEST_WAIT_S))
         raise AssertionError("the loop has no end")
 
-    async def _to_worker(self, index: int) -> WorkerLine:
+    async def _to_worker(self, index: int, former: WorkerLine | None) -> WorkerLine:
+        """A line to the worker in place `index`. A worker that retires tells this process and its supervisor, which may hear it
+        later."""
         assert self._supervisor is not None, "_begin makes it"
+        left = former.worker if former is not None and former.is_retiring else None
         worker = await asyncio.shield(asyncio.wrap_future(self._supervisor.worker(index)))
+        while worker is left:
+            await asyncio.sleep(_HEARING_S)
+            worker = await asyncio.shield(asyncio.wrap_future(self._supervisor.worker(index)))
         ours, theirs = socket.socketpair()
         try:
             worker.connect(theirs)

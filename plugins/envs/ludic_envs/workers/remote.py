@@ -34,7 +34,7 @@ class WorkerLine:
         """`worker`: the process, if it is one of this machine's; else `server` is its address."""
         self.index = index
         self.is_retiring = False
-        self._worker, self._server = worker, server
+        self.worker, self._server = worker, server
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._ids = itertools.count(1)
         self._loop = asyncio.get_running_loop()
@@ -81,11 +81,11 @@ class WorkerLine:
 
     async def _end(self, why: str) -> None:
         """Fail the running calls, with the reason for the worker's end if it is known."""
-        if self._worker is None:
+        if self.worker is None:
             where = f"The connection to worker {self.index} of the env server at {self._server}"
             why = f"{where} was lost{f' ({why})' if why else ''}: the worker or the server has ended."
         else:
-            death = asyncio.shield(asyncio.wrap_future(self._worker.death))
+            death = asyncio.shield(asyncio.wrap_future(self.worker.death))
             await asyncio.wait({death}, timeout=_DEATH_S)
             why = death.result() if death.done() else f"Env worker {self.index} closed its connection. {why}"
         self._lost = why
@@ -94,8 +94,8 @@ class WorkerLine:
 
     def give_up(self) -> None:
         """The worker does not answer: end it, where it is one of this machine's."""
-        if self._worker is not None and self._line.is_open:
-            self._worker.kill("did not answer and was killed.")
+        if self.worker is not None and self._line.is_open:
+            self.worker.kill("did not answer and was killed.")
 
     def forget(self, env: int) -> None:
         """An env that could not be made: what is left of it in the worker is closed, without waiting."""

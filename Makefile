@@ -131,7 +131,7 @@ test-fast: $(VENV)/.ready-all
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/contract tests/golden plugins -m "not integration and not slow and not extended and not diagnostic"
 
 # Tests whose results depend on how the processor computes matrix products and sums.
-EXACTNESS := $(addprefix tests/unit/models/test_,forward.py recurrent.py packed.py prefix_tree.py families.py) \
+EXACTNESS := $(addprefix tests/unit/models/test_,forward.py packed.py prefix_tree.py families.py) plugins/gpu/tests/test_recurrent.py \
 	$(addprefix tests/unit/inference/local/test_,exactness.py rows.py adapters.py) tests/unit/training/test_gradients.py \
 	tests/golden --ignore tests/golden/test_math_pairs.py
 

@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,16 +116,16 @@ def _state_of_folders() -> str:
 
 def _cache_file() -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    place = hashlib.sha256(sys.prefix.encode()).hexdigest()[:16]
+    place = hashlib.sha256("\n".join([sys.prefix, *sys.path]).encode()).hexdigest()[:16]
     return Path(root) / "ludic" / f"plugins-{place}.json"
 
 
 def _store(file: Path, content: dict[str, Any]) -> None:
     """A folder that cannot be written costs time only."""
+    part = file.with_suffix(f".{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as part:
-            json.dump(content, part)
-        os.replace(part.name, file)
+        part.write_text(json.dumps(content), encoding="utf-8")
+        part.replace(file)
     except OSError:
         pass

@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "registry": {"types", "catalog", "plugins"},
     "parsers": BASE,
     "context": BASE,
-    "http": BASE | {"training"},
+    "http": BASE,
     "envs": BASE | {"tools"},
     "tools": BASE,
     "models": BASE,

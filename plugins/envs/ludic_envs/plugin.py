@@ -1,4 +1,4 @@
-"""What this plug-in adds: environments with a small example of each, and a command. Entry points name these objects."""
+"""Declarations of this plug-in: environments with a small example of each, and a command. Entry points name them."""
 
 from ludic.catalog import Entry, Suggested
 from ludic.cli.commands import Command

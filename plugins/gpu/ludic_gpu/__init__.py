@@ -1,4 +1,4 @@
-"""What makes a GPU fast and large models fit: CUDA engine, fused Llama, hybrids, experts, vision, offload, context parallel.
+"""Speed and size on GPUs: CUDA engine, fused Llama, hybrids, experts, vision, offload, context parallel.
 
 The core runs every model without it, on transformers' own modules.
 """

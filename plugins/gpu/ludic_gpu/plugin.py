@@ -1,6 +1,6 @@
-"""What this plug-in adds: ways to run a model in the embedded engine, forward passes, and parts for special kinds of models.
+"""The parts of this plug-in for special kinds of models (`ludic.models.kinds`), as names for entry points.
 
-Entry points name attributes of this module. Each is imported when it is asked for, since some need triton.
+Each is a module, imported on first use, since some need triton. Backends and forward passes are named where they are.
 """
 
 import importlib
@@ -16,20 +16,9 @@ _MODULES = {
     "vision": "ludic_gpu.vision",
 }
 """Part (`ludic.models.kinds.PARTS`) → the module that does it."""
-_CLASSES = {
-    "CUDABackend": "ludic_gpu.cuda.backend",
-    "FusedPass": "ludic_gpu.passes",
-    "HybridBackend": "ludic_gpu.hybrids.runners",
-    "HybridPass": "ludic_gpu.passes",
-    "SlicedPass": "ludic_gpu.passes",
-    "VisionBackend": "ludic_gpu.vision.engine",
-    "VisionPass": "ludic_gpu.passes",
-}
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(_MODULES[name])
-    if name in _CLASSES:
-        return getattr(importlib.import_module(_CLASSES[name]), name)
     raise AttributeError(f"module 'ludic_gpu.plugin' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What this plug-in adds: commands that score, and search for prompts. Entry points name these objects."""
+"""Declarations of this plug-in: commands that score, and search for prompts. Entry points name them."""
 
 from ludic.cli.commands import Command
 

@@ -1,4 +1,4 @@
-"""What this plug-in adds: commands about machines. Entry points name these objects."""
+"""Declarations of this plug-in: commands about machines. Entry points name them."""
 
 from ludic.cli.commands import Command
 

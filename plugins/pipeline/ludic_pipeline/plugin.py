@@ -1,4 +1,4 @@
-"""What this plug-in adds: the commands of a run on many processes. Entry points name these objects."""
+"""Declarations of this plug-in: the commands of a run on many processes. Entry points name them."""
 
 from ludic.cli.commands import Command
 

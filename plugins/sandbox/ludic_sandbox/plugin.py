@@ -1,4 +1,4 @@
-"""What this plug-in adds: programming tasks with a small example of each, a tool, a command and a check. Entry points name them."""
+"""Declarations of this plug-in: programming tasks with examples, a tool, a command and a check. Entry points name them."""
 
 from ludic.catalog import Entry, Suggested
 from ludic.cli.commands import Command

@@ -1,4 +1,4 @@
-"""What this plug-in adds: commands that serve a model. Entry points name these objects."""
+"""Declarations of this plug-in: commands that serve a model. Entry points name them."""
 
 from ludic.cli.commands import Command
 

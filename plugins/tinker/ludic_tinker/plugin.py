@@ -1,4 +1,4 @@
-"""What this plug-in adds: a command that serves Tinker's protocol. Entry points name these objects."""
+"""Declarations of this plug-in: a command that serves Tinker's protocol. Entry points name them."""
 
 from ludic.cli.commands import Command
 

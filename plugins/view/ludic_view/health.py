@@ -72,11 +72,11 @@ class _Run:
         unread = [card for card in self.played if card.stop == "parse_error" or 2 * card.parse_errors > card.calls]
         is_mostly_unread = _share(len(unread), len(self.played)) > 0.5
         self.unread_causes = ("parse_errors", "truncation") if is_mostly_unread else ()
-        """What explains equal rewards, if most rollouts have hardly a reply that was read."""
+        """Cause of equal rewards, if most rollouts have hardly a reply that was read."""
         self.rows = [(step, index.metrics[step]) for step in sorted(index.metrics)]
 
     def cause(self) -> str | None:
-        """What the terminal says of most of the last updates, if they had no gradient; None if their metrics do not tell."""
+        """The terminal's diagnosis of most of the last updates, if they had no gradient; None if their metrics do not tell."""
         recent = [row for _, row in self.rows if row.get("train/grad_norm") is not None][-WINDOW:]
         idle = [row for row in recent if row["train/grad_norm"] == 0 and row.get("train/zero_weight_rate") is not None]
         return likely_cause(idle, [row for _, row in self.rows]) if 2 * len(idle) > len(recent) else None

@@ -21,7 +21,7 @@ T = TypeVar("T")
 MAX_TEXT_BYTES = 1 << 20
 """Longest config, failure file or line of metrics that is read."""
 _UNWRITTEN = "an error that could not be written down, since the disk was full"
-"""What an empty failure file says."""
+"""Text for an empty failure file."""
 MAX_DEPTH = 3
 """Folders below the root in which runs are looked for."""
 

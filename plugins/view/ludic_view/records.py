@@ -15,11 +15,11 @@ import numpy as np
 _SAMPLES = {"rollout_id": "S", "segment": "i", "num_tokens": "i", "num_weights": "i"}
 """Columns of one entry per sample, with the kind of their numbers. All others have one per token, and are floats."""
 _MAX_SAMPLE_BYTES = 1 << 24
-"""Of the columns of samples together: those of 300,000."""
+"""Limit for the columns of samples together: room for 300,000 samples."""
 _MAX_TOKENS = 1 << 22
-"""Of one sample."""
+"""Limit for one sample."""
 _MAX_SEGMENTS = 1 << 12
-"""Of one rollout."""
+"""Limit for one rollout."""
 
 
 class BadRecord(ValueError):

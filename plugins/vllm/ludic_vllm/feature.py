@@ -18,7 +18,7 @@ class VLLM(Engine):
         return True
 
     def served_teacher(self, run: ResolvedRun, url: str, closing: ExitStack) -> TeacherScorer:
-        """What scores samples with the model of a vLLM server."""
+        """Scorer of samples by the model of a vLLM server."""
         from ludic_vllm.generation import connect_to_teacher  # loads torch
 
         return connect_to_teacher(run, url, closing)

@@ -1,4 +1,4 @@
-"""What this plug-in adds: vLLM as an engine of `ludic serve` and of `ludic gateway --server`. Entry points name these objects."""
+"""Declarations of this plug-in: vLLM as an engine of `ludic serve` and of `ludic gateway --server`. Entry points name them."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn

@@ -55,13 +55,13 @@ _PromptLogprobs = list[dict[int, LogprobEntry] | None]
 
 class _Choice(msgspec.Struct, gc=False):
     prompt_logprobs: _PromptLogprobs | None = None
-    """Of /v1/completions."""
+    """Field of /v1/completions."""
 
 
 class _Scored(msgspec.Struct, gc=False):
     choices: list[_Choice]
     prompt_logprobs: _PromptLogprobs | None = None
-    """Of /inference/v1/generate."""
+    """Field of /inference/v1/generate."""
 
 
 _decoder = msgspec.json.Decoder(_Scored)

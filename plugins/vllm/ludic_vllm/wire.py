@@ -164,9 +164,9 @@ class LogprobEntry(msgspec.Struct, gc=False):
 
 class _Logprobs(msgspec.Struct, gc=False):
     content: list[LogprobEntry] | None = None
-    """Of /inference/v1/generate."""
+    """Field of /inference/v1/generate."""
     token_logprobs: list[float | None] | None = None
-    """Of /v1/completions."""
+    """Field of /v1/completions."""
 
 
 class _Span(msgspec.Struct, gc=False):

@@ -307,7 +307,7 @@ def by_session(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 
 
 DAMAGE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, LudicError)
-"""What `Rollout.from_json` may raise for a line that is not a stored rollout."""
+"""Errors that `Rollout.from_json` may raise for a line that is not a stored rollout."""
 
 
 # --- JSON -----------------------------------------------------------------------------------------------------

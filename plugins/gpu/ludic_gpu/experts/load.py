@@ -70,9 +70,9 @@ class ExpertLoad:
         self._policy, self._weight, self._ranks = policy, weight, ranks
         self._shape = policy.routers.num_layers, policy.routers.num_experts
         self._counted_LE: Tensor | None = None
-        """Of the whole batch, from the pass that counts."""
+        """Loads of the whole batch, from the pass that counts."""
         self._own_LE: Tensor | None = None
-        """Of this rank's micro-batches so far."""
+        """Sums over this rank's micro-batches so far."""
         self._parts: list[Tensor] = []
 
     def needs_counting(self, num_micro_batches: int) -> bool:
@@ -104,7 +104,7 @@ class ExpertLoad:
         return part
 
     def stats(self) -> Stats:
-        """Of the whole batch, the same on every rank."""
+        """Loads of the whole batch, the same on every rank."""
         own_LE = self._own_LE
         if own_LE is None:  # this rank had nothing but padding
             own_LE = torch.zeros(self._shape, dtype=torch.float64, device=self._policy.device)

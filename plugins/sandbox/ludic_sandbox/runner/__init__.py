@@ -1,1 +1,1 @@
-"""What runs a program inside bubblewrap: the process that starts them, the supervisor within, memory groups, system calls."""
+"""Parts that run a program inside bubblewrap: the process that starts them, the supervisor within, memory groups, system calls."""

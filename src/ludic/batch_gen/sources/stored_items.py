@@ -102,7 +102,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def _made(value: Any) -> Any:
-    """What `_plain` was given."""
+    """Inverse of `_plain`."""
     if not isinstance(value, dict):
         return value
     kind = value.pop(_KIND)

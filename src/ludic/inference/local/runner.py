@@ -61,7 +61,7 @@ class RunnerSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineNeeds:
-    """What an engine asks of the backend of its model."""
+    """Requirements of an engine for the backend of its model."""
 
     max_length: int
     """Tokens of one sequence."""

@@ -27,7 +27,7 @@ from ludic.types import ConfigError
 
 
 class Outputs(NamedTuple):
-    """What one forward pass says of a micro-batch."""
+    """Results of one forward pass over a micro-batch."""
 
     hidden_AD: Tensor | None
     """The hidden states that predict the action tokens; None if the model only returns logits."""
@@ -38,7 +38,7 @@ class Outputs(NamedTuple):
 
 
 class TokenBatch(Protocol):
-    """What a pass reads of a micro-batch (`ludic.training.learner.packing.PackedBatch`)."""
+    """The part of a micro-batch that a pass reads (`ludic.training.learner.packing.PackedBatch`)."""
 
     @property
     def ids_T(self) -> Tensor: ...
@@ -67,17 +67,17 @@ class TokenBatch(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassNeeds:
-    """What a trainer asks of the forward pass of its model."""
+    """Requirements of a trainer for the forward pass of its model."""
 
     device: torch.device
-    """Where it computes; parameters may be elsewhere."""
+    """Device of the computation; parameters may be on another."""
     packed: bool = True
     """Samples end to end, where the model can."""
     fused: bool = True
     """A hand-written pass may take the place of the model's modules."""
     autocast_dtype: torch.dtype | None = None
     offload: bool = False
-    """What the decoder saves for backward waits in host memory."""
+    """Activations saved for backward are kept in host memory."""
     images: Any = None
     """The image processor of a vision-language model."""
     context: Any = None

@@ -55,7 +55,7 @@ class PackedPass(ModulesPass):
         return hidden_states(self.model, batch.ids_T, batch.positions_T, self.state(batch))
 
     def state(self, batch: TokenBatch) -> Any:
-        """What computes the attention, and the recurrent layers, of a packed micro-batch."""
+        """The state that computes attention and recurrent layers of a packed micro-batch."""
         return self.attention(batch)
 
     def attention(self, batch: TokenBatch) -> PackedSequences | TreeSequences:

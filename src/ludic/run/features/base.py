@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Around:
-    """What a run's generation has ready when features are put around its source of batches."""
+    """The parts of a run's generation that are ready when features are put around its source of batches."""
 
     tokenizer: Any
     algorithm: RLAlgorithm
@@ -32,7 +32,7 @@ class Feature:
     """One thing that a run may have beyond the plain loop."""
 
     name: str = ""
-    """What messages, and the declarations of other features, call it: a setting, a section or an argument of `build`."""
+    """Its name in messages and in declarations of other features: a setting, a section or an argument of `build`."""
     section: str = ""
     """Section of the settings file that this feature of a plug-in adds; its flags are the fields of `Settings`."""
     Settings: type[Any] | None = None
@@ -58,7 +58,7 @@ class Feature:
         return source
 
     def says(self, run: ResolvedRun) -> list[str]:
-        """What the plan of `--dry-run` says of it, in sentences. Called where the feature is on."""
+        """Its sentences in the plan of `--dry-run`. Called where the feature is on."""
         return []
 
 

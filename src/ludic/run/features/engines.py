@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Engine(Feature):
-    """What generates. The entry point of one in a plug-in has the name that the setting `engine` has."""
+    """Generates the samples of a run. The entry point of one in a plug-in has the name that the setting `engine` has."""
 
     engine: ClassVar[str]
     """Its name in the settings."""

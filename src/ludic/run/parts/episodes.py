@@ -33,7 +33,7 @@ _CONCURRENCY = 64
 
 
 class EnvHolder(Protocol):
-    """What holds envs in other processes."""
+    """Pools of envs in other processes."""
 
     async def make(self, **arguments: Any) -> Any:
         """A new env there."""

@@ -19,7 +19,7 @@ from ludic.types import ChatClient
 
 
 class NamedAgent(Protocol):
-    """What a run knows of an agent of another kind."""
+    """An agent of another kind, as a run sees it."""
 
     name: str
 
@@ -28,7 +28,7 @@ A = TypeVar("A", bound=NamedAgent)
 
 
 class AgentKind(ABC, Generic[A]):
-    """How a run makes agents of one kind and plays episodes with them."""
+    """A kind of agents: makes them, and protocols that play episodes with them."""
 
     @abstractmethod
     def make(self, settings: AgentSettings, function: Callable[..., Any] | None) -> A:

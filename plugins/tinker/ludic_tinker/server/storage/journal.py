@@ -63,7 +63,7 @@ class Recovered:
     state: Mapping[str, Tensor] | None
     """None: the run has no snapshot yet and starts as it was created."""
     requests: tuple[Record, ...]
-    """From that number on, in their order. All are carried out again, but for saves and failed ones that have a result."""
+    """Requests from that number on, in order. All are carried out again, except saves and failed ones that have a result."""
     results: Mapping[int, Result]
     """By number: of those requests that were done, and of some earlier ones. A request that has one keeps it."""
 
@@ -98,7 +98,7 @@ class RunJournal:
         """How many there were at the last attempt to write a snapshot, if it failed."""
 
     def recover(self) -> Recovered:
-        """What the files hold. Called once, after opening."""
+        """Contents of the files. Called once, after opening."""
         requests, results, starts = map(self._records, _TABLES)
         first = starts[0].seq if starts else 0
         self._remove_snapshots(but=self._snapshot(first))

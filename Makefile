@@ -47,12 +47,12 @@ UV := $(INSTALL) $(HASHED) -r requirements/uv.txt
 INSTALL_LOCKED := python scripts/install_locked.py $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)')
 
 # Environments with packages of their own. The registry finds them through their entry points.
-ENVIRONMENTS := $(patsubst %/pyproject.toml,-e %,$(wildcard environments/*/pyproject.toml))
+ENVIRONMENTS := $(patsubst %/pyproject.toml,-e %,$(wildcard environments/*/pyproject.toml plugins/*/pyproject.toml))
 
 TRAIN_EXTRAS := hf,local,train,lora,math,serve,smollm2,tensorboard,wandb,plot,pipeline,ray,dev
 
 ifdef LOCKED
-$(VENV)/.ready-all: requirements/uv.txt requirements/build.txt requirements/main.txt requirements/torch.txt pyproject.toml environments/*/pyproject.toml Makefile
+$(VENV)/.ready-all: requirements/uv.txt requirements/build.txt requirements/main.txt requirements/torch.txt pyproject.toml environments/*/pyproject.toml plugins/*/pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	-$(BIN)/$(UV)
 	$(BIN)/$(INSTALL_LOCKED) $(HASHED) -r requirements/build.txt
@@ -64,7 +64,7 @@ $(VENV)/.ready: $(VENV)/.ready-all
 	touch $@
 else
 # The stamp is newer than what it depends on exactly when the environment is up to date.
-$(VENV)/.ready: pyproject.toml environments/*/pyproject.toml constraints.txt requirements/no_deps.in requirements/pip.txt Makefile
+$(VENV)/.ready: pyproject.toml environments/*/pyproject.toml plugins/*/pyproject.toml constraints.txt requirements/no_deps.in requirements/pip.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	-$(BIN)/$(NEW_PIP)
 	$(BIN)/$(INSTALL) -c constraints.txt '$(TORCH)' -e '.[$(TRAIN_EXTRAS)]'
@@ -72,7 +72,7 @@ $(VENV)/.ready: pyproject.toml environments/*/pyproject.toml constraints.txt req
 	touch $@
 
 # Tests also meet other people's packages, PyBoy among them, and build one (hatchling); `make train` does without them.
-$(VENV)/.ready-all: pyproject.toml environments/*/pyproject.toml constraints.txt requirements/no_deps.in requirements/pip.txt Makefile
+$(VENV)/.ready-all: pyproject.toml environments/*/pyproject.toml plugins/*/pyproject.toml constraints.txt requirements/no_deps.in requirements/pip.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	-$(BIN)/$(NEW_PIP)
 	$(BIN)/$(INSTALL) -c constraints.txt '$(TORCH)' -e '.[$(TRAIN_EXTRAS),search,datasets,tinker,cookbook,others,agents,browser]' hatchling $(ENVIRONMENTS)

@@ -52,7 +52,7 @@ def without_implied(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
 
 def picture() -> str:
     known = packages()
-    # minimal and cli are the tops; lazy names of inference, distributed and training that lead up are exempt.
+    # cli is the top; lazy names of inference, distributed and training that lead up are exempt.
     arrows = {name: imports_of(path, set(known)) for name, path in known.items() if name not in FLOOR}
     for name, targets in arrows.items():
         targets -= {other for other in targets if name in arrows.get(other, ())}

@@ -68,8 +68,8 @@ class Tree:
         self.modules = {module.name: module for top in tops for module in _modules(top)}
 
     def core(self) -> list[Module]:
-        """The modules of `ludic` without `ludic.minimal`."""
-        return [m for name, m in self.modules.items() if is_in(name, "ludic") and not is_in(name, "ludic.minimal")]
+        """The modules of `ludic`."""
+        return [module for name, module in self.modules.items() if is_in(name, "ludic")]
 
     def named(self, node: ast.AST) -> set[str]:
         """The modules that an import statement names; of a lazy face, those in which it finds the names."""

@@ -1,10 +1,9 @@
-"""The same as library.py with the minimal loop of `ludic.minimal`."""
+"""The same as library.py with the minimal loop of `rolo`."""
 
 import asyncio
 
-from ludic.minimal import GRPOConfig, GRPOTrainer, Reward, RolloutGenerator, State, message
-from ludic.minimal.tinker_backend import TinkerModel, TinkerModelConfig
-from ludic.types import SamplingParams
+from rolo import GRPOConfig, GRPOTrainer, Message, Reward, RolloutGenerator, State
+from rolo.tinker_backend import TinkerModel, TinkerModelConfig
 
 
 class Ask:
@@ -12,7 +11,7 @@ class Ask:
         self.example = example
 
     def start(self):
-        return State((message("user", f"Write about {self.example['topic']}."),))
+        return State((Message("user", f"Write about {self.example['topic']}."),))
 
     def step(self, action):
         return None
@@ -40,7 +39,7 @@ model = TinkerModel(
     TinkerModelConfig(
         model_name="Qwen/Qwen3-4B-Instruct-2507",
         learning_rate=8e-5,
-        sampling=SamplingParams(temperature=1.0, max_tokens=8),
+        max_tokens=8,
     )
 )
 loop = GRPOTrainer(

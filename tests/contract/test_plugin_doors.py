@@ -41,7 +41,9 @@ def test_the_wheel_holds_the_core_and_every_plugin(tmp_path):
     assert "ludic_view/page/index.html" in zipfile.ZipFile(wheel).namelist()
 
 
-@pytest.mark.parametrize("folder", sorted((ROOT / "plugins").iterdir()), ids=lambda folder: folder.name)
+@pytest.mark.parametrize(
+    "folder", sorted(Path(ROOT / package).parent for package in PACKAGES), ids=lambda folder: folder.name
+)
 def test_a_plugin_has_code_tests_and_a_page(folder):
     assert (folder / f"ludic_{folder.name}" / "plugin.py").is_file() or folder.name in ("gpu", "tinker", "vllm")
     assert list((folder / "tests").rglob("test_*.py")) and not list((folder / "tests").rglob("__init__.py"))

@@ -163,7 +163,7 @@ class Conversation:
         )
 
 
-# For custom loops such as `ludic.minimal`: messages to tokens, and a policy client, without an agent of `ludic.agents`.
+# For custom loops such as `rolo`: messages to tokens, and a policy client, without an agent of `ludic.agents`.
 
 
 class ChatDialogue:

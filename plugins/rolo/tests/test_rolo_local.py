@@ -8,20 +8,6 @@ import pytest
 import torch
 
 from ludic.batch_gen import stitch_rollouts
-from ludic.batch_gen.external_rollouts import weighted_batch
-from ludic.minimal import (
-    Action,
-    GRPOConfig,
-    GRPOTrainer,
-    Reward,
-    RolloutGenerator,
-    State,
-    Step,
-    Trajectory,
-    as_rollout,
-    message,
-)
-from ludic.minimal.local_backend import LocalModel, LocalModelConfig
 from ludic.models.loading import LoadedModel, tiny_llama, word_tokenizer
 from ludic.training import Trainer, TrainerConfig, make_dr_grpo
 from ludic.types import (
@@ -29,11 +15,25 @@ from ludic.types import (
     EnvironmentStep,
     RequestsExhausted,
     Rollout,
-    SamplingParams,
     SAWBatch,
     StopReason,
-    TokenTrace,
 )
+from rolo import (
+    Action,
+    CompletionOutput,
+    GRPOConfig,
+    GRPOTrainer,
+    Message,
+    RenderedPrompt,
+    Reward,
+    RolloutGenerator,
+    State,
+    Step,
+    TrainingBatch,
+    Trajectory,
+)
+from rolo.library import as_trace
+from rolo.local_backend import LocalModel, LocalModelConfig
 from tests.unit.training.samples import assert_same_up_to_rounding, first_moments
 
 pytestmark = pytest.mark.slow
@@ -49,9 +49,7 @@ def loaded(seed: int = 0) -> LoadedModel:
 
 @pytest.fixture
 def model():
-    config = LocalModelConfig(
-        learning_rate=LEARNING_RATE, sampling=SamplingParams(temperature=1.0, max_tokens=3), max_seq_len=64
-    )
+    config = LocalModelConfig(learning_rate=LEARNING_RATE, max_tokens=3, max_seq_len=64)
     local = LocalModel(config, loaded())
     yield local
     local.close()
@@ -67,14 +65,14 @@ class Turns:
     """As many turns as the example says, so that items have several stretches of action tokens."""
 
     def __init__(self, example):
-        self.left, self.messages = example["turns"], (message("user", "say yes"),)
+        self.left, self.messages = example["turns"], (Message("user", "say yes"),)
 
     def start(self) -> State:
         return State(self.messages)
 
     def step(self, action: Action) -> State | None:
         self.left -= 1
-        self.messages += (action.message, message("user", "again"))
+        self.messages += (action.message, Message("user", "again"))
         return State(self.messages) if self.left else None
 
 
@@ -119,13 +117,13 @@ def library_rollout(trajectory: Trajectory, reward: float, group: int) -> Rollou
     for turn, step in enumerate(trajectory.steps):
         is_last = turn == len(trajectory.steps) - 1
         call = AgentStep(
-            index=2 * turn, prompt_messages=step.state.messages, action=step.action.text, trace=step.completion,
+            index=2 * turn, prompt_messages=[m.as_dict() for m in step.state.messages], action=step.action.text, trace=as_trace(step.completion, 1.0),
             turn_id=f"t{turn}",
         )  # fmt: skip
         moved = EnvironmentStep(
             index=2 * turn + 1, prev_obs="again", action=step.action.text, parsed_action=step.action.text, next_obs="again",
             source_agent_step_id=call.id, agent_step_ids=[call.id], reward=reward if is_last else 0.0, terminated=is_last,
-            trace=step.completion, turn_id=f"t{turn}",
+            trace=as_trace(step.completion, 1.0), turn_id=f"t{turn}",
         )  # fmt: skip
         steps += [call, moved]
     return Rollout(steps=steps, stop=StopReason.TERMINATED, meta={"request_meta": {"group_id": str(group)}})
@@ -169,11 +167,11 @@ def update_by_hand(network, groups, num_updates: int):
         loss = torch.zeros(())
         for trajectory, advantage in weighed:
             for step in trajectory.steps:
-                prompt, sampled = step.completion.prompt_token_ids, step.completion.completion_token_ids
+                prompt, sampled = step.completion.prompt.token_ids, step.completion.token_ids
                 ids = torch.from_numpy(np.concatenate([prompt, sampled]).astype(np.int64))
                 logits = network(ids[None]).logits[0, len(prompt) - 1 : -1]
                 logps = torch.log_softmax(logits, -1).gather(-1, ids[len(prompt) :, None])[:, 0]
-                ratio = (logps - torch.tensor(step.completion.completion_logprobs)).exp()
+                ratio = (logps - torch.tensor(step.completion.logprobs)).exp()
                 kept = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
                 loss = loss - kept.sum() / len(weighed)
         optimizer.zero_grad()
@@ -217,7 +215,7 @@ async def test_minimal_library_and_plain_torch_make_the_same_update_of_the_same_
 
 class SayYes:
     def __init__(self, example):
-        self.messages = (message("user", "say yes"),)
+        self.messages = (Message("user", "say yes"),)
 
     def start(self) -> State:
         return State(self.messages)
@@ -243,7 +241,7 @@ class OneProblem:
             yield [{}] * 4
 
 
-@pytest.mark.extended(covered_by="tests/contract/test_minimal_page.py::test_the_program_learns_as_the_page_says")
+@pytest.mark.extended(covered_by="plugins/rolo/tests/test_rolo_page.py::test_the_program_learns_as_the_page_says")
 @pytest.mark.slow
 async def test_training_learns_to_say_yes_and_sampling_uses_the_new_weights(model, tmp_path):
     config = GRPOConfig(
@@ -266,24 +264,24 @@ async def test_training_learns_to_say_yes_and_sampling_uses_the_new_weights(mode
 
 
 def trajectory_of(prompt, sampled) -> Trajectory:
-    trace = TokenTrace(prompt, sampled, [-1.0] * len(sampled), "stop", temperature=1.0)
-    action = Action(message("assistant", "yes"))
-    return Trajectory((Step(State((message("user", "say yes"),)), action, trace),), is_finished=True)
+    trace = CompletionOutput(RenderedPrompt(prompt), sampled, [-1.0] * len(sampled))
+    action = Action(Message("assistant", "yes"))
+    return Trajectory((Step(State((Message("user", "say yes"),)), action, trace),), is_finished=True)
 
 
 async def test_a_batch_without_any_weight_is_an_error_that_says_so(model):
-    rollout = as_rollout(trajectory_of([3, 5, 4], [6, 1]), Reward(0.0, False), "g")
+    trajectory = trajectory_of([3, 5, 4], [6, 1])
     with pytest.raises(RequestsExhausted, match="nothing to train on"):
-        await model.update(weighted_batch([rollout], [0.0]))
-    result = await model.update(weighted_batch([rollout], [1.0]))  # and the next one is not affected
+        await model.update(TrainingBatch([trajectory], [0.0]))
+    result = await model.update(TrainingBatch([trajectory], [1.0]))  # and the next one is not affected
     assert result.loss == result.metrics["train/loss"] and result.metrics["train/num_samples"] == 1
 
 
 async def test_the_sign_of_an_advantage_moves_the_probability_of_its_sample(model):
     prompt, sampled = [3, 5, 6, 1, 4], [6, 1]
     before = (await model.engine.score_tokens(prompt, sampled)).sum()
-    rollout = as_rollout(trajectory_of(prompt, sampled), Reward(1.0, True), "g")
-    await model.update(weighted_batch([rollout], [1.0]))
+    trajectory = trajectory_of(prompt, sampled)
+    await model.update(TrainingBatch([trajectory], [1.0]))
     raised = (await model.engine.score_tokens(prompt, sampled)).sum()
     assert raised > before + 0.01
 
@@ -295,27 +293,26 @@ async def test_a_base_model_gets_a_plain_chat_and_stops_before_the_users_turn():
     tokenizer.chat_template = None
     network = tiny_llama(len(tokenizer), width=32, layers=2, max_length=512)
     local = LocalModel(
-        LocalModelConfig(sampling=SamplingParams(temperature=1.0, max_tokens=64)),
+        LocalModelConfig(max_tokens=64),
         LoadedModel(network, tokenizer, "base"),
     )
     try:
-        dialogue = local.renderer().begin()
-        prompt = dialogue.prompt([message("user", "abc"), message("assistant", "b"), message("user", "a")])
+        renderer = local.renderer()
+        prompt = renderer.render([Message("user", "abc"), Message("assistant", "b"), Message("user", "a")])
         assert tokenizer.decode(prompt.token_ids) == "User: abc\n\nAssistant: b\n\nUser: a\n\nAssistant:"
         assert local.policy().sampling.stop == ["\n\nUser:"]
         said = tokenizer("ab\n\nUser:", add_special_tokens=False)["input_ids"]
-        reply = dialogue.reply(TokenTrace(prompt.token_ids, said, [-1.0] * len(said), "stop"))
-        assert reply == message("assistant", "ab")
+        reply = renderer.parse(CompletionOutput(prompt, said, [-1.0] * len(said)))
+        assert reply == Message("assistant", "ab")
         completion = await local.policy().sample(prompt, seed=0)
-        assert 0 < len(completion.completion_token_ids) <= 64
+        assert 0 < len(completion.token_ids) <= 64
     finally:
         local.close()
 
 
-def base_model(tokenizer, **sampling) -> LocalModel:
+def base_model(tokenizer) -> LocalModel:
     network = tiny_llama(len(tokenizer), width=32, layers=2, max_length=512)
-    params = SamplingParams(temperature=1.0, max_tokens=64, **sampling)
-    return LocalModel(LocalModelConfig(sampling=params), LoadedModel(network, tokenizer, "base"))
+    return LocalModel(LocalModelConfig(max_tokens=64), LoadedModel(network, tokenizer, "base"))
 
 
 def test_a_saved_base_model_still_stops_before_the_users_turn(tmp_path):
@@ -332,20 +329,3 @@ def test_a_saved_base_model_still_stops_before_the_users_turn(tmp_path):
     again = base_model(AutoTokenizer.from_pretrained(tmp_path))
     again.close()
     assert again.policy().sampling.stop == first.policy().sampling.stop == ["\n\nUser:"]
-
-
-@pytest.mark.parametrize(("min_tokens", "kept"), [(0, "ab "), (5, "ab "), (6, "ab END.")])
-def test_a_given_stop_text_is_kept_and_cut_from_the_message(min_tokens, kept):
-    """Unless it came within the first `min_tokens` tokens, where it ends nothing."""
-    from ludic.models.loading import character_tokenizer
-
-    tokenizer = character_tokenizer()
-    tokenizer.chat_template = None
-    model = base_model(tokenizer, stop="END", min_tokens=min_tokens)
-    model.close()
-    assert model.policy().sampling.stop == ["END", "\n\nUser:"]
-    said = tokenizer("ab END.", add_special_tokens=False)["input_ids"]  # the token that completed it may hold more
-    dialogue = model.renderer().begin()
-    prompt = dialogue.prompt([message("user", "abc")])
-    trace = TokenTrace(prompt.token_ids, said, [-1.0] * len(said), "stop")
-    assert dialogue.reply(trace) == message("assistant", kept)

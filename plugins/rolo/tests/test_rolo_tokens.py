@@ -3,20 +3,18 @@
 import numpy as np
 import pytest
 
-from ludic.batch_gen.external_rollouts import weighted_batch
 from ludic.inference import ByteTemplate, HermesToolParser
-from ludic.minimal import (
-    Action,
-    ChatRenderer,
-    ClientPolicy,
-    Reward,
-    RolloutGenerator,
-    State,
-    as_rollout,
-    message,
-)
 from ludic.tools import Tool
 from ludic.types import ConfigError, SamplingParams
+from rolo import (
+    Action,
+    Message,
+    RolloutGenerator,
+    State,
+    ToolCall,
+    TrainingBatch,
+)
+from rolo.library import ChatRenderer, ClientPolicy, saw_batch
 from tests.fakes import RandomTokenClient, RecordingClient, ScriptedClient
 
 BYTES = ByteTemplate()
@@ -28,7 +26,7 @@ class Chat:
 
     def __init__(self, example):
         self.forget, self.num_turns = example.get("forget", False), 0
-        self.messages = (message("user", "Begin."),)
+        self.messages = (Message("user", "Begin."),)
 
     def start(self) -> State:
         return State(self.messages)
@@ -37,7 +35,7 @@ class Chat:
         self.num_turns += 1
         if self.num_turns == 5:
             return None
-        new = message("user", f"Turn {self.num_turns}.")
+        new = Message("user", f"Turn {self.num_turns}.")
         self.messages = (new,) if self.forget and self.num_turns == 3 else (*self.messages, action.message, new)
         return State(self.messages)
 
@@ -68,28 +66,25 @@ async def test_every_prompt_begins_with_all_that_was_sent_and_sampled_before():
     for (sent, sampled), (following, _) in zip(client.calls, client.calls[1:], strict=False):
         assert following[: len(sent) + len(sampled)] == sent + sampled
     for step, (sent, sampled) in zip(trajectory.steps, client.calls, strict=True):
-        assert (step.completion.prompt_token_ids.tolist(), step.completion.completion_token_ids.tolist()) == (
-            sent,
-            sampled,
-        )
+        assert (list(step.completion.prompt.token_ids), list(step.completion.token_ids)) == (sent, sampled)
 
 
 async def test_an_episode_becomes_one_item_in_which_exactly_the_sampled_tokens_are_trained():
     client = random_bytes()
     trajectory = await play(Chat, BYTES, client)
-    (item,) = weighted_batch([as_rollout(trajectory, Reward(1.0, True), "g")], [0.75]).items
+    (item,) = saw_batch(TrainingBatch([trajectory], [0.75]), 1.0).items
     last_sent, last_sampled = client.calls[-1]
     assert item.input_ids.tolist() == last_sent + last_sampled
     assert item.input_ids[item.action_mask].tolist() == [t for _, sampled in client.calls for t in sampled]
-    logprobs = np.concatenate([step.completion.completion_logprobs for step in trajectory.steps])
+    logprobs = np.concatenate([step.completion.logprobs for step in trajectory.steps])
     assert np.array_equal(item.actor_logps, logprobs)
-    assert item.weight == 0.75 and item.origin.total_reward == 1.0 and not item.origin.episode_truncated
+    assert item.weight == 0.75 and not item.origin.episode_truncated
 
 
 async def test_an_env_that_rewrites_history_starts_a_new_item_and_no_token_is_lost_or_trained_twice():
     client = random_bytes()
     trajectory = await play(Chat, BYTES, client, example={"forget": True})
-    items = weighted_batch([as_rollout(trajectory, Reward(1.0, True), "g")], [0.5]).items
+    items = saw_batch(TrainingBatch([trajectory], [0.5]), 1.0).items
     assert len(items) == 2 and {item.weight for item in items} == {0.5}
     trained = [t for item in items for t in item.input_ids[item.action_mask].tolist()]
     assert trained == [t for _, sampled in client.calls for t in sampled]
@@ -99,7 +94,7 @@ class Shop:
     """One tool; what it answers is shown until the model says something else."""
 
     def __init__(self, example):
-        self.messages = (message("user", "What is it?"),)
+        self.messages = (Message("user", "What is it?"),)
 
     def price(self, item: str) -> str:
         """What an item costs."""
@@ -111,7 +106,7 @@ class Shop:
     def step(self, action: Action) -> State | None:
         if not action.tool_calls:
             return None
-        results = [{**message("tool", "3"), "tool_call_id": c["id"], "name": "price"} for c in action.tool_calls]
+        results = [Message("tool", "3", tool_call_id=call.id, name="price") for call in action.tool_calls]
         self.messages += (action.message, *results)
         return State(self.messages, (Tool.from_callable(self.price).schema,))
 
@@ -123,11 +118,11 @@ async def test_tool_calls_reach_the_env_and_the_conversation_goes_on_token_for_t
     client = RecordingClient(ScriptedClient([f"Let me see. {CALL}", f"{CALL}{CALL}", "Three."]))
     trajectory = await play(Shop, TOOLS, client, max_tokens=400)
     first, second, third = (step.action for step in trajectory.steps)
-    assert first.text == "Let me see." and [call["id"] for call in first.tool_calls] == ["call00000"]
-    assert [call["id"] for call in second.tool_calls] == ["call00001", "call00002"], "numbered over the episode"
+    assert first.text == "Let me see." and [call.id for call in first.tool_calls] == ["call00000"]
+    assert [call.id for call in second.tool_calls] == ["call00001", "call00002"], "numbered over the episode"
     assert third.text == "Three." and not third.tool_calls and trajectory.is_finished
     assert "price" in BYTES.decode(client.calls[0][0]), "the prompt names the tool"
-    (item,) = weighted_batch([as_rollout(trajectory, Reward(1.0, True), "g")], [1.0]).items
+    (item,) = saw_batch(TrainingBatch([trajectory], [1.0]), 1.0).items
     assert item.input_ids[item.action_mask].tolist() == [t for _, sampled in client.calls for t in sampled]
 
 
@@ -150,16 +145,27 @@ async def test_tools_that_a_template_cannot_read_or_does_not_show_are_refused():
         await play(Shop, Silent(tool_parser=HermesToolParser()), ScriptedClient(["hi"]))
 
 
-async def test_a_policy_asks_for_log_probs_and_a_seed_decides_what_is_drawn():
+async def test_a_seed_decides_what_is_drawn():
     client = random_bytes()
     first, second = await play(Chat, BYTES, client), await play(Chat, BYTES, client)
     assert client.calls[:5] == client.calls[5:]
-    assert first.steps[0].completion.temperature == 1.0 and first.steps[0].completion.completion_logprobs is not None
-    assert first.steps[0].completion == second.steps[0].completion
+    assert np.array_equal(first.steps[0].completion.logprobs, second.steps[0].completion.logprobs)
 
 
-async def test_replies_of_a_truncated_distribution_are_refused_without_recorded_candidates():
-    policy = ClientPolicy(random_bytes(), SamplingParams(temperature=1.0, top_p=0.9, max_tokens=4))
-    dialogue = ChatRenderer(BYTES, BYTES.decode_reply).begin()
+def test_a_truncated_distribution_is_refused():
     with pytest.raises(ConfigError, match=r"top_p=0\.9"):
-        await policy.sample(dialogue.prompt((message("user", "Begin."),)))
+        ClientPolicy(random_bytes(), SamplingParams(temperature=1.0, top_p=0.9, max_tokens=4))
+
+
+def test_messages_have_the_shape_that_templates_take():
+    call = ToolCall("call1", "price", '{"item": "tea"}')
+    for message in (
+        Message("user", "hi"),
+        Message("assistant", "", tool_calls=(call,)),
+        Message("tool", "3", tool_call_id="call1", name="price"),
+    ):
+        assert Message.from_dict(message.as_dict()) == message
+    function = {"name": "price", "arguments": '{"item": "tea"}'}
+    assert Message("assistant", "", (call,)).as_dict() == {
+        "role": "assistant", "content": "", "tool_calls": [{"id": "call1", "type": "function", "function": function}],
+    }  # fmt: skip

@@ -1,20 +1,14 @@
-"""The RL types: messages, states, actions, environments, trajectories and rewards."""
+"""The RL types: states, actions, environments, trajectories and rewards."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-from ludic.types import Message, TokenTrace, ToolCall
+from rolo.message import Message, ToolCall
+from rolo.rendering import CompletionOutput, ToolSpec
 
 Example: TypeAlias = Mapping[str, Any]
 """One line of a dataset."""
-ToolSpec: TypeAlias = dict[str, Any]
-"""A tool's schema in the OpenAI shape; `ludic.tools.Tool.from_callable(function).schema` makes it."""
-
-
-def message(role: str, content: str) -> Message:
-    """A chat message in the OpenAI shape; `role` is system, user, assistant or tool."""
-    return {"role": role, "content": content}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +28,11 @@ class Action:
 
     @property
     def text(self) -> str:
-        return str(self.message["content"])
+        return self.message.content
 
     @property
-    def tool_calls(self) -> list[ToolCall]:
-        return self.message.get("tool_calls") or []
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return self.message.tool_calls
 
 
 class Env(Protocol):
@@ -57,8 +51,8 @@ class EnvBuilder(Protocol):
 class Step:
     state: State
     action: Action
-    completion: TokenTrace
-    """The turn in tokens, for training: those sent and those sampled, with the log-probs of the latter."""
+    completion: CompletionOutput
+    """The same turn in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +74,3 @@ class Reward:
     """For accuracy and pass@k."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Other numbers, with the same names for every trajectory; their means are logged."""
-
-
-class RewardModel(Protocol):
-    """Separate from the env, so that either can change alone."""
-
-    def score(self, example: Example, trajectory: Trajectory) -> Reward: ...

@@ -1,20 +1,19 @@
-"""docs/minimal.md: its program learns as it says, and its tables leave nothing out."""
+"""docs/rolo.md: its program learns as it says, and its tables leave nothing out."""
 
 import re
 
 import pytest
 
-import ludic.minimal
-from ludic.minimal import GRPOConfig
+import rolo
+from rolo import GRPOConfig
 from tests.contract.pages import BLOCK, DOCS, run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.docs
 
-PAGE = (DOCS / "minimal.md").read_text()
+PAGE = (DOCS / "rolo.md").read_text()
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
-@pytest.mark.slow
 def test_the_program_learns_as_the_page_says(tmp_path):
     (_, code), (_, promised) = BLOCK.findall(PAGE)
     printed = run("python", code, tmp_path).splitlines()
@@ -24,25 +23,17 @@ def test_the_program_learns_as_the_page_says(tmp_path):
 
 
 def test_every_protocol_and_every_type_is_on_the_page():
-    helpers = {
-        "ChatRenderer",
-        "ClientPolicy",
-        "Dialogue",
-        "SavesWeights",
-        "MetricsLogger",
-        "TensorBoardLogger",
-        "ToolSpec",
-    }
-    named = {name for name in ludic.minimal.__all__ if name not in PAGE} - helpers
-    assert not named, f"docs/minimal.md does not speak of {named}"
+    helpers = {"SavesWeights", "MetricsLogger", "TensorBoardLogger", "ToolSpec"}
+    named = {name for name in rolo.__all__ if name not in PAGE} - helpers
+    assert not named, f"docs/rolo.md does not speak of {named}"
 
 
 def test_the_commands_of_the_page_use_flags_that_exist():
     import tyro
 
-    from ludic.minimal.examples import gsm8k, musique_search
+    from rolo.examples import gsm8k, musique_search
 
-    commands = re.findall(r"python -m ludic\.minimal\.examples\.(\w+) ((?:.|\\\n)*?)\n\n", PAGE)
+    commands = re.findall(r"python -m rolo\.examples\.(\w+) ((?:.|\\\n)*?)\n\n", PAGE)
     assert [name for name, _ in commands] == ["gsm8k", "musique_search"]
     for name, flags in commands:
         program = {"gsm8k": gsm8k, "musique_search": musique_search}[name]

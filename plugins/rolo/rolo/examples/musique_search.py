@@ -1,8 +1,8 @@
 r"""MuSiQue in one file: multi-hop questions, each with its own knowledge base, one search tool (BM25), GRPO over turns.
 
-    python -m ludic.minimal.examples.musique_search --model-name Qwen/Qwen3.5-4B --batch-size 4 --samples-per-prompt 2 \
+    python -m rolo.examples.musique_search --model-name Qwen/Qwen3.5-4B --batch-size 4 --samples-per-prompt 2 \
         --max-turns 2 --learning-rate 8e-5 --max-tokens 256 --train-limit 32 --eval-limit 16 --run-dir runs/musique_search
-    python -m ludic.minimal.examples.musique_search --model-name tiny --data musique.jsonl --max-tokens 16 --train-limit 4
+    python -m rolo.examples.musique_search --model-name tiny --data musique.jsonl --max-tokens 16 --train-limit 4
 
 Needs a model with native tool calling and the extras train, search and tensorboard; for --lora-rank also lora, and for the
 default data, which is on the hub, datasets.
@@ -10,97 +10,75 @@ default data, which is on the hub, datasets.
 # ruff: noqa: T201 - a program prints
 
 import asyncio
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-import tyro
+from typing import Literal
 
 from ludic.batch_gen.requests.samples import read_samples
-from ludic.minimal import (
+from ludic.parsers import xml_tag_parser
+from ludic.tools import Tool
+from ludic.util.files import parse_json
+from ludic_envs.musique_search import MuSiQueSample, exact_match, normalized, token_f1
+from ludic_envs.search import DocumentSearch
+from rolo import (
     Action,
     Example,
     GRPOConfig,
     GRPOTrainer,
     HuggingFaceDataLoader,
+    Message,
     Reward,
     RolloutGenerator,
     State,
     ToolCall,
     Trajectory,
-    message,
     run_logger,
-)
-from ludic.parsers import xml_tag_parser
-from ludic.tools import Tool
-from ludic.types import LudicError, Message, MissingExtra, SamplingParams
-from ludic.util.files import parse_json
-from ludic_envs.musique_search import MuSiQueSample, exact_match, normalized, token_f1
-from ludic_envs.search import DocumentSearch
-
-if TYPE_CHECKING:
-    from ludic.minimal.local_backend import LocalModel
-    from ludic.minimal.tinker_backend import TinkerModel
+)  # fmt: skip
+from rolo.library import ModelConfig, make_model, run_program
 
 SYSTEM_PROMPT = (
     "You answer a question that takes several steps. Look facts up with the search tool, never twice for the same; then give "
     "the answer in as few words as possible inside <answer></answer>, for example <answer>Marie Curie</answer>."
 )
-SHOWN = (
-    "train/reward",
-    "train/accuracy",
-    "train/searches",
-    "train/repeated",
-    "train/grad_norm",
-    "eval/accuracy",
-    "perf/step_s",
-)
+SHOWN = ("train/reward", "train/accuracy", "train/searches", "train/repeated", "eval/accuracy", "perf/step_s")
 LOOP_PENALTY = 0.1
 """Subtracted for each repeated search."""
 read_answer = xml_tag_parser("answer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(GRPOConfig, ModelConfig):
     """Settings of the run."""
 
     model_name: str = "Qwen/Qwen3.5-4B"
     """A folder or a hub id whose chat template shows tools, or tiny (random weights)."""
     backend: Literal["local", "tinker"] = "local"
     """This process, or the Tinker service (TINKER_API_KEY)."""
-    lora_rank: int = 16
-    """Rank of the adapter. With the local back end 0 trains all weights; use a lower learning rate then, such as 1e-6."""
+    lora_rank: int | None = 16
+    """Rank of the adapter. In this process 0 trains all weights; use a lower learning rate then, such as 1e-6."""
     data: str = "hub:dgslibisey/MuSiQue:train"
     """Questions in MuSiQue's form: hub:NAME:SPLIT, or a JSON, JSONL or Parquet file."""
     eval_data: str | None = None
     """Evaluation questions; by default those of --data that are not trained on."""
-    run_dir: Path = Path("runs/minimal_musique_search")
-    """metrics.jsonl, TensorBoard events, the best checkpoint."""
-    tensorboard: bool = True
-    seed: int = 0
-
-    batch_size: int = 4
-    """Questions per step."""
-    samples_per_prompt: int = 2
-    """Episodes per question; also the k of pass@k."""
-    max_turns: int = 2
-    """Model calls per episode: searches, and in the last one the answer."""
-    max_tokens: int = 256
-    """Of one reply."""
-    max_seq_len: int = 4096
-    """Of a whole episode, what the searches found included."""
-    temperature: float = 1.0
-    learning_rate: float = 8e-5
     train_limit: int = 32
     """Questions to train on."""
     eval_limit: int = 16
     """Questions held out; 0 is no evaluation."""
-    max_steps: int | None = None
-    """Without it, each question is trained on once."""
-    eval_on_start: bool = False
+    run_dir: Path = Path("runs/rolo_musique_search")
+    """metrics.jsonl, TensorBoard events, the best checkpoint."""
+    tensorboard: bool = True
+    batch_size: int = 4
+    """Questions per step."""
+    samples_per_prompt: int = 2
+    """Episodes per question; also the k of pass@k."""
+    max_steps: int = 0
+    """0: each question is trained on once."""
     eval_every_steps: int = 8
-    save_best_checkpoint: bool = False
+    max_turns: int = 2
+    """Model calls per episode: searches, and in the last one the answer."""
+    max_tokens: int = 256
+    max_seq_len: int = 4096
+    learning_rate: float = 8e-5
 
 
 class SearchEnv:
@@ -110,7 +88,7 @@ class SearchEnv:
         sample = MuSiQueSample.read(example)
         self.documents = DocumentSearch([str(paragraph) for paragraph in sample.paragraphs])
         self.tools = (Tool.from_callable(self.search).schema,)
-        self.messages: tuple[Message, ...] = (message("system", SYSTEM_PROMPT), message("user", sample.question))
+        self.messages: tuple[Message, ...] = (Message("system", SYSTEM_PROMPT), Message("user", sample.question))
 
     def search(self, query: str) -> str:
         """Search the documents about this question; the three that match best come back.
@@ -132,7 +110,7 @@ class SearchEnv:
     def answer(self, call: ToolCall) -> Message:
         query = query_of(call)
         found = 'Error: the only tool is search, and it takes {"query": text}.' if query is None else self.search(query)
-        return {**message("tool", found), "tool_call_id": call["id"], "name": call["function"]["name"]}
+        return Message("tool", found, tool_call_id=call.id, name=call.name)
 
 
 class SearchEnvBuilder:
@@ -158,9 +136,9 @@ class AnswerReward:
 
 def query_of(call: ToolCall) -> str | None:
     """The query of a call; None if it is not a valid search."""
-    arguments = parse_json(call["function"]["arguments"])
+    arguments = parse_json(call.arguments)
     query = arguments.get("query")
-    is_proper = call["function"]["name"] == "search" and arguments.keys() == {"query"} and isinstance(query, str)
+    is_proper = call.name == "search" and arguments.keys() == {"query"} and isinstance(query, str)
     return query if is_proper else None
 
 
@@ -168,70 +146,19 @@ def is_answerable(example: Example) -> bool:
     return bool(example.get("answerable", True))
 
 
-def make_model(settings: Settings) -> "LocalModel | TinkerModel":
-    """Import only the chosen back end: one loads torch, the other the Tinker SDK."""
-    common: dict[str, Any] = {
-        "model_name": settings.model_name,
-        "learning_rate": settings.learning_rate,
-        "sampling": SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens),
-        "max_seq_len": settings.max_seq_len,
-        "seed": settings.seed,
-    }
-    if settings.backend == "tinker":
-        from ludic.minimal.tinker_backend import TinkerModel, TinkerModelConfig
-
-        return TinkerModel(TinkerModelConfig(**common, lora_rank=settings.lora_rank))
-    try:
-        from ludic.minimal.local_backend import LocalModel, LocalModelConfig
-    except ImportError as error:
-        raise MissingExtra("train", f"--backend local ({error})") from error
-    return LocalModel(LocalModelConfig(**common), with_adapter(settings) if settings.lora_rank else None)
-
-
-def with_adapter(settings: Settings) -> Any:
-    import torch
-
-    from ludic.models.loading import LoadedModel, load_model
-
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise MissingExtra("lora", f"--lora-rank {settings.lora_rank}") from error
-    name, rank = settings.model_name, settings.lora_rank
-    loaded = load_model(name, seed=settings.seed)
-    with torch.random.fork_rng():
-        torch.manual_seed(settings.seed)  # the adapter's first weights
-        adapter = get_peft_model(loaded.model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
-    return LoadedModel(adapter, loaded.tokenizer, loaded.name)
-
-
 def main(settings: Settings) -> None:
-    loader = HuggingFaceDataLoader(
-        settings.data,
-        batch_size=settings.batch_size,
-        limit=settings.train_limit,
-        keep=is_answerable,
-        seed=settings.seed,
-    )
-    others = list(filter(is_answerable, read_samples(settings.data)))[settings.train_limit :]
+    size, limit = settings.batch_size, settings.train_limit
+    loader = HuggingFaceDataLoader(settings.data, batch_size=size, limit=limit, keep=is_answerable, seed=settings.seed)
+    others = list(filter(is_answerable, read_samples(settings.data)))[limit:]
     if settings.eval_data is not None:
         others = list(filter(is_answerable, read_samples(settings.eval_data, "--eval-data")))
     held_out = others[: settings.eval_limit]
     for example in (*loader.examples, *held_out):
         MuSiQueSample.read(example)  # raises for another format before the run starts
-    steps = settings.max_steps
-    config = GRPOConfig(
-        samples_per_prompt=settings.samples_per_prompt,
-        max_steps=steps if steps is not None else -(-len(loader.examples) // settings.batch_size),
-        eval_on_start=settings.eval_on_start,
-        eval_every_steps=settings.eval_every_steps,
-        save_best_checkpoint=settings.save_best_checkpoint,
-        run_dir=settings.run_dir,
-        seed=settings.seed,
-    )
+    steps = settings.max_steps or -(-len(loader.examples) // size)
     print(f"{len(loader.examples)} questions to train on, {len(held_out)} held out", flush=True)
     logger = run_logger(settings.run_dir, *SHOWN, tensorboard=settings.tensorboard)
-    model = make_model(settings)
+    model = make_model(settings.backend, vars(settings))
     try:
         trainer = GRPOTrainer(
             model=model,
@@ -240,7 +167,7 @@ def main(settings: Settings) -> None:
             ),
             reward_model=AnswerReward(),
             data_loader=loader,
-            config=config,
+            config=replace(settings, max_steps=steps),
             eval_examples=held_out,
             logger=logger,
         )
@@ -252,11 +179,4 @@ def main(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Settings, description=__doc__))
-    except LudicError as mistake:
-        sys.exit(f"musique_search: {mistake}")
-    except KeyboardInterrupt:
-        sys.exit(
-            "musique_search: interrupted; what was logged, and the best checkpoint if one was asked for, are in --run-dir"
-        )
+    run_program(main, Settings, __doc__, "musique_search")

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from ludic.inference import ByteTemplate
-from ludic.minimal import (
+from ludic.types import ConfigError, PromptTooLong
+from rolo import (
     Action,
-    ChatRenderer,
     CompletionOutput,
     GRPOConfig,
     GRPOTrainer,
     HuggingFaceDataLoader,
+    Message,
     RenderedPrompt,
     Reward,
     RolloutGenerator,
@@ -24,10 +25,9 @@ from ludic.minimal import (
     TrainingBatch,
     UpdateResult,
     compute_advantages,
-    message,
     run_logger,
 )
-from ludic.types import ConfigError, PromptTooLong
+from rolo.library import ChatRenderer, saw_batch
 
 BYTES = ByteTemplate()
 
@@ -36,7 +36,7 @@ class Echo:
     """Asks for a number of words, one per turn."""
 
     def __init__(self, example):
-        self.messages, self.left = (message("user", str(example["say"])),), example.get("turns", 1)
+        self.messages, self.left = (Message("user", str(example["say"])),), example.get("turns", 1)
 
     def start(self) -> State:
         return State(self.messages)
@@ -45,7 +45,7 @@ class Echo:
         self.left -= 1
         if self.left == 0:
             return None
-        self.messages += (action.message, message("user", "Go on."))
+        self.messages += (action.message, Message("user", "Go on."))
         return State(self.messages)
 
 
@@ -68,7 +68,7 @@ class SeedPolicy:
         await asyncio.sleep(0)
         self.num_open -= 1
         ids = [*BYTES.encode(str((seed or 0) % 10)), BYTES.END]
-        return CompletionOutput(prompt.token_ids, ids, [-0.5] * len(ids), "stop", temperature=1.0)
+        return CompletionOutput(prompt, ids, [-0.5] * len(ids))
 
 
 class CountingModel:
@@ -153,7 +153,7 @@ async def test_each_example_has_a_group_and_episodes_run_concurrently():
     policy = SeedPolicy()
     examples = [{"say": "a"}, {"say": "b"}, {"say": "c"}]
     groups = await generator().generate(examples, policy=policy, samples_per_prompt=4, seed=7)
-    said = [[t.steps[0].state.messages[0]["content"] for t in group] for group in groups]
+    said = [[t.steps[0].state.messages[0].content for t in group] for group in groups]
     assert said == [["a"] * 4, ["b"] * 4, ["c"] * 4]
     assert policy.most_open == 12
 
@@ -197,9 +197,8 @@ async def test_a_step_updates_with_groups_that_have_spread_and_logs_metrics():
     loop = trainer(Always(1.0, 1.0, 0.0, 1.0, 0.0, 0.0), [{"say": word} for word in "abc"], logger=Notebook())
     await loop.train()
     (batch,) = loop.model.batches
-    assert [item.weight for item in batch.items] == [-0.5, 0.5]
-    assert {item.origin.group_id for item in batch.items} == {"0:1"}
-    assert [item.origin.total_reward for item in batch.items] == [0.0, 1.0]
+    assert list(batch.advantages) == [-0.5, 0.5]
+    assert {t.steps[0].state.messages[0].content for t in batch.trajectories} == {"b"}
     [(step, stats)] = loop.logger.rows
     assert step == 1 and stats["train/reward"] == 0.5 and stats["train/loss"] == 0.25
     assert stats["train/groups_without_spread"] == pytest.approx(2 / 3) and stats["train/num_samples"] == 2
@@ -216,7 +215,7 @@ async def test_tiny_advantages_count_as_zero():
     loop = trainer(Always(0.0, 1e-4, 0.0, 1e-2), [{"say": "a"}, {"say": "b"}])
     found = await loop.train_step([{"say": "a"}, {"say": "b"}])
     assert found["train/groups_without_spread"] == 0.5
-    assert [item.weight for item in loop.model.batches[0].items] == [-5e-3, 5e-3]
+    assert list(loop.model.batches[0].advantages) == [-5e-3, 5e-3]
 
 
 async def test_train_continues_to_max_steps_and_stops():
@@ -228,13 +227,17 @@ async def test_train_continues_to_max_steps_and_stops():
     assert loop.step == 3
 
 
-async def test_an_item_holds_prompt_completion_and_log_probs():
+async def test_a_batch_holds_prompts_completions_and_log_probs():
     loop = trainer(Always(1.0, 0.0), [{"say": "a"}])
     await loop.train()
-    item = loop.model.batches[0].items[0]
-    prompt = BYTES.apply([message("user", "a")]).prompt_token_ids
-    assert item.input_ids[: len(prompt)].tolist() == prompt.tolist()
-    assert item.action_mask.tolist() == [False] * len(prompt) + [True, True]
+    completion = loop.model.batches[0].trajectories[0].steps[0].completion
+    assert (
+        list(completion.prompt.token_ids) == BYTES.apply([{"role": "user", "content": "a"}]).prompt_token_ids.tolist()
+    )
+    assert list(completion.token_ids)[1:] == [BYTES.END] and list(completion.logprobs) == [-0.5, -0.5]
+    (item, _) = saw_batch(loop.model.batches[0], temperature=1.0).items
+    assert item.input_ids.tolist() == [*completion.prompt.token_ids, *completion.token_ids]
+    assert item.action_mask.tolist() == [False] * len(completion.prompt.token_ids) + [True, True]
     assert item.actor_logps.tolist() == [-0.5, -0.5] and item.attachments.temperature == 1.0
 
 

@@ -1,4 +1,4 @@
-"""The two programs of ludic.minimal on a tiny model and their own small budgets: what they print, log and keep."""
+"""The two programs of rolo on a tiny model and their own small budgets: what they print, log and keep."""
 
 import json
 import re
@@ -11,19 +11,22 @@ import pytest
 import tyro
 
 from ludic.inference import ByteTemplate, HermesToolParser, ScriptedClient
-from ludic.minimal import (
+from ludic.models.loading import load_model
+from ludic.types import ConfigError, SamplingParams
+from rolo import (
     Action,
-    ChatRenderer,
-    ClientPolicy,
+    CompletionOutput,
     GRPOTrainer,
+    Message,
+    RenderedPrompt,
     RolloutGenerator,
     State,
     Step,
     Trajectory,
-    message,
 )
-from ludic.minimal.examples import gsm8k, musique_search
-from ludic.types import ConfigError, SamplingParams, TokenTrace
+from rolo.examples import gsm8k, musique_search
+from rolo.library import ChatRenderer, ClientPolicy, make_model
+from rolo.local_backend import with_adapter
 from tests import warm_python
 
 pytestmark = pytest.mark.slow
@@ -91,7 +94,9 @@ def test_gsm8k_trains_evaluates_keeps_the_best_and_prints_the_table_of_the_seed(
 
 
 def answered(text: str, *, is_cut_off: bool = False) -> Trajectory:
-    step = Step(State(()), Action(message("assistant", text), is_cut_off), TokenTrace([1], [2], [-1.0]))
+    step = Step(
+        State(()), Action(Message("assistant", text), is_cut_off), CompletionOutput(RenderedPrompt([1]), [2], [-1.0])
+    )
     return Trajectory((step,), is_finished=True)
 
 
@@ -116,10 +121,10 @@ def test_a_boxed_answer_is_right_when_it_means_the_same_and_the_format_alone_ear
 
 def test_an_answer_that_was_cut_off_is_wrong_and_the_worked_problem_is_right():
     example = {"question": "?", "answer": "#### 22"}
-    worked = gsm8k.WORKED_PROBLEM[1]["content"]
+    worked = gsm8k.WORKED_PROBLEM[1].content
     assert gsm8k.GSM8KReward().score(example, answered(worked)).is_correct
     assert gsm8k.GSM8KReward().score(example, answered(worked, is_cut_off=True)).value == 0.0
-    roles = [m["role"] for m in gsm8k.GSM8KEnvBuilder().build(example).start().messages]
+    roles = [m.role for m in gsm8k.GSM8KEnvBuilder().build(example).start().messages]
     assert roles == ["system", "user", "assistant", "user"]
 
 
@@ -134,7 +139,7 @@ def test_a_mistyped_flag_or_file_ends_the_program_with_one_line(tmp_path):
     command = [
         warm_python.executable(),
         "-m",
-        "ludic.minimal.examples.gsm8k",
+        "rolo.examples.gsm8k",
         "--data",
         str(tmp_path / "none.jsonl"),
         "--eval-limit",
@@ -190,7 +195,7 @@ def test_an_adapter_is_what_is_trained_when_a_rank_is_given(questions):
     settings = tyro.cli(
         musique_search.Settings, args=["--model-name", "tiny", "--lora-rank", "2", "--data", str(questions)]
     )
-    model = musique_search.make_model(settings)
+    model = make_model(settings.backend, vars(settings))
     try:
         trained = [name for name, parameter in model.trainer.model.named_parameters() if parameter.requires_grad]
         assert trained and all("lora_" in name for name in trained)
@@ -200,8 +205,7 @@ def test_an_adapter_is_what_is_trained_when_a_rank_is_given(questions):
 
 def test_the_seed_decides_the_adapters_first_weights():
     pytest.importorskip("peft")
-    settings = musique_search.Settings(model_name="tiny", lora_rank=2, seed=5)
-    first, second = (dict(musique_search.with_adapter(settings).model.named_parameters()) for _ in range(2))
+    first, second = (dict(with_adapter(load_model("tiny"), 2, seed=5).model.named_parameters()) for _ in range(2))
     assert first and all(bool((first[name] == second[name]).all()) for name in first)
 
 
@@ -224,7 +228,7 @@ async def play(*replies: str, max_turns: int = 4):
 
 async def test_two_searches_and_the_right_answer_earn_everything():
     trajectory, reward = await play(search_for("Ada born"), search_for("Oslo"), "<answer>Norway</answer>")
-    found = [m["content"] for m in trajectory.steps[-1].state.messages if m["role"] == "tool"]
+    found = [m.content for m in trajectory.steps[-1].state.messages if m.role == "tool"]
     assert "Ada was born in Oslo." in found[0] and "Oslo lies in Norway." in found[1]
     assert (reward.value, reward.is_correct) == (1.0, True) and reward.metrics["searches"] == 2
 
@@ -240,5 +244,5 @@ async def test_a_half_right_answer_earns_its_shared_words_and_a_wrong_call_is_to
     _, reward = await play("<answer>Norway, I think</answer>")
     assert reward.value == pytest.approx(0.25) and not reward.is_correct  # F1 of 1 of 3 words: 2 / 4
     trajectory, reward = await play('<tool_call>{"name": "search", "arguments": {"k": 3}}</tool_call>', "no idea")
-    assert "the only tool is search" in trajectory.steps[-1].state.messages[-1]["content"]
+    assert "the only tool is search" in trajectory.steps[-1].state.messages[-1].content
     assert reward.value == 0.0 and reward.metrics["answered"] == 0

@@ -10,14 +10,25 @@ import pytest
 pytest.importorskip("tinker", reason="the extra 'tinker' is not installed")
 
 from ludic.inference import HFChatTemplate
-from ludic.minimal import Action, GRPOConfig, GRPOTrainer, Reward, RolloutGenerator, State, message
-from ludic.minimal.examples import gsm8k
-from ludic.minimal.tinker_backend import TinkerModel, TinkerModelConfig, TinkerRenderer
 from ludic.models.loading import character_tokenizer, tiny_llama, word_tokenizer
 from ludic.training import make_dr_grpo
 from ludic.training.learner.gradients import accumulate_gradients
 from ludic.training.learner.policy import TrainedPolicy
-from ludic.types import ConfigError, SamplingParams, SAWBatch, TokenTrace
+from ludic.types import ConfigError
+from rolo import (
+    Action,
+    CompletionOutput,
+    GRPOConfig,
+    GRPOTrainer,
+    Message,
+    Reward,
+    RolloutGenerator,
+    State,
+    TrainingBatch,
+)
+from rolo.examples import gsm8k
+from rolo.library import saw_batch
+from rolo.tinker_backend import TinkerModel, TinkerModelConfig, TinkerRenderer
 from tests.tinker_fake import FakeTinker
 from tests.tinker_fake.lora_model import LoraSettings, with_lora
 from tests.unit.training.samples import assert_same_up_to_rounding
@@ -48,7 +59,7 @@ def config_for(fake: FakeTinker, **settings: Any) -> TinkerModelConfig:
     known: dict[str, Any] = {
         "model_name": "words",
         "learning_rate": 1e-2,
-        "sampling": SamplingParams(temperature=1.0, max_tokens=2),
+        "max_tokens": 2,
         "lora_rank": 4,
         "max_seq_len": 64,
         "project_id": "project-1",
@@ -60,14 +71,14 @@ class Turns:
     """Says `again` until as many turns are played as the example wants."""
 
     def __init__(self, example: Any) -> None:
-        self.left, self.messages = example["turns"], (message("user", "say yes"),)
+        self.left, self.messages = example["turns"], (Message("user", "say yes"),)
 
     def start(self) -> State:
         return State(self.messages)
 
     def step(self, action: Action) -> State | None:
         self.left -= 1
-        self.messages += (action.message, message("user", "again"))
+        self.messages += (action.message, Message("user", "again"))
         return State(self.messages) if self.left else None
 
 
@@ -119,16 +130,16 @@ async def test_it_learns_and_keeps_the_best_weights(fake: FakeTinker, model: Tin
 
 async def test_an_update_has_the_gradient_that_the_library_has(fake: FakeTinker, model: TinkerModel):
     """Of conversations of three turns, with the same trajectories and the same weights."""
-    given: list[SAWBatch] = []
+    given: list[TrainingBatch] = []
     update = model.update
 
-    async def kept(batch: SAWBatch) -> Any:
+    async def kept(batch: TrainingBatch) -> Any:
         given.append(batch)
         return await update(batch)
 
     model.update = kept  # type: ignore[method-assign]
     await loop(model, turns=3, max_steps=1, eval_every_steps=0).train()
-    (batch,) = given
+    (batch,) = (saw_batch(batch, 1.0) for batch in given)
     assert {sum(item.action_mask[1:] & ~item.action_mask[:-1]) for item in batch.items} == {3}, "one item, three turns"
     weighed = [item for item in batch.items if item.weight]
     # The local trainer cannot have an adapter on the head; a fresh one changes nothing, so all others are the same.
@@ -147,7 +158,7 @@ async def test_an_update_has_the_gradient_that_the_library_has(fake: FakeTinker,
 def test_a_renderer_is_the_tokenizers_own_template_where_the_cookbook_does_not_know_the_model(model: TinkerModel):
     renderer = TinkerRenderer(model)
     assert isinstance(renderer.template, HFChatTemplate)
-    prompt = renderer.begin().prompt([message("user", "say yes")])
+    prompt = renderer.render([Message("user", "say yes")])
     assert TOKENIZER.decode(prompt.token_ids) == "<|user|> say yes <|end|> <|assistant|>"
 
 
@@ -160,11 +171,11 @@ def test_the_stop_token_of_a_cookbook_renderer_is_cut_from_the_message(
     made = TinkerModel(config_for(fake, renderer_name="role_colon"), tokenizer=tokenizer)
     made.close()
     assert made.policy().sampling.stop == ["\n\nUser:"]
-    dialogue = made.renderer().begin()
-    prompt = dialogue.prompt([message("user", "say yes")])
+    renderer = made.renderer()
+    prompt = renderer.render([Message("user", "say yes")])
     said = tokenizer.encode("yes\n\nUser:", add_special_tokens=False)
-    reply = dialogue.reply(TokenTrace(prompt.token_ids, said, [-1.0] * len(said), "stop"))
-    assert reply == message("assistant", "yes")
+    reply = renderer.parse(CompletionOutput(prompt, said, [-1.0] * len(said)))
+    assert reply == Message("assistant", "yes")
 
 
 def test_an_unknown_project_is_refused_by_name(fake: FakeTinker, monkeypatch: pytest.MonkeyPatch):

@@ -8,24 +8,18 @@ from typing import Any
 from ludic.batch_gen.external_rollouts import OneBatchSource
 from ludic.distributed import TinkerPolicy
 from ludic.inference import TinkerConfig
-from ludic.inference.templates.conversation import ClientPolicy, up_to_stop
-from ludic.minimal.generation import ChatRenderer
-from ludic.minimal.training import TrainingBatch, UpdateResult
+from ludic.inference.templates.conversation import up_to_stop
 from ludic.training import TinkerTrainer, TrainerConfig, make_dr_grpo
 from ludic.types import SamplingParams
 from ludic_tinker.template import CookbookTemplate, tinker_template
+from rolo.library import ChatRenderer, ClientPolicy, ModelConfig, saw_batch
+from rolo.model import TrainingBatch, UpdateResult
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TinkerModelConfig:
-    model_name: str
-    """Tinker's name of the model."""
+@dataclass(frozen=True, kw_only=True)
+class TinkerModelConfig(ModelConfig):
     learning_rate: float = 8e-5
-    sampling: SamplingParams = SamplingParams(temperature=1.0, max_tokens=512)  # noqa: RUF009 - it is frozen
-    lora_rank: int = 32
-    max_seq_len: int = 2048
-    """Tokens of one conversation; an episode that would grow longer ends."""
-    seed: int = 0
+    lora_rank: int | None = 32
     project_id: str | None = None
     """A project that exists; None is $TINKER_PROJECT_ID, or the account's default."""
     base_url: str | None = None
@@ -54,15 +48,15 @@ class TinkerModel:
         )
 
     def policy(self) -> ClientPolicy:
-        sampling, template = self.config.sampling, self.template
-        own = template.stops(sampling) if isinstance(template, CookbookTemplate) else {}
+        sampling = SamplingParams(temperature=self.config.temperature, max_tokens=self.config.max_tokens)
+        own = self.template.stops(sampling) if isinstance(self.template, CookbookTemplate) else {}
         return ClientPolicy(self.remote.client, replace(sampling, **own))
 
     def renderer(self) -> "TinkerRenderer":
         return TinkerRenderer(self)
 
     async def update(self, batch: TrainingBatch) -> UpdateResult:
-        self._given.give(batch)
+        self._given.give(saw_batch(batch, self.config.temperature))
         metrics = await self.trainer.train_step()
         return UpdateResult(metrics["train/loss"], metrics)
 

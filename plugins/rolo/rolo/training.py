@@ -1,102 +1,28 @@
-"""The GRPO loop: sample a group of trajectories per problem, compute group advantages, update.
-
-Before it, what the loop is given: a model that samples and learns, a data loader, a logger.
-"""
+"""The GRPO loop: sample a group of trajectories per problem, compute group advantages, update."""
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import Protocol, TypeAlias, runtime_checkable
 
-from ludic.batch_gen.external_rollouts import ExternalCall, rollout_of_calls, weighted_batch
-from ludic.batch_gen.requests.dataset import EpochOrder
-from ludic.batch_gen.requests.samples import read_samples
 from ludic.eval.statistics import pass_at_k
-from ludic.minimal.generation import Generator, Policy
-from ludic.minimal.rl import Example, Reward, RewardModel, Trajectory
-from ludic.training.loggers import JSONLLogger, PrintLogger, TeeLogger, TensorBoardLogger
-from ludic.types import ConfigError, Rollout, SAWBatch, TrainingLogger, derive_seed
-
-TrainingBatch: TypeAlias = SAWBatch
-"""Per item: token ids, the mask of sampled tokens, their log-probs, and one advantage (`weight`)."""
-MetricsLogger: TypeAlias = TrainingLogger
-"""Anything with `log(step, metrics)`."""
+from ludic.training.loggers import TeeLogger
+from ludic.types import ConfigError, derive_seed
+from rolo.data import DataLoader
+from rolo.generation import Generator
+from rolo.logging import MetricsLogger
+from rolo.model import Model, SavesWeights, TrainingBatch
+from rolo.rewards import RewardModel
+from rolo.rl import Example, Reward, Trajectory
 
 _TRAIN, _EVAL = 0, 1  # separate seed streams
 _NO_DIFFERENCE = 1e-4  # advantages below this count as zero, as in the library's presets
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateResult:
-    loss: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-class Model(Protocol):
-    def policy(self) -> Policy:
-        """A policy that samples from the current weights at each call."""
-        ...
-
-    async def update(self, batch: TrainingBatch) -> UpdateResult:
-        """One optimizer step; when it returns, policies sample from the new weights."""
-        ...
-
-
-@runtime_checkable
-class SavesWeights(Protocol):
-    async def save(self, folder: Path) -> str:
-        """Save the current weights, replacing earlier ones in `folder`; returns their path."""
-        ...
-
-
-def as_rollout(trajectory: Trajectory, reward: Reward, group_id: str) -> Rollout:
-    """The trajectory as a library rollout, for stitching, credit rules and `ludic view`."""
-    calls = [ExternalCall(step.state.messages, step.action.text, step.completion) for step in trajectory.steps]
-    return rollout_of_calls(calls, reward=reward.value, is_finished=trajectory.is_finished, group_id=group_id)
-
-
-class DataLoader(Protocol):
-    def batches(self) -> Iterator[list[Example]]: ...
-
-
-class HuggingFaceDataLoader:
-    """Endless shuffled epochs over a hub dataset (hub:NAME:SPLIT) or a JSON, JSONL or Parquet file."""
-
-    def __init__(
-        self,
-        place: str | Path,
-        *,
-        batch_size: int,
-        limit: int | None = None,
-        keep: Callable[[Example], bool] = bool,
-        seed: int = 0,
-    ) -> None:
-        """Uses the first `limit` examples for which `keep` is true."""
-        if batch_size < 1 or (limit is not None and limit < 1):
-            raise ConfigError(f"batch_size={batch_size}, limit={limit}: both are at least 1.")
-        self.examples: Sequence[Example] = [row for row in read_samples(place) if keep(row)][:limit]
-        self.batch_size = batch_size
-        self.passes = EpochOrder(len(self.examples), shuffle=True, seed=seed)
-        """Position, with `state_dict` and `load_state_dict`."""
-
-    def batches(self) -> Iterator[list[Example]]:
-        while True:
-            yield [self.examples[self.passes.next_index()] for _ in range(self.batch_size)]
-
-
-def run_logger(run_dir: Path, *shown: str, tensorboard: bool = True) -> TeeLogger:
-    """run_dir/metrics.jsonl, TensorBoard events beside it, and the metrics named in `shown` on the screen."""
-    if any(file.stat().st_size for file in run_dir.glob("metrics.jsonl")):  # an empty file is a run without a step
-        raise ConfigError(f"There is a run in {run_dir} already. Choose another run_dir.")
-    events = [TensorBoardLogger(run_dir)] if tensorboard else []
-    return TeeLogger(JSONLLogger(run_dir / "metrics.jsonl"), *events, PrintLogger(prefix=run_dir.name, keys=shown))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class GRPOConfig:
     samples_per_prompt: int = 8
     """Trajectories per problem (the group size); also the k of pass@k."""
@@ -106,7 +32,7 @@ class GRPOConfig:
     """0 is never."""
     save_best_checkpoint: bool = False
     """Keep the weights of the evaluation with the highest accuracy, in run_dir/best."""
-    run_dir: Path = Path("runs/minimal")
+    run_dir: Path = Path("runs/rolo")
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -161,10 +87,9 @@ class GRPOTrainer:
         useful = [n for n, group in enumerate(advantages) if max(map(abs, group)) > _NO_DIFFERENCE]
         metrics["train/groups_without_spread"] = 1 - len(useful) / len(groups)
         if useful:
-            pairs = [(n, t, r) for n in useful for t, r in zip(groups[n], rewards[n], strict=True)]
-            rollouts = [as_rollout(t, r, group_id=f"{self.step}:{n}") for n, t, r in pairs]
-            result = await self.model.update(weighted_batch(rollouts, [a for n in useful for a in advantages[n]]))
-            metrics |= {**result.metrics, "train/loss": result.loss}
+            trajectories = [trajectory for n in useful for trajectory in groups[n]]
+            result = await self.model.update(TrainingBatch(trajectories, [a for n in useful for a in advantages[n]]))
+            metrics = {**result.metrics, **metrics, "train/loss": result.loss}
         self.step += 1
         metrics["perf/step_s"] = time.perf_counter() - started
         self.logger.log(self.step, metrics)
@@ -178,11 +103,8 @@ class GRPOTrainer:
         metrics = {**_means("eval", rewards), f"eval/pass@{k}": solved}
         self.logger.log(self.step, metrics)
         self.evaluations.append({"step": self.step, **metrics})
-        if (
-            self.config.save_best_checkpoint
-            and metrics["eval/accuracy"] > best
-            and isinstance(self.model, SavesWeights)
-        ):
+        is_best = metrics["eval/accuracy"] > best
+        if self.config.save_best_checkpoint and is_best and isinstance(self.model, SavesWeights):
             note = {"path": await self.model.save(self.config.run_dir / "best"), **self.evaluations[-1]}
             self.config.run_dir.mkdir(parents=True, exist_ok=True)
             (self.config.run_dir / "best.json").write_text(json.dumps(note))

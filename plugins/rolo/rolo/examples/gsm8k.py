@@ -1,95 +1,68 @@
 r"""GSM8K in one file: a one-shot prompt, boxed answers, semantic grading with math-verify, GRPO.
 
-    python -m ludic.minimal.examples.gsm8k --model-name smollm2-135m --batch-size 64 --samples-per-prompt 8 --max-steps 100 \
+    python -m rolo.examples.gsm8k --model-name smollm2-135m --batch-size 64 --samples-per-prompt 8 --max-steps 100 \
         --eval-on-start --eval-every-steps 10 --eval-limit 100 --run-dir runs/gsm8k --save-best-checkpoint
-    python -m ludic.minimal.examples.gsm8k --model-name tiny --data train.jsonl --eval-data test.jsonl --batch-size 4 --max-steps 2
+    python -m rolo.examples.gsm8k --model-name tiny --data train.jsonl --eval-data test.jsonl --batch-size 4 --max-steps 2
 
 Needs the extras train, math and tensorboard, and for the default data, which is on the hub, datasets.
 """
 # ruff: noqa: T201 - a program prints
 
 import asyncio
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-import tyro
+from typing import Literal
 
 from ludic.batch_gen.requests.samples import read_samples
 from ludic.envs.gsm8k import SYSTEM_PROMPT
 from ludic.envs.gsm8k import GSM8KEnv as LibraryEnv
 from ludic.envs.math_grading import is_equivalent
-from ludic.minimal import (
+from ludic.parsers import boxed_parser
+from ludic.types import ConfigError
+from rolo import (
     Action,
     Example,
     GRPOConfig,
     GRPOTrainer,
     HuggingFaceDataLoader,
+    Message,
     Reward,
     RolloutGenerator,
     State,
     Trajectory,
-    message,
     run_logger,
-)
-from ludic.parsers import boxed_parser
-from ludic.types import ConfigError, LudicError, MissingExtra, SamplingParams
-
-if TYPE_CHECKING:
-    from ludic.minimal.local_backend import LocalModel
-    from ludic.minimal.tinker_backend import TinkerModel
+)  # fmt: skip
+from rolo.library import ModelConfig, make_model, run_program
 
 WORKED_PROBLEM = (
-    message("user", "A baker fills 6 trays with 12 rolls each and sells 50 of the rolls. How many rolls are left?"),
-    message(
+    Message("user", "A baker fills 6 trays with 12 rolls each and sells 50 of the rolls. How many rolls are left?"),
+    Message(
         "assistant", r"There are 6 * 12 = 72 rolls. After selling 50, 72 - 50 = 22 are left. The answer is \boxed{22}."
     ),
 )
-SHOWN = (
-    "train/reward", "train/accuracy", "train/boxed", "train/groups_without_spread", "train/grad_norm", "eval/accuracy",
-    "perf/step_s",
-)  # fmt: skip
+SHOWN = ("train/reward", "train/accuracy", "train/boxed", "train/groups_without_spread", "eval/accuracy", "perf/step_s")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(GRPOConfig, ModelConfig):
     """Settings of the run."""
 
     model_name: str = "smollm2-135m"
-    """A folder, a hub id, smollm2-135m, or tiny (random weights)."""
     backend: Literal["local", "tinker"] = "local"
     """This process, or the Tinker service (TINKER_API_KEY)."""
     data: str = "hub:openai/gsm8k:main:train"
     """Training data: hub:NAME:SPLIT, or a JSON, JSONL or Parquet file with `question` and `answer` (… #### 42)."""
     eval_data: str = "hub:openai/gsm8k:main:test"
-    run_dir: Path = Path("runs/minimal_gsm8k")
-    """metrics.jsonl, TensorBoard events, the best checkpoint."""
-    tensorboard: bool = True
-    seed: int = 0
-
-    batch_size: int = 64
-    """Problems per step."""
-    samples_per_prompt: int = 8
-    """Answers per problem; also the k of pass@k."""
-    max_steps: int = 100
-    max_tokens: int = 512
-    """Of one answer; one that is cut off is wrong."""
-    max_seq_len: int = 2048
-    """Of the prompt and the answer together."""
-    temperature: float = 1.0
-    learning_rate: float = 1e-5
-    format_reward: float = 0.1
-    """Reward of a wrong boxed answer, so that groups of a model that rarely boxes differ. Accuracy ignores it."""
-
-    eval_on_start: bool = False
-    eval_every_steps: int = 10
-    """0 is never."""
     eval_limit: int = 100
     """Problems per evaluation; 0 is no evaluation."""
-    save_best_checkpoint: bool = False
-    """Keep the weights of the evaluation with the highest accuracy."""
+    run_dir: Path = Path("runs/rolo_gsm8k")
+    """metrics.jsonl, TensorBoard events, the best checkpoint."""
+    tensorboard: bool = True
+    batch_size: int = 64
+    """Problems per step."""
+    format_reward: float = 0.1
+    """Reward of a wrong boxed answer, so that groups of a model that rarely boxes differ. Accuracy ignores it."""
 
 
 class GSM8KEnv:
@@ -99,7 +72,7 @@ class GSM8KEnv:
         self.question = str(example["question"])
 
     def start(self) -> State:
-        return State((message("system", SYSTEM_PROMPT), *WORKED_PROBLEM, message("user", self.question)))
+        return State((Message("system", SYSTEM_PROMPT), *WORKED_PROBLEM, Message("user", self.question)))
 
     def step(self, action: Action) -> None:
         return None
@@ -124,51 +97,21 @@ class GSM8KReward:
         return Reward(value, is_right, {"boxed": float(answer is not None), "cut_off": float(action.is_cut_off)})
 
 
-def make_model(settings: Settings) -> "LocalModel | TinkerModel":
-    """Import only the chosen back end: one loads torch, the other the Tinker SDK."""
-    common: dict[str, Any] = {
-        "model_name": settings.model_name,
-        "learning_rate": settings.learning_rate,
-        "sampling": SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens),
-        "max_seq_len": settings.max_seq_len,
-        "seed": settings.seed,
-    }
-    if settings.backend == "local":
-        try:
-            from ludic.minimal.local_backend import LocalModel, LocalModelConfig
-        except ImportError as error:
-            raise MissingExtra("train", f"--backend local ({error})") from error
-        return LocalModel(LocalModelConfig(**common))
-    from ludic.minimal.tinker_backend import TinkerModel, TinkerModelConfig
-
-    return TinkerModel(TinkerModelConfig(**common))
-
-
 def main(settings: Settings) -> None:
-    held_out = (
-        checked(read_samples(settings.eval_data, "--eval-data")[: settings.eval_limit]) if settings.eval_limit else []
-    )
+    limit = settings.eval_limit
+    held_out = checked(read_samples(settings.eval_data, "--eval-data")[:limit]) if limit else []
     loader = HuggingFaceDataLoader(settings.data, batch_size=settings.batch_size, seed=settings.seed)
     checked(loader.examples)
-    config = GRPOConfig(
-        samples_per_prompt=settings.samples_per_prompt,
-        max_steps=settings.max_steps,
-        eval_on_start=settings.eval_on_start,
-        eval_every_steps=settings.eval_every_steps,
-        save_best_checkpoint=settings.save_best_checkpoint,
-        run_dir=settings.run_dir,
-        seed=settings.seed,
-    )
     print(f"{len(loader.examples)} problems to train on, {len(held_out)} held out", flush=True)
     logger = run_logger(settings.run_dir, *SHOWN, tensorboard=settings.tensorboard)
-    model = make_model(settings)
+    model = make_model(settings.backend, vars(settings))
     try:
         trainer = GRPOTrainer(
             model=model,
             generator=RolloutGenerator(env_builder=GSM8KEnvBuilder(), renderer=model.renderer()),
             reward_model=GSM8KReward(settings.format_reward),
             data_loader=loader,
-            config=config,
+            config=settings,
             eval_examples=held_out,
             logger=logger,
         )
@@ -196,9 +139,4 @@ def print_table(evaluations: list[dict[str, float]], k: int) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Settings, description=__doc__))
-    except LudicError as mistake:
-        sys.exit(f"gsm8k: {mistake}")
-    except KeyboardInterrupt:
-        sys.exit("gsm8k: interrupted; what was logged, and the best checkpoint if one was asked for, are in --run-dir")
+    run_program(main, Settings, __doc__, "gsm8k")

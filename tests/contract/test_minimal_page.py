@@ -8,13 +8,12 @@ import ludic.minimal
 from ludic.minimal import GRPOConfig
 from tests.contract.pages import BLOCK, DOCS, run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.docs
 
 PAGE = (DOCS / "minimal.md").read_text()
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
-@pytest.mark.slow
 def test_the_program_learns_as_the_page_says(tmp_path):
     (_, code), (_, promised) = BLOCK.findall(PAGE)
     printed = run("python", code, tmp_path).splitlines()

@@ -10,13 +10,16 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 VENV_VLLM := .venv-vllm
 
-.PHONY: help train tinker test test-all tests test-fast test-processors vllm try-vllm system lint style types lock bench docs clean
+.PHONY: help train tinker test test-all tests test-core test-changed test-docs test-fast test-processors vllm try-vllm system lint style types lock bench docs clean
 
 help:
 	@echo "make train      set up, then train a tic-tac-toe player from random weights (four minutes)"
 	@echo "make tinker     set up, then serve SmolLM2 to Tinker's SDK on port 8000 (docs/tinker-server.md)"
 	@echo "make test       set up, then run the checks and tests of the default tier (at its end: how many tests it left out)"
 	@echo "make test-all   the same with the extended tests: every test that this machine can run"
+	@echo "make test-core  the default tier of the core's tests, without the plug-ins' (under five minutes)"
+	@echo "make test-changed  the tests that a change since main can affect, by the imports (SINCE=REVISION: since another)"
+	@echo "make test-docs  the tests of the documents: their programs run, their links and tables are right"
 	@echo "make test-fast  the unit, contract and golden tests that are quick (a minute)"
 	@echo "make test-processors  the exactness tests as other x86_64 processors run them (under three minutes)"
 	@echo "make vllm       set up .venv-vllm, the environment of the vLLM server"
@@ -117,18 +120,31 @@ test:
 	$(MAKE) -j 2 types tests
 
 # The default tier. What is left out is said at the end of the run (tests/extended.py).
-MARKED := not extended and not diagnostic
+MARKED := not extended and not docs and not diagnostic
 
 test-all:
 	$(MAKE) test MARKED="not diagnostic"
 
 # A file's tests share models and servers, so a file stays with one worker; each computes with one thread. Two cores have four
 # workers, because many tests wait for processes and time limits.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 30
+
 tests: $(VENV)/.ready-all
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 30 -m "$(MARKED)" tests plugins
+	$(PYTEST) -m "$(MARKED)" tests plugins
+
+test-core: $(VENV)/.ready-all
+	$(PYTEST) -m "$(MARKED)" tests
+
+SINCE := main
+
+test-changed: $(VENV)/.ready-all
+	$(PYTEST) -m "not extended and not diagnostic" $$($(BIN)/python scripts/changed_tests.py $(SINCE))
+
+test-docs: $(VENV)/.ready-all
+	$(PYTEST) -m "docs and not extended" tests plugins
 
 test-fast: $(VENV)/.ready-all
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/contract tests/golden plugins -m "not integration and not slow and not extended and not diagnostic"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/unit tests/contract tests/golden plugins -m "not integration and not slow and not extended and not docs and not diagnostic"
 
 # Tests whose results depend on how the processor computes matrix products and sums.
 EXACTNESS := $(addprefix tests/unit/models/test_,forward.py packed.py prefix_tree.py families.py) plugins/gpu/tests/test_recurrent.py \

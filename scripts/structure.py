@@ -32,7 +32,7 @@ class Module:
     @functools.cache  # noqa: B019 - a tree lives as long as the script
     def imports(self, functions: bool) -> list[ast.AST]:
         """The import statements that run when the module is imported; with `functions`, also those inside functions."""
-        return [*_imports(self.tree, functions)]
+        return [*imports_of(self.tree, functions)]
 
     @functools.cached_property
     def face(self) -> ast.FunctionDef | ast.Assign | None:
@@ -55,7 +55,7 @@ class Module:
         if name in self.table:
             return [self.table[name], f"{self.name}.{self.table[name]}"]
         texts = [node.value for node in ast.walk(self.face) if isinstance(node, ast.Constant)]
-        inside = [target for node in _imports(self.face, functions=True) for target in _targets(node)]
+        inside = [target for node in imports_of(self.face, functions=True) for target in targets_of(node)]
         return [text for text in texts if isinstance(text, str) and text.startswith("ludic")] + inside
 
 
@@ -73,7 +73,7 @@ class Tree:
 
     def named(self, node: ast.AST) -> set[str]:
         """The modules that an import statement names; of a lazy face, those in which it finds the names."""
-        return set().union(*map(self._find, _targets(node)))
+        return set().union(*map(self._find, targets_of(node)))
 
     def _find(self, dotted: str, asked: tuple[str, ...] = ()) -> set[str]:
         module, _, name = dotted.rpartition(".")
@@ -102,7 +102,7 @@ class Tree:
         """The closure of the first Python program of a page."""
         text = (self.root / page).read_text(encoding="utf-8")
         code = ast.parse(text.partition("```python\n")[2].partition("```")[0])
-        return self.closure(*(name for node in _imports(code, functions=True) for name in self.named(node)))
+        return self.closure(*(name for node in imports_of(code, functions=True) for name in self.named(node)))
 
     def lines(self, names: Iterable[str]) -> int:
         return sum(self.modules[name].lines for name in names)
@@ -133,15 +133,15 @@ def _modules(top: Path) -> Iterator[Module]:
         yield Module(".".join(parts[:-1] if parts[-1] == "__init__" else parts), file)
 
 
-def _imports(node: ast.AST, functions: bool) -> Iterator[ast.AST]:
+def imports_of(node: ast.AST, functions: bool) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child
         elif isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
             for other in child.orelse:
-                yield from _imports(other, functions)
+                yield from imports_of(other, functions)
         elif isinstance(child, ast.stmt | ast.excepthandler) and (functions or not isinstance(child, Function)):
-            yield from _imports(child, functions)
+            yield from imports_of(child, functions)
 
 
 def _bound_by(node: ast.AST) -> set[str]:
@@ -154,7 +154,7 @@ def _bound_by(node: ast.AST) -> set[str]:
     return {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
 
 
-def _targets(node: ast.AST) -> list[str]:
+def targets_of(node: ast.AST) -> list[str]:
     """The dotted names that an import statement asks for."""
     if isinstance(node, ast.ImportFrom):
         return [f"{node.module}.{alias.name}" for alias in node.names]

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "comparison.md"
 CODE = re.compile(r"`([^`]+)`")

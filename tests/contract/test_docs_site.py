@@ -5,6 +5,10 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -5,7 +5,7 @@ import pytest
 from scripts.model_table import COLUMNS, PAGE, PUSHED, VLLM, page, support
 from tests.tiny_families import FAMILIES
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.docs
 
 
 def test_the_page_is_what_the_script_writes():

@@ -6,6 +6,8 @@ from ludic import rewards
 from ludic.rewards import shaping
 from tests.contract.pages import BLOCK, DOCS, run
 
+pytestmark = pytest.mark.docs
+
 PAGE = (DOCS / "rewards.md").read_text()
 
 

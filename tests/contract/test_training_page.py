@@ -14,7 +14,7 @@ from ludic.training.algorithms import __all__ as algorithms
 from ludic.training.metric_names import METRICS
 from tests.contract.pages import BLOCK, DOCS, run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.docs
 
 PAGE = (DOCS / "training.md").read_text()
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
@@ -24,7 +24,6 @@ def blocks(language: str) -> list[str]:
     return [text for kind, text in BLOCK.findall(PAGE) if kind == language]
 
 
-@pytest.mark.slow
 def test_the_program_learns_as_the_page_says_and_the_pieces_run_after_it(tmp_path):
     printed = run("python", "\n".join(blocks("python")), tmp_path)
     (promised,) = blocks("text")

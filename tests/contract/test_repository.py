@@ -42,7 +42,7 @@ def test_ci_runs_the_same_command_as_the_readme():
         for line in (ROOT / ".ci" / "run").read_text().splitlines()
         if "make " in line and "#" not in line
     ]
-    assert commands == ["make test LOCKED=1", "make test-processors LOCKED=1"]
+    assert commands == ["make test LOCKED=1", "make test-docs LOCKED=1", "make test-processors LOCKED=1"]
 
 
 def test_the_tree_in_the_readme_is_the_tree():

@@ -88,7 +88,8 @@ class PackedLinear(nn.Module):
     Call `refresh` after the weights have changed. The outputs of several linears are concatenated.
     """
 
-    def __init__(self, *linears: nn.Linear) -> None:
+    def __init__(self, *linears: nn.Linear, layout: Layout | None = None) -> None:
+        """`layout`: the one to take, untried; by default the fastest that keeps rows."""
         super().__init__()
         self._linears = linears  # a tuple: unregistered, so that parameters are not counted twice
         self.weight = linears[0].weight
@@ -98,10 +99,10 @@ class PackedLinear(nn.Module):
         self.out_features = sum(linear.out_features for linear in linears)
         layouts = _layouts(self.in_features * self.out_features, self.weight.dtype)
         shape = self.in_features, self.out_features, self.weight.dtype, MIN_ROWS_PACKED
-        found = next((layout for layout in layouts if keeps_rows(layout, *shape)), None)
+        found = None if layout else next((layout for layout in layouts if keeps_rows(layout, *shape)), None)
         self.keeps_rows = found is not None
-        """Whether a row, from two rows on, has the same result whatever other rows are in the batch."""
-        self._layout = found or layouts[0]
+        """True if a row, from two rows on, has the same result whatever other rows are in the batch."""
+        self._layout = layout or found or layouts[0]
         self._packed: Tensor
         self._bias: Tensor | None = None
         self.refresh()

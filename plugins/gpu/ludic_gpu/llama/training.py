@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ludic.models.adapters.adapter import AdapterProduct
 from ludic.models.attention import SKIP_MASK, AttentionRules, AttentionState
 from ludic.models.head import plain_model
 from ludic.models.llama.modules import LlamaAttention, is_of_family
 from ludic.models.packed_attention import Gradients, PackedSequences
 from ludic.models.tree_attention import TreeSequences
 from ludic_gpu.llama.adapters import (
-    Adapter,
     adapter_name,
     adapters_of,
     add_all,
@@ -187,7 +187,7 @@ class Pass:
     kernels: Any
     recomputes: bool
     host: HostTape | None = None
-    adapters: list[list[list[Adapter]]] = field(default_factory=list)
+    adapters: list[list[list[AdapterProduct]]] = field(default_factory=list)
     """Of each layer and projection, without their tensors, which are parameters of the pass."""
 
     def kept(self, input_TN: Tensor, after_TN: Tensor, stored: "_Stored") -> tuple[Any, Any, Any]:
@@ -252,11 +252,11 @@ class _Layer:
         """Two norms; query, key, value, output, gate, up and down projection; three biases; with head norms, two more norms."""
         return [store[name] for store, name in self.stores]
 
-    def adapters(self, dtype: torch.dtype, num_tokens: int) -> list[list[Adapter]]:
+    def adapters(self, dtype: torch.dtype, num_tokens: int) -> list[list[AdapterProduct]]:
         """Of each projection. In a pass, A and B of each follow the parameters."""
         return [adapters_of(module, dtype, num_tokens) for module in self.projections]
 
-    def in_pass(self, run: "Pass", parameters: Any) -> list[list[Adapter]]:
+    def in_pass(self, run: "Pass", parameters: Any) -> list[list[AdapterProduct]]:
         """The adapters of each projection, with their tensors."""
         if not self.projections:
             return [[]] * _NUM_PROJECTIONS

@@ -145,7 +145,7 @@ def test_a_seeded_request_draws_the_same_beside_one_with_filters():
 
 def test_noise_and_draws_are_those_of_the_cpu():
     from ludic.inference.local.sampling import derive_bits, race
-    from ludic_gpu.cuda.sampling_kernels import sample_rows
+    from ludic_gpu.cuda.kernels import sample_rows
 
     generator = torch.Generator().manual_seed(0)
     for vocab in (40, 128, 1000, 49_152, 50_257):
@@ -170,7 +170,7 @@ def test_noise_and_draws_are_those_of_the_cpu():
 
 
 def test_rows_that_are_not_finite_give_nan_and_leave_others_alone():
-    from ludic_gpu.cuda.sampling_kernels import sample_rows
+    from ludic_gpu.cuda.kernels import sample_rows
 
     logits = torch.randn(6, 9000, generator=torch.Generator().manual_seed(0))
     rest = torch.arange(6), torch.full((6,), 3), torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0, 0.0])
@@ -397,7 +397,7 @@ def test_weights_that_are_not_finite_fail_requests_and_the_engine_serves_the_nex
 
 
 def test_rows_without_a_candidate_draw_a_token_of_the_vocabulary():
-    from ludic_gpu.cuda.sampling_kernels import sample_rows
+    from ludic_gpu.cuda.kernels import sample_rows
 
     for vocab in (5, 127, 128, 129, 4097):
         for value in (float("nan"), float("-inf"), float("inf")):

@@ -12,7 +12,7 @@ from ludic.models.lora import dense_parameters
 from ludic.models.weights import shared_view
 from ludic.run.config.model import ModelSettings
 from ludic.types import ConfigError, ReturnSpec, SamplingParams, TokenCompletionRequest
-from ludic_gpu.experts.adapters import expert_parameters, merge_experts
+from ludic_gpu.experts import expert_parameters, merge_experts
 from tests.tiny_families import family_model
 
 peft = pytest.importorskip("peft", reason="peft is not installed; pip install 'ludic[lora]'")

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from ludic.models import packed_attention, tree_attention
+from ludic.models import packed_attention
 from ludic.models.adapters import AdapterBank, AdapterSpec, LoraAdapter
 from ludic.models.head import hidden_states
-from ludic.models.packed_attention import PackedSequences
+from ludic.models.packed_attention import PackedSequences, TreeSequences
 from ludic.models.passes.routing import route_attention
 from ludic.models.prefix_tree import TokenTree
-from ludic.models.tree_attention import TreeSequences
 from ludic_gpu.llama import graphs, training
 from ludic_gpu.llama.adapters import has_plain_layers
 from ludic_gpu.llama.graphs import padded_bounds, rounded_shape
@@ -229,8 +228,7 @@ def shared_tree():
 
 def attend_as_on_a_gpu(monkeypatch):
     """By the calls of a GPU, and a reference of their kernels."""
-    for module in (packed_attention, tree_attention):
-        monkeypatch.setattr(module, "aten", VarlenReference())
+    monkeypatch.setattr(packed_attention, "aten", VarlenReference())
     monkeypatch.setattr(training, "_has_flash", lambda x: True)
 
 

@@ -4,7 +4,7 @@ The samples of a group begin with the same prompt, and the turns of an episode w
 shared token once, in depth-first order. A token sees its ancestors only, so each sample's hidden states and gradients are
 those of the sample alone; the gradients of all samples that share a token add up in it.
 
-Start with `TokenTree.of`. Attention over it is in `tree_attention.py`.
+Start with `TokenTree.of`. Attention over it is in `packed_attention.py`.
 """
 
 from collections.abc import Sequence

@@ -74,7 +74,7 @@ class StackedProduct:
 def keep_own(inner_TK: Tensor, slots_T: Tensor, width: int) -> None:
     """Set to zero what is not in the row's own `width` columns; to NaN the rows of broken adapters. In place."""
     if inner_TK.is_cuda:
-        from ludic_gpu.cuda.layer_kernels import keep_own_columns  # imports triton
+        from ludic_gpu.cuda.kernels import keep_own_columns  # imports triton
 
         keep_own_columns(inner_TK, slots_T, width)
         return

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ludic.models.attention import SKIP_MASK, AttentionRules
 from ludic.models.head import plain_model
-from ludic.models.llama.modules import LlamaAttention, is_of_family, linears
+from ludic.models.llama import LlamaAttention, is_of_family, linears
 from ludic.models.packed_attention import PackedSequences
 from ludic_gpu.cuda.adapter_slots import AdapterSlots, StackedProduct
-from ludic_gpu.cuda.layer_kernels import rms_norm, rotate_and_store, row_product
+from ludic_gpu.cuda.kernels import rms_norm, rotate_and_store, row_product
 from ludic_gpu.llama.adapters import adapter_of, base_linear, has_plain_layers
 from ludic_gpu.llama.kernels import silu_mul
 

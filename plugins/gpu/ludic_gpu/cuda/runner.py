@@ -32,7 +32,7 @@ from ludic.types import ConfigError
 from ludic_gpu.cuda.adapter_slots import NO_SLOT
 from ludic_gpu.cuda.decode_attention import DecodeAttention, SharedPrefixes
 from ludic_gpu.cuda.forward import RowSlots, can_fuse, fused_forward
-from ludic_gpu.cuda.sampling_kernels import DecodeRows, sample_round, sample_rows
+from ludic_gpu.cuda.kernels import DecodeRows, sample_round, sample_rows
 from ludic_gpu.experts import Routers
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,7 @@ from ludic.inference.local.sequence import Chunk, Sequence
 from ludic.models.attention import AttentionState
 from ludic.models.kinds import Mix, RecurrentState, recurrent_layers
 from ludic.models.packed_attention import to_device
-from ludic_gpu.recurrent.layers import mix_of
-from ludic_gpu.recurrent.packed import SequenceRows, similar_lengths
+from ludic_gpu.recurrent import SequenceRows, mix_of, similar_lengths
 
 _PROBED_PARTS = ((12,), (5, 1, 1, 1, 1, 1, 1, 1), (5, 4, 1, 2))
 """Lengths of the parts in which a probe computes twelve tokens: at once, token by token after a prompt, a prompt in parts."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ludic.models.adapters.adapter import AdapterProduct
 from ludic.models.adapters.bank import AdaptedLinear
-from ludic.models.llama.modules import linears
+from ludic.models.llama import linears
 
 
 def base_linear(module: Any) -> Any:

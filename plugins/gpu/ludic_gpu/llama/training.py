@@ -21,9 +21,8 @@ from torch.autograd.function import once_differentiable
 from ludic.models.adapters.adapter import AdapterProduct
 from ludic.models.attention import SKIP_MASK, AttentionRules, AttentionState
 from ludic.models.head import plain_model
-from ludic.models.llama.modules import LlamaAttention, is_of_family
-from ludic.models.packed_attention import Gradients, PackedSequences
-from ludic.models.tree_attention import TreeSequences
+from ludic.models.llama import LlamaAttention, is_of_family
+from ludic.models.packed_attention import Gradients, PackedSequences, TreeSequences
 from ludic_gpu.llama.adapters import (
     adapter_name,
     adapters_of,
@@ -35,7 +34,7 @@ from ludic_gpu.llama.adapters import (
     is_plain_linear,
 )
 from ludic_gpu.llama.graphs import HeldGraphs, PassGraphs
-from ludic_gpu.memory.offload import HostTape
+from ludic_gpu.offload import HostTape
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,10 @@ import torch
 from ludic.inference.local.backends import choose_backend
 from ludic.inference.local.blocks import BlockPool
 from ludic.inference.local.kv import eos_ids, free_memory, num_blocks
-from ludic.inference.local.requests import RequestLimits, TokenStream
 from ludic.inference.local.runner import Backend, RunnerSettings
 from ludic.inference.local.sampling import PromptScores, Scoring
 from ludic.inference.local.scheduler import Limits, Scheduler
-from ludic.inference.local.sequence import Sequence, StopRule
+from ludic.inference.local.sequence import RequestLimits, Sequence, StopRule, TokenStream
 from ludic.inference.local.worker import Worker
 from ludic.inference.templates.conversation import decode_reply
 from ludic.models.adapters.adapter import LoraAdapter

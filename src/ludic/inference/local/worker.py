@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from ludic.inference.local.requests import Answers, LogitsNotFinite, RequestAborted
 from ludic.inference.local.runner import Backend, Read, RecordsExperts, Runner, RunnerSettings
 from ludic.inference.local.sampling import Scoring, ScoringQueue
 from ludic.inference.local.scheduler import Scheduler
-from ludic.inference.local.sequence import Sampled, Sequence, StopRule
+from ludic.inference.local.sequence import Answers, LogitsNotFinite, RequestAborted, Sampled, Sequence, StopRule
 from ludic.models.kinds import adapts_experts, part
 from ludic.models.weights import FiniteCheck, WeightsWatch, not_finite, shared_view
 from ludic.tasks import exempt_from_collection

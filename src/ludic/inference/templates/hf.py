@@ -12,16 +12,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ludic.inference.templates.attribution import text_spans, token_spans
-from ludic.inference.templates.chat import ChatTemplate, TemplateResult, ToolSchemas
-from ludic.inference.templates.conversation import CUT, ControlTokens
-from ludic.inference.templates.tool_calls import (
+from ludic.inference.templates.chat import (
     TOOL_PARSERS,
+    ChatTemplate,
+    TemplateResult,
     ToolParser,
     ToolParseResult,
+    ToolSchemas,
     make_tool_call,
     with_argument_objects,
 )
+from ludic.inference.templates.conversation import CUT, ControlTokens, text_spans, token_spans
 from ludic.types import (
     Message,
     MessageSpan,

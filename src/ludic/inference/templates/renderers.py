@@ -12,10 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from ludic.inference.templates.chat import ChatTemplate, TemplateResult, ToolSchemas
+from ludic.inference.templates.chat import (
+    ChatTemplate,
+    TemplateResult,
+    ToolParseResult,
+    ToolSchemas,
+    make_tool_call,
+    with_argument_objects,
+)
 from ludic.inference.templates.conversation import ControlTokens
 from ludic.inference.templates.hf import END_OF_TURN, HFChatTemplate, tool_parser_for
-from ludic.inference.templates.tool_calls import ToolParseResult, make_tool_call, with_argument_objects
 from ludic.types import (
     ConfigError,
     Message,

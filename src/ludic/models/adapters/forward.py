@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from ludic.models.adapters.adapter import LoraAdapter, adaptable_linears
 from ludic.models.attention import AttentionState
-from ludic.models.forward import Forward, make_forward
-from ludic.models.llama.cpu import FusedLlama
+from ludic.models.forward import Forward, FusedLlama, make_forward
 from ludic.models.packed_linear import Layout, PackedLinear
 from ludic.types import ConfigError
 

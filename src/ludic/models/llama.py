@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from ludic.models.attention import AttentionRules
-from ludic.models.llama.shape import MEMBERS
+from ludic.models.llama_shape import MEMBERS
 from ludic.models.weights import forward_hooks
 
 

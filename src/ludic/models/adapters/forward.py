@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from ludic.models.adapters.adapter import LoraAdapter, adaptable_linears
 from ludic.models.attention import AttentionState
-from ludic.models.forward import Forward, FusedLlama, make_forward
-from ludic.models.packed_linear import Layout, PackedLinear
+from ludic.models.forward import Forward, FusedLlama, Layout, PackedLinear, make_forward
 from ludic.types import ConfigError
 
 MIN_ROWS = 2

@@ -26,7 +26,7 @@ from ludic.types import ConfigError
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _MAX_DIFFERENCE = 0.02
-"""Of hidden states, relative to their size; half precision rounds a cut row differently."""
+"""Largest difference of hidden states, relative to their size; half precision rounds a cut row differently."""
 
 
 class ContextParallel:
@@ -101,7 +101,7 @@ class RowSlice:
         )  # fmt: skip
 
     def rows(self, positions_A: Tensor) -> "OwnRows":
-        """Which of these positions of the row are this rank's."""
+        """This rank's among these positions of the row."""
         place_A = self._place_T[positions_A.cpu().numpy()]
         num_own = self._owned_CN.shape[1]
         owner_A = place_A // num_own
@@ -170,7 +170,7 @@ class OwnRows:
     taken_M: Tensor
     """Among the chosen positions."""
     num_own: int
-    """Of them, without repeats."""
+    """The rows of this rank, without repeats."""
     back_A: Tensor
 
     def joined(self, values_M: Tensor) -> Tensor:
@@ -192,9 +192,9 @@ class _Order:
 
     context: ContextParallel
     place_T: Tensor
-    """Where a row's token is among the slices."""
+    """The place of a row's token among the slices."""
     token_T: Tensor
-    """Which token of the row is at a place of the slices."""
+    """The token of the row at a place of the slices."""
 
 
 class _Gathered(torch.autograd.Function):

@@ -33,12 +33,12 @@ UNKNOWN = -1
 # Letters: T flat tokens, L mixture layers, E experts of a layer, K experts that a token is sent to.
 @dataclass(slots=True, eq=False)
 class RouterPass:
-    """What the routers did in one forward pass, by layer."""
+    """The results of the routers in one forward pass, by layer."""
 
     given_TLK: Tensor | None = None
     """Experts to take; UNKNOWN where the router chooses. None: everywhere."""
     logits_TE: dict[int, Tensor] = field(default_factory=dict)
-    """Of every expert, with their gradient."""
+    """Logits of every expert, with their gradient."""
     chosen_TK: dict[int, Tensor] = field(default_factory=dict)
 
     def experts_TLK(self) -> Tensor:
@@ -137,7 +137,7 @@ def _depth(name: str) -> int | None:
 
 
 class _Hook(HookOfOneTree):
-    """Of one router: records what it returns, and makes it take given experts."""
+    """The hook of one router: records what it returns, and makes it take given experts."""
 
     def __init__(self, layer: int) -> None:
         self._layer = layer
@@ -204,7 +204,7 @@ def load_counts(chosen: RouterPass, tokens_T: Tensor, num_experts: int) -> Tenso
 
 
 def load_stats(counts_LE: Tensor) -> dict[str, Tensor]:
-    """How even the load of a batch is, as means over layers.
+    """Evenness of the load of a batch, as means over layers.
 
     `experts/busiest`: tokens of a layer's busiest expert relative to an even load (1 is even, E / K the worst).
     `experts/unused`: share of experts without any token. `experts/entropy`: of the load, relative to an even one (1 is even).
@@ -239,7 +239,7 @@ def balance_loss(routed: RouterPass, tokens_T: Tensor, counts_LE: Tensor) -> Ten
 
 
 class ExpertLoad:
-    """How evenly the tokens of one batch load the experts of a mixture, and the loss that evens it out.
+    """The load of a mixture's experts by the tokens of one batch, and the loss that evens it out.
 
     The loss compares with the load of the whole batch, over all micro-batches and ranks. If there are several, one more forward
     pass counts it before the first gradient.

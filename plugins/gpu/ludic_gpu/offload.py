@@ -95,7 +95,7 @@ class _Moved:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """What autograd holds instead of a tensor."""
+    """The object that autograd holds instead of a tensor."""
 
     moved: _Moved
     dtype: torch.dtype

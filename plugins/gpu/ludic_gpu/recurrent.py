@@ -96,8 +96,8 @@ def _remembering_layer(forward: Callable[..., Any]) -> Callable[..., Any]:
 _MAX_WASTE = 1.5
 """A group holds at most this many times its own tokens after padding: a scan costs much per call, whatever its rows hold."""
 _MAX_TOKENS = 4096
-"""Of a group of several rows, padding included; a single row may be longer. transformers 5.17 without `mamba-ssm` takes 3 MB a
-token in a Mamba-2 layer."""
+"""Tokens of a group of several rows, padding included; a single row may be longer. transformers 5.17 without `mamba-ssm` takes 3 MB
+a token in a Mamba-2 layer."""
 
 
 def similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
@@ -153,7 +153,7 @@ class SequenceRows:
         _, places_T = np.unique(computed, return_index=True)
         is_in_place = np.array_equal(places_T, np.arange(len(computed)))
         self._places_T = None if is_in_place else to_device(places_T, device)
-        """Where each flat token is among the results of all groups, the first time."""
+        """The first place of each flat token among the results of all groups."""
 
     def mix(self, mix: Mix, hidden_TD: Tensor) -> Tensor:
         """The layer over every sequence: [T, D], differentiable."""

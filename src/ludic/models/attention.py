@@ -152,5 +152,5 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def has_sinks(model: nn.Module) -> bool:
-    """Whether some layer's attention has sinks."""
+    """True if some layer's attention has sinks."""
     return any(isinstance(getattr(module, "sinks", None), nn.Parameter) for module in model.modules())

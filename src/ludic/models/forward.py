@@ -42,10 +42,10 @@ _PERIOD = 100_003
 
 
 class Layout(Enum):
-    """How a matrix is stored for its products."""
+    """The order in which a matrix is stored for its products."""
 
     PLAIN = "plain"
-    """As `nn.Linear` has it."""
+    """The order of `nn.Linear`."""
     TRANSPOSED = "transposed"
     """Faster for small matrices, where oneDNN's fixed cost per call dominates."""
     BLOCKED = "blocked"
@@ -70,7 +70,7 @@ class Layout(Enum):
 
 
 def keeps_rows(layout: Layout, num_in: int, num_out: int, dtype: torch.dtype, min_rows: int) -> bool:
-    """Whether, on this processor and with this number of threads, products of this shape give a row the same result in all of
+    """True if products of this shape, on this processor and with this number of threads, give a row the same result in all of
     the tried batches of at least `min_rows` rows."""
     return _keeps_rows(layout, num_in, num_out, dtype, min_rows, torch.get_num_threads())
 
@@ -148,7 +148,7 @@ def _joined(tensors: list[Tensor]) -> Tensor:
 
 
 def is_packable(module: nn.Module) -> bool:
-    """Whether a linear layer is in fp32, or in bf16 where oneDNN computes in it."""
+    """True if a linear layer is in fp32, or in bf16 where oneDNN computes in it."""
     return type(module) is nn.Linear and (
         module.weight.dtype is torch.float32 or (module.weight.dtype is torch.bfloat16 and _has_bf16())
     )
@@ -165,7 +165,7 @@ _MLP_ROWS = 256
 
 
 def can_fuse(model: Any) -> bool:
-    """Whether the model belongs to the family, its layers are unwrapped, and its norms may be summed in its dtype."""
+    """True if the model belongs to the family, its layers are unwrapped, and its norms may be summed in its dtype."""
     return is_of_family(model) and all(is_packable(m) and m.weight.dtype is torch.float32 for m in linears(model))
 
 
@@ -264,7 +264,7 @@ class Forward(Protocol):
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether the result is independent on this processor, as tried with the shapes of the model's matrix products. Mixtures
+        """True if the result is independent on this processor, as tried with the shapes of the model's matrix products. Mixtures
         promise nothing: False, without a try."""
         ...
 
@@ -346,7 +346,7 @@ def pack_linears(model: nn.Module, pack: Pack = PackedLinear) -> list[PackedLine
 
 
 def _computes_by(model: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Whether layers of these kinds do every matrix product (mixtures of experts have others)."""
+    """True if layers of these kinds do every matrix product (mixtures of experts have others)."""
     known = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, *kinds))}
     return all(id(p) in known for p in model.parameters() if p.dim() >= 2)
 
@@ -368,7 +368,7 @@ class _SelfAttention:
 
 @torch.inference_mode()
 def _agree(one: Forward, other: Forward, vocab_size: int) -> bool:
-    """Whether two implementations pass the same attention rules and return the same logits."""
+    """True if two implementations pass the same attention rules and return the same logits."""
     ids_T, positions_T = torch.arange(16) % vocab_size, torch.arange(0, 48, 3)
     states = _SelfAttention(), _SelfAttention()
     a, b = (w.logits(ids_T, positions_T, s, torch.arange(16)) for w, s in zip((one, other), states, strict=True))

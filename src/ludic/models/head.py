@@ -47,7 +47,7 @@ class CandidateMask:
         return mask_CV | is_whole_C[:, None]
 
     def select(self, rows: Sequence[int | None]) -> "CandidateMask":
-        """Of these positions, in this order; None is one that allows the whole vocabulary."""
+        """The candidates of these positions, in this order; None is one that allows the whole vocabulary."""
         spans = [range(0) if row is None else range(self.starts[row], self.starts[row + 1]) for row in rows]
         ends = list(itertools.accumulate(map(len, spans), initial=0))
         device = self.ids_S.device
@@ -192,7 +192,7 @@ def decoder_of(model: Any) -> Any:
 
 
 def is_decoder(model: Any) -> bool:
-    """Whether this is a transformers model with a decoder and an output layer."""
+    """True if this is a transformers model with a decoder and an output layer."""
     inner = plain_model(model)
     return hasattr(getattr(inner, "config", None), "get_text_config") and hasattr(inner, "get_decoder")
 

@@ -72,7 +72,7 @@ class RecurrentState(Protocol):
 
 
 def is_recurrent(module: nn.Module) -> bool:
-    """Whether the module is the mixer of a recurrent layer: all of them begin with a causal convolution."""
+    """True if the module is the mixer of a recurrent layer: all of them begin with a causal convolution."""
     children = [getattr(child, "base_layer", child) for child in module.children()]  # a LoRA layer holds another
     return hasattr(module, "layer_idx") and any(isinstance(child, nn.Conv1d) for child in children)
 
@@ -104,12 +104,12 @@ def router_modules(model: Any) -> list[tuple[str, nn.Module]]:
 
 
 def adapts_experts(module: nn.Module) -> bool:
-    """Whether it is peft's wrapper of one parameter, as LoRA on experts has them; peft need not be installed."""
+    """True if it is peft's wrapper of one parameter, as LoRA on experts has them; peft need not be installed."""
     return type(module).__name__ == "ParamWrapper" and hasattr(module, "parameter_name")
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether it is a linear layer in four bits."""
+    """True if it is a linear layer in four bits."""
     kind = type(module)  # asked without importing bitsandbytes; peft has a class of the same name around it
     return kind.__name__ == "Linear4bit" and kind.__module__.startswith("bitsandbytes.")
 
@@ -124,7 +124,7 @@ _PROCESSOR = "ludic_image_processor"
 
 
 def is_vision_config(config: Any) -> bool:
-    """Whether a model of this config takes pictures, as far as Ludic knows."""
+    """True if a model of this config takes pictures, as far as Ludic knows."""
     return getattr(config, "model_type", None) in VISION_TYPES
 
 

@@ -8,7 +8,7 @@ from ludic.models.weights import forward_hooks
 
 
 def is_of_family(model: Any) -> bool:
-    """Whether the model is one of transformers' own of the Llama family, without hooks."""
+    """True if the model is one of transformers' own of the Llama family, without hooks."""
     return (
         type(model).__module__.startswith("transformers.models.")
         and type(model).__name__ in {f"{member.prefix}ForCausalLM" for member in MEMBERS.values()}

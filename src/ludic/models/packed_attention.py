@@ -76,7 +76,7 @@ class PackedSequences:
 
     @classmethod
     def at(cls, bounds: Tensor, longest: int) -> "PackedSequences":
-        """Of sequences whose bounds are read on the GPU when it computes; `longest` is at least their length."""
+        """The state for sequences whose bounds are read on the GPU when it computes; `longest` is at least their length."""
         self = cls([longest], bounds.device)
         self._cu = bounds
         return self
@@ -280,7 +280,7 @@ class TreeSequences:
         self._tree = tree
         self._device = device
         self._merges = merges
-        """Whether full attention is merged; None decides by cost."""
+        """True if full attention is merged; None decides by cost."""
         self._longest = int(tree.positions_T.max()) + 1
 
     @torch.compiler.disable  # the calls differ from batch to batch
@@ -416,7 +416,7 @@ class _Call(Protocol):
         ...
 
     def gradients(self, grad_QHD: Tensor, *saved: Tensor, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Of queries, keys and values, from these, the merged output and its log-sum-exp."""
+        """Gradients of queries, keys and values, from these, the merged output and its log-sum-exp."""
         ...
 
 
@@ -559,7 +559,8 @@ def _merged(
 def _gradients(
     saved: tuple[Tensor, ...], first: Sequence[_Call], further: Sequence[_Call], scaling: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of queries, keys and values; `saved` are the gradient of the merged output, these three, the output, its log-sum-exp."""
+    """Gradients of queries, keys and values; `saved` are the gradient of the merged output, these three, the output and its
+    log-sum-exp."""
     grad, query, key, value, out, lse = saved
     # The gradients of many branches meet in one key, so they add up in the precision of the log-sum-exp, at least fp32.
     grad_k, grad_v = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (key, value))

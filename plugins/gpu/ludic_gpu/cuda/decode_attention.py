@@ -153,7 +153,7 @@ def _shared_kernel(
 # Letters: T rows (one token each), H query heads, K key/value heads, D head size, S slots, C groups, M `GROUP_ROWS`.
 @dataclass(frozen=True, slots=True)
 class SharedPrefixes:
-    """Which rows share the blocks of their prefix."""
+    """Groups of rows that share the blocks of their prefix."""
 
     rows_CM: Tensor
     """Row numbers of each group, −1 after the last; int32."""

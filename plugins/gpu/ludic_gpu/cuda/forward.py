@@ -28,7 +28,7 @@ from ludic_gpu.llama.kernels import silu_mul
 logger = logging.getLogger(__name__)
 
 _MAX_DIFFERENCE = 0.05
-"""Of the logits of fused and own modules, relative to their size: bf16 rounding in every layer gives about 0.01."""
+"""Largest difference of the logits of fused and own modules, relative to their size: bf16 rounding gives about 0.01."""
 
 # Letters: T flat tokens, H query heads, K key/value heads, D head size, S slots.
 Attend = Callable[[int, Tensor, Tensor, Tensor, AttentionRules], Tensor]
@@ -51,7 +51,7 @@ class _Layer:
     joined: list[tuple[Tensor, list[Tensor]]]
     """Copies, and the weights they join."""
     adapters: "list[_JoinedAdapter | None]"
-    """Of the products qkv, out, gate_up and down."""
+    """The adapters of the products qkv, out, gate_up and down."""
 
 
 class _JoinedAdapter:
@@ -185,7 +185,7 @@ class FusedForward:
 
 
 def _stacked_products(number: int, layer: Any) -> list[StackedProduct]:
-    """Of qkv, out, gate_up and down, as `_read_layer` joins them."""
+    """The products qkv, out, gate_up and down, as `_read_layer` joins them."""
     attention, mlp = layer.self_attn, layer.mlp
     found = {
         "self_attn": [
@@ -251,7 +251,7 @@ def fused_bytes(model: Any) -> int:
 
 
 def can_fuse(model: Any) -> bool:
-    """Whether the model belongs to the family and its layers are plain, but for LoRA adapters."""
+    """True if the model belongs to the family and its layers are plain, but for LoRA adapters."""
     model = plain_model(model)
     return is_of_family(model) and has_plain_layers(model)
 

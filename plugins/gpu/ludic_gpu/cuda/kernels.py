@@ -287,7 +287,7 @@ def _draw_kernel(
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """What the decoding rounds read and write on the device, one entry per row."""
+    """Buffers that the decoding rounds read and write on the device, one entry per row."""
 
     tokens: Tensor
     """The next input."""
@@ -297,7 +297,7 @@ class DecodeRows:
     num_shared: Tensor
     """Tokens of the prefix that the row shares with its group; int32."""
     slots: Tensor
-    """Where the next input's keys and values go."""
+    """The slots of the next input's keys and values."""
     seeds: Tensor
     temperatures: Tensor
     tables: Tensor

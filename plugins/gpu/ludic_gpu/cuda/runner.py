@@ -91,13 +91,13 @@ class PagedState:
 
 
 class Kernels(NamedTuple):
-    """What a graph is captured for."""
+    """The choices that a graph is captured for."""
 
     num_rows: int
     splits: int
     """Parts into which attention cuts every row."""
     has_groups: bool
-    """Whether rows attend to a shared prefix together."""
+    """True if rows attend to a shared prefix together."""
     num_slots: int
     """Slots of adapters that the round computes; 0 if no row has an adapter."""
 
@@ -163,7 +163,7 @@ class CUDARunner:
         self._row_slots = new(rows, dtype=torch.int32)
         """The slot of each row's adapter."""
         self._generation = 0
-        """Of the slots that the graphs read."""
+        """The generation of the slots that the graphs read."""
         self._grouped: list[Sequence] = []
         """The rows for which `_groups` was filled."""
         self._has_groups = False
@@ -279,7 +279,7 @@ class CUDARunner:
         return logits
 
     def _layer_state(self, attention: AttentionState) -> AttentionState:
-        """What the model's own layers ask for a pass."""
+        """The state that the model's own layers use in a pass."""
         return attention
 
     def _row_adapters(self, rows: AdapterRows) -> RowSlots | None:
@@ -303,7 +303,7 @@ class CUDARunner:
         self.pool.experts.index_copy_(0, slots_T, routed.experts_TLK())
 
     def experts(self, sequence: Sequence) -> np.ndarray[Any, Any] | None:
-        """Of all its tokens but the last, which has not been computed."""
+        """The experts of all its tokens but the last, which has not been computed."""
         return self.pool.experts_of(sequence.blocks, len(sequence.tokens) - 1)
 
     def _store(self, slots: Tensor | None) -> Callable[[int], tuple[Tensor, Tensor, Tensor]] | None:
@@ -395,7 +395,7 @@ class CUDARunner:
         return adapted.num_slots
 
     def _choose_kernels(self, owners: list[Sequence], bucket: int, num_slots: int) -> Kernels:
-        """How this step's rounds read keys."""
+        """The way in which this step's rounds read keys."""
         if self._can_group and owners != self._grouped:
             self._upload_groups(owners, bucket)
         lengths = np.array([owner.length for owner in owners]) - self._host_num_shared[: len(owners)]

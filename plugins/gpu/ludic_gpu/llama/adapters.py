@@ -30,7 +30,7 @@ def adapter_name(module: Any) -> str | None:
 
 
 def is_plain_linear(module: Any) -> bool:
-    """Whether it is a linear layer, one of an `AdapterBank`, or one with at most one active LoRA adapter of peft of the plain kind:
+    """True if it is a linear layer, one of an `AdapterBank`, or one with at most one active LoRA adapter of peft of the plain kind:
     not merged, without dropout."""
     if type(module) in (nn.Linear, AdaptedLinear):
         return True
@@ -49,7 +49,7 @@ def is_plain_linear(module: Any) -> bool:
 
 
 def has_plain_layers(model: Any) -> bool:
-    """Whether a model of the family has linear layers of one dtype, with biases at most for queries, keys and values. All but the
+    """True if a model of the family has linear layers of one dtype, with biases at most for queries, keys and values. All but the
     head may have a LoRA adapter."""
     found = linears(model)
     layers = model.model.layers
@@ -64,7 +64,7 @@ def has_plain_layers(model: Any) -> bool:
 
 
 def has_adapter(module: Any) -> bool:
-    """Whether a layer may have adapters in some pass."""
+    """True if a layer may have adapters in some pass."""
     return isinstance(module, AdaptedLinear) or adapter_name(module) is not None
 
 

@@ -24,7 +24,7 @@ from ludic.models.packed_attention import PackedSequences, to_device
 logger = logging.getLogger(__name__)
 
 _MAX_MEMORY_SHARE = 0.1
-"""Of the GPU's memory, for what the layers store: graphs never give it back."""
+"""Share of the GPU's memory for what the layers store: graphs never give it back."""
 _MAX_GRAPHS = 16
 _MIN_TOKENS = 512
 
@@ -143,7 +143,7 @@ class _Captured:
         self._replay_backward, self._grad_x_TN = _record(lambda: backward(tape), memory)
 
     def reads(self, parameters: Sequence[Any]) -> bool:
-        """Whether the weights are where they were."""
+        """True if the weights are where they were."""
         return self._addresses == _addresses(parameters)
 
     def forward(self, run: Any, x_TN: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -183,7 +183,7 @@ def _record(work: Callable[[], Any], memory: Any) -> tuple[Callable[[], None], A
 
 
 def _is_worth(decoder: Any, num_tokens: int, x_TN: Tensor, parameters: Sequence[Any]) -> bool:
-    """Whether Python would take longer to launch the pass than the GPU to compute it, and there is memory to hold."""
+    """True if Python would take longer to launch the pass than the GPU to compute it, and there is memory to hold."""
     num_weights = sum(p.numel() for p in parameters[: len(parameters) // decoder.num_layers] if p is not None)
     memory = torch.cuda.get_device_properties(x_TN.device).total_memory if x_TN.is_cuda else math.inf
     stored = num_tokens * decoder.stored_bytes_per_token

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _HALF = (torch.bfloat16, torch.float16)
 _MAX_DIFFERENCE = 0.02
-"""Of fused and own modules, relative to their size: bf16 rounding in a layer gives less than 0.01."""
+"""Largest difference of fused and own modules, relative to their size: bf16 rounding in a layer gives less than 0.01."""
 _MAX_NOISE = 4.0
 """Times what the last bit of the input changes: a layer rounds about ten times, in either way."""
 _NUM_PROJECTIONS = 7
@@ -48,7 +48,7 @@ _GIVEN = torch.empty(0)
 """In place of a tensor that is given as a parameter of the pass."""
 
 Tape = list[tuple[Any, Any, Any]]
-"""Of each layer: its input, the residual stream after attention, and a `_Stored`; the last two are None if they are recomputed.
+"""For each layer: its input, the residual stream after attention, and a `_Stored`; the last two are None if they are recomputed.
 Then the input of the last norm. With offload, tensors are what `HostTape.pack` returned for them."""
 
 
@@ -73,7 +73,7 @@ class FusedDecoder:
 
     @property
     def stored_bytes_per_token(self) -> int:
-        """By all layers, in half precision."""
+        """Bytes that all layers store for a token, in half precision."""
         layer = self._layers[0]
         hidden, gate = (layer.parameters()[i].shape[0] for i in (0, 6))  # type: ignore[union-attr]
         heads = (2 * layer.num_heads + 2 * layer.num_kv) * layer.head_dim
@@ -81,7 +81,7 @@ class FusedDecoder:
 
     @property
     def is_current(self) -> bool:
-        """Whether no module has been replaced or has got a hook since, and the same adapters are active and not merged: the fused
+        """True if no module has been replaced or has got a hook since, and the same adapters are active and not merged: the fused
         pass would not notice."""
         return (
             not any(self._hooks)
@@ -178,7 +178,7 @@ class FusedDecoder:
 
 @dataclass(slots=True)
 class Pass:
-    """What all layers of one pass share."""
+    """The state that all layers of one pass share."""
 
     cosines_TD: Tensor
     sines_TD: Tensor
@@ -187,10 +187,10 @@ class Pass:
     recomputes: bool
     host: HostTape | None = None
     adapters: list[list[list[AdapterProduct]]] = field(default_factory=list)
-    """Of each layer and projection, without their tensors, which are parameters of the pass."""
+    """Adapters of each layer and projection, without their tensors, which are parameters of the pass."""
 
     def kept(self, input_TN: Tensor, after_TN: Tensor, stored: "_Stored") -> tuple[Any, Any, Any]:
-        """What the tape holds of a layer. The output of attention stays on the device: the kernel's closure reads it."""
+        """The tape's entry of a layer. The output of attention stays on the device: the kernel's closure reads it."""
         pack: Any = self.host.pack if self.host is not None else lambda tensor: tensor
         if self.recomputes:
             return pack(input_TN), None, None
@@ -211,7 +211,7 @@ class Pass:
 
 @dataclass(slots=True)
 class _Layer:
-    """What a layer computes with besides its parameters, and where these are."""
+    """A layer's settings, and where its parameters are."""
 
     number: int
     epsilon: float
@@ -252,7 +252,7 @@ class _Layer:
         return [store[name] for store, name in self.stores]
 
     def adapters(self, dtype: torch.dtype, num_tokens: int) -> list[list[AdapterProduct]]:
-        """Of each projection. In a pass, A and B of each follow the parameters."""
+        """Adapters of each projection. In a pass, A and B of each follow the parameters."""
         return [adapters_of(module, dtype, num_tokens) for module in self.projections]
 
     def in_pass(self, run: "Pass", parameters: Any) -> list[list[AdapterProduct]]:
@@ -297,7 +297,7 @@ def _projections(layer: Any) -> list[Any]:
 
 @dataclass(slots=True, weakref_slot=True)
 class _Stored:
-    """What backward needs of a layer besides its input, the residual stream and its parameters."""
+    """Tensors that backward needs of a layer besides its input, the residual stream and its parameters."""
 
     qkv_TW: Tensor
     attended_TM: Tensor
@@ -480,7 +480,7 @@ def fused_decoder(model: Any) -> FusedDecoder | None:
 
 
 def agrees(fused: FusedDecoder, model: Any, tolerance: float = _MAX_DIFFERENCE) -> bool:
-    """Whether each layer alone, fused and as a module, gives the same hidden states of sixteen tokens, and the same gradient.
+    """True if each layer alone, fused and as a module, gives the same hidden states of sixteen tokens, and the same gradient.
 
     Trained models amplify rounding: after the 28 layers of a Qwen2.5-1.5B the gradients of two exact ways in bf16 differ by a
     quarter, and each by more from fp32. So layers are compared one by one, and may differ by some times what a change of the

@@ -46,7 +46,7 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def num_with_users(self, blocks: Sequence[int]) -> int:
-        """How many of them are in use, so that sharing them takes nothing."""
+        """The number of them in use: sharing them takes nothing."""
         return sum(self._users[block] > 0 for block in blocks)
 
     # --- allocation ---

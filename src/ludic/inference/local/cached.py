@@ -216,7 +216,7 @@ def _rows_of(parts: list[Any]) -> Any:
 
 @torch.inference_mode()
 def _cache_is_exact(view: Any) -> bool:
-    """Whether a prompt and single tokens after it, through the cache, give the logits of a plain forward pass; in two rows, which
+    """True if a prompt and single tokens after it, through the cache, give the logits of a plain forward pass; in two rows, which
     are exchanged and joined in between."""
     device = view.get_input_embeddings().weight.device
     vocab_size = view.get_input_embeddings().weight.shape[0]
@@ -236,7 +236,7 @@ def _cache_is_exact(view: Any) -> bool:
 
 @torch.inference_mode()
 def _bytes_per_token(view: Any) -> int:
-    """By how much the cache grows with a token."""
+    """Bytes by which the cache grows with a token."""
     device = view.get_input_embeddings().weight.device
     sizes = [
         _num_bytes(_continued(view, torch.zeros(1, length, dtype=torch.long, device=device), None)[1])

@@ -206,7 +206,7 @@ class _PrefixCall:
         return out_NKGD, lse_PKMG.transpose(1, 2).reshape(-1, num_kv, group)
 
     def _is_whole(self, query_RKGD: Tensor) -> bool:
-        """Whether the queries are those of all rows in order."""
+        """True if the queries are those of all rows in order."""
         return len(self.rows) == len(query_RKGD) and self._is_in_order
 
 
@@ -312,11 +312,11 @@ class CPURunner:
         self._rows: DenseRows[Sequence] = DenseRows(self.pool)
         self._prefix_rows: DenseRows[Prefix] = DenseRows(self.pool)
         self._prefixes: dict[tuple[int, bytes], Prefix] = {}
-        """By their adapters and tokens."""
+        """The prefixes by adapter and tokens."""
         self._shared: SharedPrefixes | None = None
         self._rows_changed = False
         self._is_plain = True
-        """Whether all layers attend to all keys by plain softmax, so that attention can be computed in two parts."""
+        """True if all layers attend to all keys by plain softmax, so that attention can be computed in two parts."""
 
     def weights_changed(self) -> None:
         self._model.refresh()
@@ -413,7 +413,7 @@ class CPURunner:
         return torch.cat([self.pool.slots(o.blocks, o.num_computed, o.num_computed + 1) for o in owners])
 
     def experts(self, sequence: Sequence) -> np.ndarray[Any, Any] | None:
-        """Of all its tokens but the last, which has not been computed."""
+        """The experts of all its tokens but the last, which has not been computed."""
         return self.pool.experts_of(sequence.blocks, len(sequence.tokens) - 1)
 
     def keep(self, sequence: Sequence) -> None:

@@ -113,7 +113,7 @@ class PrefillState:
             alike.setdefault((span.start, _padded_queries(span.end - span.start)), []).append(span)
         self._groups = [_SpanGroup(spans, num_queries, new_slots_T) for (_, num_queries), spans in alike.items()]
         self.is_plain = True
-        """Whether no layer has had a sliding window, soft-capped scores or sinks."""
+        """True if no layer has had a sliding window, soft-capped scores or sinks."""
 
     def attend(
         self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules

@@ -189,7 +189,7 @@ def _forbid_early_stops(logits_NV: Tensor, sequences: Seq[Sequence]) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptScores:
-    """What the model says of each scored token of a text, given all tokens before it."""
+    """The model's log-probabilities of each scored token of a text, given all tokens before it."""
 
     logprobs: np.ndarray[Any, Any]
     """[N] of the text's own tokens."""

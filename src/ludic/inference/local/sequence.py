@@ -51,7 +51,7 @@ class Sequence:
     num_computed: int = 0
     """Tokens whose keys and values are in the cache."""
     num_pooled: int = 0
-    """Of these, how many are in the pool's blocks; the runner may hold the rest in rows."""
+    """The number of these in the pool's blocks; the runner may hold the rest in rows."""
     finish_reason: str | None = None
     row: int = -1
     """Row in the runner's decode batch; -1 without one."""
@@ -63,7 +63,7 @@ class Sequence:
     text: str | None = None
     """Set when a stop string ended the completion: the text before it."""
     experts: np.ndarray[Any, Any] | None = None
-    """Of the computed tokens of a mixture, if they are recorded; set when the sequence finishes."""
+    """The experts of the computed tokens of a mixture, if they are recorded; set when the sequence finishes."""
     on_token: Callable[["Sequence"], None] | None = None
     adapter: PackedAdapter | None = None
     """None is the model itself."""
@@ -102,7 +102,7 @@ class Sequence:
 
     @property
     def keeps_candidates(self) -> bool:
-        """Whether to record candidates, so that the client can recompute log-probs over the same tokens."""
+        """True if to record candidates, so that the client can recompute log-probs over the same tokens."""
         wanted = self.request.return_
         return self.sampling.is_truncated and wanted.return_chosen_logprobs and wanted.return_candidates
 
@@ -181,7 +181,7 @@ class Chunk:
 
     @property
     def reaches_the_end(self) -> bool:
-        """Whether the model's output after this chunk predicts the next token."""
+        """True if the model's output after this chunk predicts the next token."""
         return self.end == len(self.sequence.tokens)
 
 
@@ -260,7 +260,7 @@ class LogitsNotFinite(NotFinite):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestLimits:
-    """What one model and its cache can be asked for. Every `check` raises ConfigError or PromptTooLong."""
+    """The limits of requests to one model and its cache. Every `check` raises ConfigError or PromptTooLong."""
 
     name: str
     vocab_size: int
@@ -306,13 +306,13 @@ class RequestLimits:
             raise ConfigError(f"stop={params.stop!r} needs a tokenizer; give LocalEngine one, or use stop_token_ids.")
 
     def check_text(self, tokens: np.ndarray[Any, Any]) -> None:
-        """Of a text to score, which takes no place in the cache."""
+        """Check a text to score, which takes no place in the cache."""
         self._check_ids(tokens)
         if len(tokens) > self.max_model_len:
             raise PromptTooLong(len(tokens), self.max_model_len)
 
     def check_targets(self, num_tokens: int, top_k: int, targets: np.ndarray[Any, Any] | None) -> None:
-        """Of `score_prompt`: what is asked of every token after the first."""
+        """Check the `top_k` and the targets of `score_prompt`."""
         num_scored = num_tokens - 1
         if not 0 <= top_k <= self.vocab_size:
             raise ConfigError(f"score_prompt(top_k={top_k}): the vocabulary has {self.vocab_size} tokens.")

@@ -154,7 +154,7 @@ class Worker:
             self._changed.notify_all()
 
     def begin_version(self, version: int | None) -> None:
-        """What was computed with the weights so far is dropped; None is the next number. Call it while the worker is paused."""
+        """Drop what was computed with the weights so far; None is the next number. Call it while the worker is paused."""
         if version != self.scheduler.version or self._watch.has_changed():
             self._unread = FiniteCheck(self._watch.changed(self._model))
         restarted = self.scheduler.new_version(self.scheduler.version + 1 if version is None else version)

@@ -244,7 +244,7 @@ class ChatTemplate(Protocol):
     def spans(
         self, messages: Sequence[Message], *, tools: ToolSchemas | None = None, add_generation_prompt: bool = True
     ) -> list[MessageSpan]:
-        """Which message each token of `apply` came from. The opening of the next reply is the message behind the last one."""
+        """The message that each token of `apply` came from. The opening of the next reply is the message behind the last one."""
         raise TemplateError(f"{type(self).__name__} cannot say which token came from which message: it has no `spans`.")
 
     def delta_spans(
@@ -264,19 +264,19 @@ class ChatTemplate(Protocol):
         return ToolParseResult(content=text)
 
     def supports_tools(self) -> bool:
-        """Whether tool calls can be read back from the model's text."""
+        """True if tool calls can be read back from the model's text."""
         return False
 
 
 def shows_tools(template: ChatTemplate, tools: ToolSchemas) -> bool:
-    """Whether the template writes the tools into the prompt; otherwise the model never sees them."""
+    """True if the template writes the tools into the prompt; otherwise the model never sees them."""
     hello: list[Message] = [{"role": "user", "content": "Hello"}]
     shown = template.apply(hello, tools=tools).prompt_token_ids
     return not np.array_equal(shown, template.apply(hello).prompt_token_ids)
 
 
 def tools_as_text(tools: ToolSchemas) -> str:
-    """How to call these tools, in the form that `HermesToolParser` reads."""
+    """Instructions to call these tools, in the form that `HermesToolParser` reads."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     return (
         f"You can call these functions:\n{listed}\n\nTo call one, write its name and arguments as JSON in this form, once for each "

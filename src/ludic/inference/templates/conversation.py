@@ -172,7 +172,7 @@ class Prompt:
     images: tuple[ImageSpan, ...] = ()
     """Pictures of all its messages, and the tokens that stand for them."""
     message_spans: tuple[MessageSpan, ...] = ()
-    """Which message each token came from, if it was asked for."""
+    """The message that each token came from, if it was asked for."""
 
 
 class Conversation:
@@ -250,7 +250,7 @@ class Conversation:
         )
 
     def _continues(self, messages: list[Message], tools: ToolSchemas | None) -> bool:
-        """Whether the messages extend the last prompt and its reply."""
+        """True if the messages extend the last prompt and its reply."""
         sent = len(self._messages)
         return (
             self._reply is not None
@@ -329,7 +329,7 @@ def find_stop(text: str, sampling: SamplingParams, num_exempt: int = 0) -> int |
 
 @lru_cache
 def _is_rust(kind: Any) -> bool:
-    """Whether the methods below are those of transformers' Rust tokenizers, and not overridden."""
+    """True if the methods below are those of transformers' Rust tokenizers, and not overridden."""
     if importlib.util.find_spec("transformers") is None:
         return False
     from transformers import PreTrainedTokenizerFast

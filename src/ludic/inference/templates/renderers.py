@@ -171,7 +171,7 @@ class RenderersTemplate(ChatTemplate):
     # --- tool calls ---
 
     def supports_tools(self) -> bool:
-        """Whether a call that the renderer writes can be read from the text of a reply, which has no special tokens."""
+        """True if a call that the renderer writes can be read from the text of a reply, which has no special tokens."""
         if self._has_tools is None:
             rendered = self._rendered([_HELLO, _CALL], _CALL_TOOLS, False)
             sampled = zip(rendered.token_ids, rendered.sampled_mask or [True] * len(rendered.token_ids), strict=True)

@@ -99,7 +99,7 @@ class ForwardPass(ABC):
     packs = False
     takes_images = False
     is_fused = False
-    """Whether packed micro-batches do not go through the model's modules; compiled layers would not be called."""
+    """True if packed micro-batches do not go through the model's modules; compiled layers would not be called."""
 
     def __init__(self, model: Any, needs: PassNeeds) -> None:
         self.model, self.needs, self.device = model, needs, needs.device
@@ -109,7 +109,7 @@ class ForwardPass(ABC):
 
     @classmethod
     def is_for(cls, model: Any, needs: PassNeeds) -> bool:
-        """Whether it is meant for models of this kind; others are not asked further."""
+        """True if it is meant for models of this kind; others are not asked further."""
         return True
 
     @abstractmethod

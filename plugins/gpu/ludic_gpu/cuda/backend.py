@@ -10,7 +10,7 @@ from torch import Tensor
 from ludic.inference.local.backends import PagedBackend, device_type
 from ludic.inference.local.kv import KVPool, KVShape, free_memory, rope_limit
 from ludic.inference.local.runner import EngineNeeds, Read, Runner, RunnerSettings, sampled_from
-from ludic.inference.local.sampling import PromptScores, Scoring, filter_logits, race, scores_of
+from ludic.inference.local.sampling import FlatTexts, PromptScores, Scoring, scores_of
 from ludic.inference.local.sequence import Chunk, Sequence
 from ludic.models.adapters.forward import AdaptedForward, AdapterRows
 from ludic.models.attention import NAME as ATTENTION_NAME
@@ -43,7 +43,7 @@ class AdaptedRunner:
         with torch.inference_mode():
             logits_NV = self._step([(chunk.sequence, chunk.start, chunk.end) for chunk in computed], own)
             if copies:
-                self._copy_last_blocks(copies)
+                self.pool.copy_last_blocks(copies)
                 place = {sequence.number: i for i, sequence in enumerate(own)}
                 logits_NV = logits_NV[[place[(chunk.source or chunk.sequence).number] for chunk in ended]]
             return self._sample(logits_NV, [chunk.sequence for chunk in ended])
@@ -58,16 +58,10 @@ class AdaptedRunner:
     @torch.inference_mode()
     def score(self, texts: Seq[Scoring]) -> list[PromptScores]:
         """Log-probabilities of the scored tokens of texts with one temperature; stores nothing."""
-        lengths = [len(text.tokens) for text in texts]
-        starts = np.cumsum([0, *lengths[:-1]]).tolist()
-        where = np.concatenate([text.predictors(start) for text, start in zip(texts, starts, strict=True)])
-        logits_NV = self._logits(
-            np.concatenate([text.tokens for text in texts]),
-            np.concatenate([np.arange(length) for length in lengths]),
-            PackedSequences(lengths, self._device),
-            where,
-            [(text.adapter, len(text.tokens)) for text in texts],
-        )
+        flat = FlatTexts.of(texts)
+        rows = [(text.adapter, len(text.tokens)) for text in texts]
+        state = PackedSequences(flat.lengths, self._device)
+        logits_NV = self._logits(flat.tokens, flat.positions, state, flat.where, rows)
         return scores_of(texts, lambda rows: logits_NV[rows].float() / texts[0].temperature)
 
     def keep(self, sequence: Sequence) -> None:
@@ -79,7 +73,7 @@ class AdaptedRunner:
     def _step(self, new: list[tuple[Sequence, int, int]], wanted: list[Sequence]) -> Tensor:
         if not new:
             return torch.empty(0, 0)
-        slots = [self._slots(sequence, end) for sequence, _, end in new]
+        slots = [self.pool.slots(sequence.blocks, 0, end).numpy() for sequence, _, end in new]
         tokens = np.concatenate([sequence.tokens[start:end] for sequence, start, end in new])
         positions = np.concatenate([np.arange(start, end) for _, start, end in new])
         lengths = [end - start for _, start, end in new]
@@ -105,60 +99,12 @@ class AdaptedRunner:
         return self._forward.logits(ids_T, positions_T, state, self._to_device(at))[: len(where)]
 
     def _sample(self, logits_NV: Tensor, sequences: list[Sequence]) -> Read:
-        """On the device, except for requests with penalties."""
-        if all(sequence.is_plain for sequence in sequences):
-            return _drawn(logits_NV.float(), sequences)
-        return sampled_from(logits_NV.float().cpu(), sequences)
-
-    def _slots(self, sequence: Sequence, end: int) -> np.ndarray:
-        size = self.pool.block_size
-        blocks = np.array(sequence.blocks[: -(-end // size)], dtype=np.int64)
-        return (blocks[:, None] * size + np.arange(size)).reshape(-1)[:end]
-
-    def _copy_last_blocks(self, pairs: list[tuple[Sequence, Sequence]]) -> None:
-        """Copy what follows the last full block, which sequences with equal tokens share."""
-        found = []
-        for source, copy in pairs:
-            end = len(copy.tokens)
-            start = end - end % self.pool.block_size
-            found.append(np.stack([self._slots(source, end)[start:], self._slots(copy, end)[start:]]))
-        self.pool.copy(*self._to_device(np.concatenate(found, axis=1)))
+        """On the device, except for requests with filters or penalties."""
+        is_plain = all(sequence.is_plain for sequence in sequences)
+        return sampled_from(logits_NV.float() if is_plain else logits_NV.float().cpu(), sequences)
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return to_device(array.astype(np.int64), self._device)
-
-
-def _drawn(logits_NV: Tensor, sequences: list[Sequence]) -> Read:
-    """One token for each of these sequences, as `sampling.sample` draws them."""
-    if not sequences:
-        return list
-    device = logits_NV.device
-    # Times the inverse, in fp32. A greedy request keeps temperature 1.
-    inverse = [1 / (sequence.sampling.temperature or 1.0) for sequence in sequences]
-    x_NV = logits_NV * torch.tensor(inverse, dtype=torch.float32, device=device)[:, None]
-    filter_logits(x_NV, sequences)
-    places_N2 = torch.tensor([[s.seed, len(s.tokens)] for s in sequences], device=device)
-    drawn_N = race((x_NV - x_NV.amax(dim=-1, keepdim=True)).exp_(), places_N2)[0][:, 0]
-    is_greedy_N = torch.tensor([s.sampling.temperature == 0 for s in sequences], device=device)
-    drawn_N = torch.where(is_greedy_N, x_NV.max(dim=-1).indices, drawn_N)
-    tokens, logprobs = drawn_N.tolist(), _log_probs(x_NV, drawn_N).tolist()
-    sampled = [(s, [token], [logprob]) for s, token, logprob in zip(sequences, tokens, logprobs, strict=True)]
-    return lambda: sampled
-
-
-def _log_probs(x_NV: Tensor, targets_N: Tensor) -> Tensor:
-    highest_N1 = x_NV.amax(dim=-1, keepdim=True)
-    log_total_N1 = torch.log(_tree_sum(torch.exp(x_NV - highest_N1)))
-    return ((x_NV.gather(-1, targets_N[:, None]) - highest_N1) - log_total_N1)[:, 0]
-
-
-def _tree_sum(x_NV: Tensor) -> Tensor:
-    """The sum over the last dimension, in an order that depends on its length alone: halves are added until one value is left."""
-    while (length := x_NV.shape[-1]) > 1:
-        half = length // 2
-        added = x_NV[..., :half] + x_NV[..., half : 2 * half]
-        x_NV = added if length == 2 * half else torch.cat((added, x_NV[..., 2 * half :]), dim=-1)
-    return x_NV
 
 
 class _Gathered:

@@ -22,7 +22,7 @@ from torch import Tensor
 from ludic.inference.local.blocks import GROUP_ROWS, MIN_GROUP, num_splits, shared_prefixes
 from ludic.inference.local.kv import KVPool, KVShape
 from ludic.inference.local.runner import Read
-from ludic.inference.local.sampling import PromptScores, Scoring, sample, scores_of
+from ludic.inference.local.sampling import FlatTexts, PromptScores, Scoring, sample, scores_of
 from ludic.inference.local.sequence import Chunk, Sampled, Sequence
 from ludic.models.adapters.forward import AdapterRows
 from ludic.models.attention import SKIP_MASK, AttentionRules, AttentionState
@@ -194,31 +194,18 @@ class CUDARunner:
         ended = [chunk for chunk in chunks if chunk.reaches_the_end]
         if len(ended) > len(ready):
             logits_of = {own[i].sequence.number: number for number, i in enumerate(ready)}
-            self._copy_last_blocks([(chunk.source, chunk.sequence) for chunk in ended if chunk.source is not None])
+            self.pool.copy_last_blocks((chunk.source, chunk.sequence) for chunk in ended if chunk.source is not None)
             where = np.array([logits_of[(chunk.source or chunk.sequence).number] for chunk in ended])
             logits_NV = logits_NV.index_select(0, _to_gpu(where))
         return self._sample_first(logits_NV, [chunk.sequence for chunk in ended])
 
-    def _copy_last_blocks(self, pairs: list[tuple[Sequence, Sequence]]) -> None:
-        """Copy what follows the last full block, which sequences with equal tokens share."""
-        size, found = self.pool.block_size, []
-        for source, copy in pairs:
-            end = len(copy.tokens)
-            start = end - end % size
-            found.append([_slots(source.blocks, start, end, size), _slots(copy.blocks, start, end, size)])
-        self.pool.copy(*_to_gpu(np.concatenate(found, axis=1)))
-
     @torch.inference_mode()
     def score(self, texts: Seq[Scoring]) -> list[PromptScores]:
         """Log-probabilities of the scored tokens of texts with one temperature; stores nothing."""
-        lengths = [len(text.tokens) for text in texts]
-        flat = np.concatenate([text.tokens for text in texts])
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        starts = np.cumsum([0, *lengths[:-1]]).tolist()
-        where = np.concatenate([text.predictors(start) for text, start in zip(texts, starts, strict=True)])
-        state = PackedState(None, None, None, [(length, length) for length in lengths])
+        flat = FlatTexts.of(texts)
+        state = PackedState(None, None, None, [(length, length) for length in flat.lengths])
         adapted = self._row_adapters([(text.adapter, len(text.tokens)) for text in texts])
-        logits_NV = self._forward(flat, positions, state, where, None, adapted)
+        logits_NV = self._forward(flat.tokens, flat.positions, state, flat.where, None, adapted)
         return scores_of(texts, lambda rows: logits_NV[rows].float() / texts[0].temperature)
 
     def _sample_first(self, logits_NV: Tensor, sequences: list[Sequence]) -> Read:

@@ -116,7 +116,7 @@ class CachedRunner:
             self._cohorts.append(cohort)
             members += [member for member in cohort.members if member is not None]
             logits.append(own_BV)
-        return sampled_from(torch.cat(logits), members) if logits else list
+        return sampled_from(torch.cat(logits).cpu(), members) if logits else list
 
     @torch.inference_mode()
     def decode(self, sequences: Seq[Sequence], num_rounds: int = 1) -> Read:
@@ -131,7 +131,7 @@ class CachedRunner:
             members += alive
             logits.append(own_BV)
         assert {s.number for s in members} == {s.number for s in sequences}, "every row belongs to a decoding sequence"
-        return sampled_from(torch.cat(logits), members)
+        return sampled_from(torch.cat(logits).cpu(), members)
 
     @torch.inference_mode()
     def score(self, texts: Seq[Scoring]) -> list[PromptScores]:

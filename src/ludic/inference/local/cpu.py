@@ -27,7 +27,7 @@ from ludic.inference.local.kv import (
     padded_length,
 )
 from ludic.inference.local.runner import Read, RunnerSettings, sampled_from
-from ludic.inference.local.sampling import PromptScores, Scoring, scores_of
+from ludic.inference.local.sampling import FlatTexts, PromptScores, Scoring, scores_of
 from ludic.inference.local.sequence import Chunk, Sequence, tokens_as_bytes
 from ludic.models.adapters.forward import AdaptedForward, AdapterRows
 from ludic.models.attention import AttentionRules, AttentionState, explicit_attention, say_once
@@ -353,32 +353,21 @@ class CPURunner:
         self._is_plain &= state.is_plain
         ended = [chunk for chunk in chunks if chunk.reaches_the_end]
         if len(ended) > len(last):
-            self._copy_last_blocks([(chunk.source, chunk.sequence) for chunk in ended if chunk.source is not None])
+            self.pool.copy_last_blocks((chunk.source, chunk.sequence) for chunk in ended if chunk.source is not None)
             logits_NV = logits_NV[[logits_of[(chunk.source or chunk.sequence).number] for chunk in ended]]
         return sampled_from(logits_NV, [chunk.sequence for chunk in ended])
-
-    def _copy_last_blocks(self, pairs: list[tuple[Sequence, Sequence]]) -> None:
-        """Copy what follows the last full block, which sequences with equal tokens share."""
-        sources, copies = [], []
-        for source, copy in pairs:
-            end = len(copy.tokens)
-            start = end - end % self.pool.block_size
-            sources.append(self.pool.slots(source.blocks, start, end))
-            copies.append(self.pool.slots(copy.blocks, start, end))
-        self.pool.copy(torch.cat(sources), torch.cat(copies))
 
     @torch.inference_mode()
     def score(self, texts: Seq[Scoring]) -> list[PromptScores]:
         """Log-probabilities of the scored tokens of texts with one temperature; stores nothing."""
-        lengths = [len(text.tokens) for text in texts]
-        starts = np.cumsum([0, *lengths[:-1]]).tolist()
-        flat = [int(t) for text in texts for t in text.tokens]
-        positions = [p for length in lengths for p in range(length)]
-        padding = [0] * max(0, self._min_rows - len(flat))
-        spans = [Span(start, 0, length, torch.empty(0)) for start, length in zip(starts, lengths, strict=True)]
-        where = [i for text, start in zip(texts, starts, strict=True) for i in text.predictors(start)]
+        flat = FlatTexts.of(texts)
+        starts = np.cumsum([0, *flat.lengths[:-1]]).tolist()
+        padding = [0] * max(0, self._min_rows - len(flat.tokens))
+        spans = [Span(start, 0, length, torch.empty(0)) for start, length in zip(starts, flat.lengths, strict=True)]
+        tokens, positions, where = flat.tokens.tolist(), flat.positions.tolist(), flat.where.tolist()
         self._use_adapters([(text.adapter, len(text.tokens)) for text in texts], padding, where)
-        logits_NV = self._forward(flat + padding, positions + padding, PrefillState(None, spans, None), where).float()
+        state = PrefillState(None, spans, None)
+        logits_NV = self._forward(tokens + padding, positions + padding, state, where).float()
         logits_NV /= texts[0].temperature
         return scores_of(texts, lambda rows: logits_NV[rows])
 

@@ -4,6 +4,7 @@ Keys and values of every token are in a pool of slots (slot = block × block siz
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ludic.inference.local.sequence import Sequence
 from ludic.models.attention import AttentionRules, explicit_attention
+from ludic.models.packed_attention import to_device
 from ludic.types import ConfigError
 
 # Letters: T flat tokens, L context length, B spans, H query heads, K key/value heads, D head size, S slots.
@@ -66,6 +69,16 @@ class KVPool:
         """Copy slots to other slots, in every layer."""
         for store in (*self.keys, *self.values, *([] if self.experts is None else [self.experts])):
             store[targets_N] = store[sources_N]
+
+    def copy_last_blocks(self, pairs: Iterable[tuple[Sequence, Sequence]]) -> None:
+        """From the first to the second of sequences with equal tokens, copy what follows the full blocks, which they share."""
+        found = []
+        for source, copy in pairs:
+            end = len(copy.tokens)
+            start = end - end % self.block_size
+            found.append(torch.stack([self.slots(own.blocks, start, end) for own in (source, copy)]))
+        sources_N, targets_N = to_device(torch.cat(found, dim=1).numpy(), self.shape.device)
+        self.copy(sources_N, targets_N)
 
     def experts_of(self, blocks: list[int], num_tokens: int) -> np.ndarray[Any, Any] | None:
         """The recorded experts of a sequence's first tokens; None if they are not recorded."""

@@ -110,7 +110,7 @@ class Backend(ABC):
 
 
 def sampled_from(logits_NV: Tensor, sequences: list[Sequence]) -> Read:
-    """One token for each of these sequences, sampled on the host."""
-    tokens, logprobs = sample(logits_NV.cpu(), sequences) if sequences else ([], [])
+    """One token for each of these sequences, sampled where the logits are."""
+    tokens, logprobs = sample(logits_NV, sequences) if sequences else ([], [])
     sampled = [(s, [token], [logprob]) for s, token, logprob in zip(sequences, tokens, logprobs, strict=True)]
     return lambda: sampled

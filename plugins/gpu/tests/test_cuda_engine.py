@@ -12,7 +12,15 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
 ]
 
-from ludic.types import ReturnSpec, SamplingParams, TokenCompletionRequest  # noqa: E402 - after the skip
+from ludic.inference.local import LocalEngine, LogitsNotFinite  # noqa: E402 - after the skip
+from ludic.inference.local.sampling import derive_bits, race  # noqa: E402
+from ludic.types import (  # noqa: E402 - after the skip
+    NotFinite,
+    ReturnSpec,
+    SamplingParams,
+    TokenCompletionRequest,
+)
+from tests.unit.inference.local.tiny_models import extreme_settings  # noqa: E402
 
 
 def tiny(dtype: Any = None, **settings: Any) -> Any:
@@ -54,8 +62,6 @@ def complete(engine: Any, all_prompts: list[list[int]], **sampling: Any) -> list
 @pytest.mark.parametrize("settings", [{}, {"num_key_value_heads": 4}, {"num_attention_heads": 8, "head_dim": 80}])
 @pytest.mark.parametrize("kv_tokens", [100_000, 1500])
 def test_greedy_equals_generate_with_and_without_preemption(settings, kv_tokens):
-    from ludic.inference.local import LocalEngine
-
     model = tiny(**settings)
     texts = prompts(20)
     expected = [generate(model, p, 24) for p in texts]
@@ -68,8 +74,6 @@ def test_greedy_equals_generate_with_and_without_preemption(settings, kv_tokens)
 
 
 def test_logprobs_equal_a_plain_forward_pass():
-    from ludic.inference.local import LocalEngine
-
     model = tiny()
     texts = prompts(8)
     engine = LocalEngine(model, kv_tokens=20_000)
@@ -84,8 +88,6 @@ def test_logprobs_equal_a_plain_forward_pass():
 
 
 def test_no_token_comes_from_stale_keys_after_an_update():
-    from ludic.inference.local import LocalEngine
-
     model = tiny()
     texts = prompts(6)
     engine = LocalEngine(model, kv_tokens=20_000, compile_layers=False)
@@ -98,8 +100,6 @@ def test_no_token_comes_from_stale_keys_after_an_update():
 
 
 def test_compiled_layers_leave_the_module_alone():
-    from ludic.inference.local import LocalEngine
-
     model = tiny()
     engine = LocalEngine(model, kv_tokens=20_000)
     complete(engine, prompts(4))
@@ -108,8 +108,6 @@ def test_compiled_layers_leave_the_module_alone():
 
 
 def test_a_seeded_request_draws_the_same_beside_one_with_filters():
-    from ludic.inference.local import LocalEngine
-
     engine = LocalEngine(tiny(), kv_tokens=20_000, compile_layers=False)
     prompt = [7, 8, 9]
 
@@ -128,7 +126,6 @@ def test_a_seeded_request_draws_the_same_beside_one_with_filters():
 
 
 def test_noise_and_draws_are_those_of_the_cpu():
-    from ludic.inference.local.sampling import derive_bits, race
     from ludic_gpu.cuda.kernels import sample_rows
 
     generator = torch.Generator().manual_seed(0)
@@ -171,8 +168,6 @@ def test_rows_that_are_not_finite_give_nan_and_leave_others_alone():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_finite_fail_their_request_alone(temperature):
-    from ludic.inference.local import LocalEngine, LogitsNotFinite
-
     model = tiny()
     texts = [[t for t in p if t != 499] for p in prompts(6)]
     with torch.no_grad():
@@ -204,8 +199,6 @@ def test_logits_that_are_not_finite_fail_their_request_alone(temperature):
 
 @pytest.mark.parametrize("compile_layers", [False, True])
 def test_seeded_requests_of_unequal_lengths_draw_the_same_alone_and_together(compile_layers):
-    from ludic.inference.local import LocalEngine
-
     texts = prompts(16)
     engine = LocalEngine(tiny(vocab_size=32_000), kv_tokens=40_000, compile_layers=compile_layers)
     together = [r.completion_token_ids.tolist() for r in complete(engine, texts, temperature=1.5)]
@@ -225,8 +218,6 @@ def test_seeded_requests_of_unequal_lengths_draw_the_same_alone_and_together(com
 
 
 def test_a_filter_that_keeps_every_token_draws_the_same_on_the_host_as_the_device():
-    from ludic.inference.local import LocalEngine
-
     texts = prompts(8)
     engine = LocalEngine(tiny(), kv_tokens=20_000, compile_layers=False)
     on_device = complete(engine, texts, temperature=1.2)
@@ -272,10 +263,7 @@ VOCAB = 500
 @pytest.mark.parametrize("compile_layers", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_settings_at_their_limits_draw_tokens(dtype, compile_layers):
-    from ludic.inference.local import LocalEngine
-
     engine = LocalEngine(tiny(getattr(torch, dtype)), kv_tokens=40_000, compile_layers=compile_layers)
-    from tests.unit.inference.local.tiny_models import extreme_settings
 
     settings = extreme_settings(VOCAB, length=40)
     everything = list(range(VOCAB))  # a prompt that every penalty applies to
@@ -296,8 +284,6 @@ def test_settings_at_their_limits_draw_tokens(dtype, compile_layers):
 @pytest.mark.parametrize("at", ["prompt", "decoding"])
 def test_a_request_that_fails_leaves_its_neighbours_as_one_that_ends_there(at, victim):
     """One engine, the same batches twice; a number on the device says after which token the logits are NaN."""
-    from ludic.inference.local import LocalEngine, LogitsNotFinite
-
     model = tiny()
     broken_token = torch.full((), -1, device="cuda")
     model.get_input_embeddings().register_forward_hook(
@@ -332,9 +318,6 @@ def test_a_request_that_fails_leaves_its_neighbours_as_one_that_ends_there(at, v
 
 @pytest.mark.parametrize("compile_layers", [False, True])
 def test_weights_that_are_not_finite_fail_requests_and_the_engine_serves_the_next_ones(compile_layers):
-    from ludic.inference.local import LocalEngine
-    from ludic.types import NotFinite
-
     model = tiny()
     engine = LocalEngine(model, kv_tokens=20_000, compile_layers=compile_layers)
     texts = prompts(6)

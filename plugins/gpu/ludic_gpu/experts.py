@@ -317,7 +317,7 @@ def expert_parameters(model: Any) -> list[str]:
     )
 
 
-class MergedExperts:
+class _MergedExperts:
     """Experts of one layer with their adapters added, in the place of peft's wrappers."""
 
     def __init__(self, wrapper: Any) -> None:
@@ -341,13 +341,13 @@ class MergedExperts:
                         merged.add_(each.get_delta_weight(name))
 
 
-def merge_experts(view: Any) -> list[MergedExperts]:
+def merge_experts(view: Any) -> list[_MergedExperts]:
     """Replace adapted experts of a module tree, which must be the caller's alone, by merged copies."""
     made = []
     for parent in list(view.modules()):
         for name, child in parent.named_children():
             if adapts_experts(child) and not adapts_experts(parent):
-                merged = MergedExperts(child)
+                merged = _MergedExperts(child)
                 setattr(parent, name, merged.plain)
                 made.append(merged)
     return made

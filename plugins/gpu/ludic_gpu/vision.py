@@ -209,11 +209,11 @@ class VisionBackend(CachedBackend):
         )
         return None
 
-    def runner(self, view: Any, settings: RunnerSettings) -> "VisionRunner":
-        return VisionRunner(view, recompute=self.recompute, images=self._images)
+    def runner(self, view: Any, settings: RunnerSettings) -> "_VisionRunner":
+        return _VisionRunner(view, recompute=self.recompute, images=self._images)
 
 
-class VisionRunner(CachedRunner):
+class _VisionRunner(CachedRunner):
     """The same for a vision-language model: prompts are computed with their pictures, and positions continue behind them."""
 
     def __init__(self, view: Any, *, recompute: bool, images: Any) -> None:

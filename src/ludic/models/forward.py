@@ -288,7 +288,7 @@ def make_forward(view: Any, *, pack: bool, packed: Pack | None = None) -> Forwar
         if _agree(fused, ModuleForward(view, []), view.config.vocab_size):
             return fused
         logger.warning("%s differs from its family's arithmetic; its own modules are used", type(view).__name__)
-    return ModuleForward(view, pack_linears(view, packed or PackedLinear))
+    return ModuleForward(view, _pack_linears(view, packed or PackedLinear))
 
 
 def packed_bytes(model: nn.Module) -> int:
@@ -333,7 +333,7 @@ class ModuleForward:
             layer.refresh()
 
 
-def pack_linears(model: nn.Module, pack: Pack = PackedLinear) -> list[PackedLinear]:
+def _pack_linears(model: nn.Module, pack: Pack = PackedLinear) -> list[PackedLinear]:
     """Replace every linear layer of this tree by a packed one."""
     packed = []
     for parent in list(model.modules()):

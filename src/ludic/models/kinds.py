@@ -123,21 +123,21 @@ _PROCESSOR = "ludic_image_processor"
 """Attribute of a tokenizer: the image processor of its model. It goes where the tokenizer goes."""
 
 
-def is_vision_config(config: Any) -> bool:
+def _is_vision_config(config: Any) -> bool:
     """True if a model of this config takes pictures, as far as Ludic knows."""
     return getattr(config, "model_type", None) in VISION_TYPES
 
 
 def is_vision_model(model: Any) -> bool:
     """The same of a transformers model."""
-    return is_vision_config(getattr(model, "config", None))
+    return _is_vision_config(getattr(model, "config", None))
 
 
 def auto_class(config: Any) -> Any:
     """transformers' class that chooses the model's: of text, or of text and pictures. `None` is a text model's config."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    if is_vision_config(config):
+    if _is_vision_config(config):
         return AutoModelForImageTextToText
     kind, text, pictures = type(config), AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping
     if kind in pictures and kind not in text:
@@ -160,7 +160,7 @@ def image_processor_of(tokenizer: Any) -> Any | None:
 
 def load_image_processor(tokenizer: Any, place: str, config: Any) -> Any:
     """The tokenizer with the image processor of the model in the folder or hub repository, if that takes pictures."""
-    if not is_vision_config(config):
+    if not _is_vision_config(config):
         return tokenizer
     from transformers import AutoImageProcessor
 

@@ -8,7 +8,7 @@ from ludic.types import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LlamaMember:
+class _LlamaMember:
     """One family of models that is computed as Llama is, but for these facts."""
 
     prefix: str
@@ -23,11 +23,11 @@ class LlamaMember:
     """The place of the sliding window, if there may be one: on each attention layer, or in the config."""
 
 
-MEMBERS: Mapping[str, LlamaMember] = {
-    "llama": LlamaMember(prefix="Llama", may_bias_all=True),
-    "mistral": LlamaMember(prefix="Mistral", window="config"),
-    "qwen2": LlamaMember(prefix="Qwen2", qkv_bias=True, window="layer"),
-    "qwen3": LlamaMember(prefix="Qwen3", may_bias_all=True, head_norms=True, window="layer"),
+MEMBERS: Mapping[str, _LlamaMember] = {
+    "llama": _LlamaMember(prefix="Llama", may_bias_all=True),
+    "mistral": _LlamaMember(prefix="Mistral", window="config"),
+    "qwen2": _LlamaMember(prefix="Qwen2", qkv_bias=True, window="layer"),
+    "qwen3": _LlamaMember(prefix="Qwen3", may_bias_all=True, head_norms=True, window="layer"),
 }
 """`model_type` of a config → its member."""
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")

@@ -33,7 +33,7 @@ Gradients = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Ten
 
 
 @dataclass(frozen=True, slots=True)
-class LengthGroup:
+class _LengthGroup:
     """Consecutive sequences computed by one padded call."""
 
     start: int
@@ -72,7 +72,7 @@ class PackedSequences:
         self._cu = to_device(bounds, device)
         self._max_length = max(self._lengths)
         self._length_groups = length_groups(self._lengths, device) if device.type == "cpu" else None
-        self._lazy_groups: list[LengthGroup] | None = None
+        self._lazy_groups: list[_LengthGroup] | None = None
 
     @classmethod
     def at(cls, bounds: Tensor, longest: int) -> "PackedSequences":
@@ -93,13 +93,13 @@ class PackedSequences:
         if query_THD.is_cuda and query_THD.dtype in (torch.bfloat16, torch.float16):
             longest = self._max_length
             if rules.sinks_H is not None and rules.softcap is None:
-                return varlen_with_sinks(query_THD, key_TKD, value_TKD, self._cu, longest, rules)
+                return _varlen_with_sinks(query_THD, key_TKD, value_TKD, self._cu, longest, rules)
             return varlen_attention(query_THD, key_TKD, value_TKD, self._cu, self._cu, longest, longest, rules)
         groups = self._groups_on_gpu() if self._length_groups is None else self._length_groups
-        return attend_groups(groups, query_THD, key_TKD, value_TKD, rules)
+        return _attend_groups(groups, query_THD, key_TKD, value_TKD, rules)
 
     @torch.compiler.disable  # pinned memory, which a copy to a GPU passes through, cannot be traced
-    def _groups_on_gpu(self) -> list[LengthGroup]:
+    def _groups_on_gpu(self) -> list[_LengthGroup]:
         """In fp32 only, so they are made when they are used; the same call in every layer, also when it is recomputed."""
         if self._lazy_groups is None:
             self._lazy_groups = length_groups(self._lengths, self._device)
@@ -132,13 +132,13 @@ def length_groups(
     device: torch.device,
     parents: Sequence[int] | None = None,
     before: Sequence[np.ndarray] = (),
-) -> list[LengthGroup]:
+) -> list[_LengthGroup]:
     """Group consecutive sequences, as many as fit without much padding.
 
     If they continue others, only those with the same number in `parents` go together, all behind the same tokens, which
     `before` gives for each sequence; −1 has none before it.
     """
-    found: list[LengthGroup] = []
+    found: list[_LengthGroup] = []
     start = first = 0
     for i in range(1, len(lengths) + 1):
         together = lengths[first : i + 1]
@@ -150,13 +150,13 @@ def length_groups(
             seen = None
             if parents is not None and parents[first] >= 0:
                 seen = to_device(before[first], device)
-            found.append(LengthGroup(start, end, members, _places(members, device), seen))
+            found.append(_LengthGroup(start, end, members, _places(members, device), seen))
             start, first = end, i
     return found
 
 
-def attend_groups(
-    groups: Sequence[LengthGroup], query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
+def _attend_groups(
+    groups: Sequence[_LengthGroup], query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
 ) -> Tensor:
     """One padded call per group: [T, H, D]."""
     outs = [_attend_group(group, query_THD, key_TKD, value_TKD, rules) for group in groups]
@@ -177,14 +177,14 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def _attend_group(
-    group: LengthGroup, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
+    group: _LengthGroup, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
 ) -> Tensor:
     query_NHLD = group.pad(query_THD[group.start : group.end])
     key, value = (_behind_shared(group, x_TKD) for x_TKD in (key_TKD, value_TKD))
-    return group.unpad(causal_attention(query_NHLD, key, value, rules))
+    return group.unpad(_causal_attention(query_NHLD, key, value, rules))
 
 
-def _behind_shared(group: LengthGroup, flat_TKD: Tensor) -> Tensor:
+def _behind_shared(group: _LengthGroup, flat_TKD: Tensor) -> Tensor:
     """[N, K, P + L, D]: the P tokens that the sequences share, then their own."""
     own_NKLD = group.pad(flat_TKD[group.start : group.end])
     if group.before is None:
@@ -193,7 +193,7 @@ def _behind_shared(group: LengthGroup, flat_TKD: Tensor) -> Tensor:
     return torch.cat([before_KPD.expand(len(group.lengths), -1, -1, -1), own_NKLD], dim=2)
 
 
-def causal_attention(query_NHLD: Tensor, key_NKLD: Tensor, value_NKLD: Tensor, rules: AttentionRules) -> Tensor:
+def _causal_attention(query_NHLD: Tensor, key_NKLD: Tensor, value_NKLD: Tensor, rules: AttentionRules) -> Tensor:
     """Attention of sequences whose last tokens ask, with the sliding window, soft-capping and sinks that SDPA lacks."""
     scaling, window = rules.scaling, rules.sliding_window
     is_plain = rules.softcap is None and rules.sinks_H is None
@@ -296,7 +296,7 @@ class TreeSequences:
         if not query_THD.is_cuda and rules.softcap is None and window is None and self._is_merged:
             out: Tensor = _Attention.apply(*inputs, rules.sinks_H, *self._padded_calls, rules.scaling)
             return out
-        return attend_groups(self._gathered_groups, *inputs, rules)
+        return _attend_groups(self._gathered_groups, *inputs, rules)
 
     def attend_varlen(
         self,
@@ -372,7 +372,7 @@ class TreeSequences:
         return self._varlen_call(chains, paths, is_causal=True)
 
     @cached_property
-    def _gathered_groups(self) -> list[LengthGroup]:
+    def _gathered_groups(self) -> list[_LengthGroup]:
         return length_groups(self._lengths, self._device, self._tree.above_C.tolist(), self._tree.before_C)
 
     def _varlen_call(self, asks: list[np.ndarray], sees: list[np.ndarray], *, is_causal: bool = False) -> "_VarlenCall":
@@ -398,8 +398,8 @@ class TreeSequences:
         return to_device(bounds, self._device), max(lengths)
 
 
-def _one_sequence(start: int, stop: int) -> LengthGroup:
-    return LengthGroup(start, stop, (stop - start,), None)
+def _one_sequence(start: int, stop: int) -> _LengthGroup:
+    return _LengthGroup(start, stop, (stop - start,), None)
 
 
 class _Call(Protocol):
@@ -424,8 +424,8 @@ class _Call(Protocol):
 class _PaddedCall:
     """On a CPU: neighbouring sequences of similar length, padded on the right."""
 
-    queries: LengthGroup
-    keys: LengthGroup
+    queries: _LengthGroup
+    keys: _LengthGroup
     is_causal: bool
 
     @property
@@ -526,7 +526,7 @@ class _Attention(torch.autograd.Function):
         return *grads, grad_sinks, None, None, None
 
 
-def varlen_with_sinks(
+def _varlen_with_sinks(
     query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, cu: Tensor, longest: int, rules: AttentionRules
 ) -> Tensor:
     """Whole sequences end to end, on a GPU in half precision, with attention sinks."""

@@ -38,7 +38,7 @@ from ludic_gpu.experts import Routers
 logger = logging.getLogger(__name__)
 
 
-class PackedState:
+class _PackedState:
     """Attention of several prompts (or parts of them) in one flat batch: block-diagonal, causal."""
 
     def __init__(
@@ -69,7 +69,7 @@ class PackedState:
         return varlen_attention(query_THD, key_TKD, value_TKD, self._cu_q, self._cu_k, self._max_q, self._max_k, rules)
 
 
-class PagedState:
+class _PagedState:
     """Attention of one new token per row, through block tables."""
 
     def __init__(self, pool: KVPool, slots_R: Tensor, attention: DecodeAttention) -> None:
@@ -186,7 +186,7 @@ class CUDARunner:
         everything = None
         if any(chunk.start for chunk in own):
             everything = _to_gpu(np.concatenate([_slots(c.sequence.blocks, 0, c.end, size) for c in own]))
-        state = PackedState(self.pool, slots_T, everything, [(chunk.length, chunk.end) for chunk in own])
+        state = _PackedState(self.pool, slots_T, everything, [(chunk.length, chunk.end) for chunk in own])
         ends = np.cumsum([chunk.length for chunk in own]) - 1
         ready = [i for i, chunk in enumerate(own) if chunk.reaches_the_end]
         adapted = self._row_adapters([(chunk.sequence.adapter, chunk.length) for chunk in own])
@@ -203,7 +203,7 @@ class CUDARunner:
     def score(self, texts: Seq[Scoring]) -> list[PromptScores]:
         """Log-probabilities of the scored tokens of texts with one temperature; stores nothing."""
         flat = FlatTexts.of(texts)
-        state = PackedState(None, None, None, [(length, length) for length in flat.lengths])
+        state = _PackedState(None, None, None, [(length, length) for length in flat.lengths])
         adapted = self._row_adapters([(text.adapter, len(text.tokens)) for text in texts])
         logits_NV = self._forward(flat.tokens, flat.positions, state, flat.where, None, adapted)
         return scores_of(texts, lambda rows: logits_NV[rows].float() / texts[0].temperature)
@@ -239,7 +239,7 @@ class CUDARunner:
         self,
         tokens: np.ndarray[Any, Any],
         positions: np.ndarray[Any, Any],
-        state: PackedState,
+        state: _PackedState,
         where: Any,
         slots_T: Tensor | None,
         adapted: RowSlots | None,
@@ -500,7 +500,7 @@ class CUDARunner:
             kernels.splits,
             groups,
         )
-        state = PagedState(self.pool, slots, attention)
+        state = _PagedState(self.pool, slots, attention)
         if self._fused is not None:
             adapted = RowSlots(self._row_slots[:bucket], kernels.num_slots) if kernels.num_slots else None
             hidden = self._fused.hidden(tokens, positions, state.attend_stored, self._store(slots), adapted)

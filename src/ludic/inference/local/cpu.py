@@ -66,7 +66,7 @@ class Prefix:
 Owner = TypeVar("Owner", bound=_RowOwner)
 
 
-class DenseRows(Generic[Owner]):
+class _DenseRows(Generic[Owner]):
     """Keys and values as [R, K, L, D], one row for each owner."""
 
     def __init__(self, pool: KVPool) -> None:
@@ -148,7 +148,7 @@ class DenseRows(Generic[Owner]):
 class SharedPrefixes:
     """Attention of the rows whose sequences have a prefix to that prefix."""
 
-    def __init__(self, prefix_rows: DenseRows[Prefix], num_rows: int) -> None:
+    def __init__(self, prefix_rows: _DenseRows[Prefix], num_rows: int) -> None:
         prefixes = prefix_rows.owners()
         self._prefix_rows = prefix_rows
         counts = [len(prefix.members) for prefix in prefixes]
@@ -210,11 +210,11 @@ class _PrefixCall:
         return len(self.rows) == len(query_RKGD) and self._is_in_order
 
 
-class DecodeState:
+class _DecodeState:
     """Attention of one new token per row."""
 
     def __init__(
-        self, rows: DenseRows[Sequence], positions_R: Tensor, length: int, shared: SharedPrefixes | None = None
+        self, rows: _DenseRows[Sequence], positions_R: Tensor, length: int, shared: SharedPrefixes | None = None
     ) -> None:
         self._rows = rows
         self._positions_R = positions_R
@@ -309,8 +309,8 @@ class CPURunner:
         self._routers = routers
         self._min_rows = forward.min_rows
         self.pool = KVPool(shape, num_blocks, block_size)
-        self._rows: DenseRows[Sequence] = DenseRows(self.pool)
-        self._prefix_rows: DenseRows[Prefix] = DenseRows(self.pool)
+        self._rows: _DenseRows[Sequence] = _DenseRows(self.pool)
+        self._prefix_rows: _DenseRows[Prefix] = _DenseRows(self.pool)
         self._prefixes: dict[tuple[int, bytes], Prefix] = {}
         """The prefixes by adapter and tokens."""
         self._shared: SharedPrefixes | None = None
@@ -390,7 +390,7 @@ class CPURunner:
         self._rows.reserve(num_rows, length)
         padding = [0] * (num_rows - len(owners))
         in_row_R = torch.tensor([owner.num_in_row for owner in owners] + padding)
-        state = DecodeState(self._rows, in_row_R, length, self._shared)
+        state = _DecodeState(self._rows, in_row_R, length, self._shared)
         tokens, positions = [owner.tokens[-1] for owner in owners], [owner.num_computed for owner in owners]
         where = list(range(len(owners)))
         self._use_adapters([(owner.adapter, 1) for owner in owners], padding, where)

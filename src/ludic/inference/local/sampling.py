@@ -50,7 +50,7 @@ def sample(logits_NV: Tensor, sequences: Seq[Sequence]) -> tuple[list[int], list
     temperatures_N = torch.tensor([s.sampling.temperature or 1.0 for s in sequences], device=logits_NV.device)
     if bool((temperatures_N != 1).any()):
         logits_NV /= temperatures_N[:, None]
-    filter_logits(logits_NV, sequences)
+    _filter_logits(logits_NV, sequences)
     return _draw(logits_NV, greedy, sequences)
 
 
@@ -132,7 +132,7 @@ def _with_logprobs(logits_NV: Tensor, tokens_N: Tensor) -> tuple[list[int], list
     return tokens_N.tolist(), (chosen_N1 - sums_NC.sum(dim=-1, keepdim=True).log())[:, 0].tolist()
 
 
-def filter_logits(logits_NV: Tensor, sequences: Seq[Sequence]) -> None:
+def _filter_logits(logits_NV: Tensor, sequences: Seq[Sequence]) -> None:
     """Apply top-k, then top-p, then min-p in place to the rows that use them; record the remaining candidates if requested."""
     for row, sequence in enumerate(sequences):
         params = sequence.sampling

@@ -24,7 +24,7 @@ Spans = Sequence[tuple[LoraAdapter | None, int]]
 """(adapter, number of rows) in the order of the rows; None is the base model."""
 
 
-class RowSpan(NamedTuple):
+class _RowSpan(NamedTuple):
     """Rows of one adapter."""
 
     adapter: LoraAdapter
@@ -32,17 +32,17 @@ class RowSpan(NamedTuple):
     end: int
 
 
-def row_spans(spans: Spans) -> tuple[list[RowSpan], int]:
+def _row_spans(spans: Spans) -> tuple[list[_RowSpan], int]:
     """The rows that have an adapter, neighbours of one adapter as one span; and the number of all rows."""
-    found: list[RowSpan] = []
+    found: list[_RowSpan] = []
     start = 0
     for adapter, count in spans:
         end = start + count
         if adapter is not None and count:
             if found and found[-1].adapter is adapter and found[-1].end == start:
-                found[-1] = RowSpan(adapter, found[-1].start, end)
+                found[-1] = _RowSpan(adapter, found[-1].start, end)
             else:
-                found.append(RowSpan(adapter, start, end))
+                found.append(_RowSpan(adapter, start, end))
         start = end
     return found, start
 
@@ -60,7 +60,7 @@ class AdapterBank:
         """Call it inside `using`."""
         self.head: Head = find_head(self.model)
         output = self.model.get_output_embeddings()
-        self._spans: list[RowSpan] = []
+        self._spans: list[_RowSpan] = []
         self._num_rows: int | None = None
         self._others: dict[Any, Tensor] = {}
         """The results of `others` in the current pass."""
@@ -82,14 +82,14 @@ class AdapterBank:
         The backward pass may run afterwards, unless layers are recomputed in it.
         """
         before = self._spans, self._num_rows
-        self._spans, self._num_rows = row_spans(spans)
+        self._spans, self._num_rows = _row_spans(spans)
         try:
             yield
         finally:
             self._spans, self._num_rows = before
             self._others = {}
 
-    def spans_of(self, num_rows: int) -> list[RowSpan]:
+    def spans_of(self, num_rows: int) -> list[_RowSpan]:
         """Those of the current pass; none outside of one."""
         assert self._num_rows in (None, num_rows), f"a pass over {num_rows} tokens, spans over {self._num_rows}"
         return self._spans
@@ -110,7 +110,7 @@ class AdapterBank:
         """Log-probabilities of pairs of a token and a target that it predicts, with a backward pass by hand."""
         adapters = [
             HeadAdapter(own.start, own.end, *pair, own.adapter.scale)
-            for own in row_spans(spans)[0]
+            for own in _row_spans(spans)[0]
             if (pair := own.adapter.weights(self._head_name)) is not None
         ]
         return TargetLogps(hidden_TD, self.head, adapters, token_P, target_P, for_backward=for_backward)

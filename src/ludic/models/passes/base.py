@@ -192,7 +192,7 @@ class ForwardPass(ABC):
         logits_TV = logits_BLV.flatten(0, 1)
         logits_AV = logits_TV.index_select(0, batch.actions.predictor_A)
         logits_OV = None if observations is None else logits_TV.index_select(0, observations.predictor_O)
-        return outputs_of_chosen(logits_AV, logits_OV, batch, entropy, observations)
+        return _outputs_of_chosen(logits_AV, logits_OV, batch, entropy, observations)
 
     def rows(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Ids and attention mask [B, L] of a padded micro-batch."""
@@ -217,7 +217,7 @@ class ForwardPass(ABC):
         return found
 
 
-def outputs_of_chosen(
+def _outputs_of_chosen(
     logits_AV: Tensor, logits_OV: Tensor | None, batch: TokenBatch, entropy: EntropyMode | None, observations: Any
 ) -> Outputs:
     actions = batch.actions
@@ -301,4 +301,4 @@ class PackedPass(ModulesPass):
                 logits_to_keep=torch.cat(wanted),
             ).logits[0]
         logits_AV, *rest = logits_NV.split([len(part) for part in wanted])
-        return outputs_of_chosen(logits_AV, rest[0] if rest else None, batch, entropy, observations)
+        return _outputs_of_chosen(logits_AV, rest[0] if rest else None, batch, entropy, observations)

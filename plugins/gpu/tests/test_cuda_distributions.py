@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from ludic.inference.local import LocalEngine
+from ludic.models.teacher_kl import KLDirection, VocabularyKL
 from ludic.training.learner.gradients import accumulate_gradients
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import CompositeLoss, EntropyBonus, LossTerm, ReinforceLoss
@@ -22,8 +24,6 @@ pytestmark = [
     pytest.mark.integration,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-from ludic.inference.local import LocalEngine  # noqa: E402
-from ludic.models.teacher_kl import KLDirection, VocabularyKL  # noqa: E402
 
 PROMPTS = [[5, 9, 14], [3, 3, 8, 20, 41], [60], list(range(2, 40))]
 

@@ -7,11 +7,15 @@ import torch
 import transformers
 from packaging.version import Version
 
+from ludic.eval import EngineEvaluator, SnapshotEvaluator
+from ludic.inference.local.snapshot import EngineSnapshot
+from ludic.training import TrainerConfig, make_grpo
 from ludic.training.learner.gradients import accumulate_gradients
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import CISPOLoss, CompositeLoss, EntropyBonus, LossTerm
 from tests.tiny_families import family_model
 from tests.unit.inference.local.tiny_models import new_model
+from tests.unit.training.bandit import BanditRequests, bandit_trainer, rollout_engine, tiny_llama
 from tests.unit.training.samples import random_items
 
 pytestmark = [
@@ -19,10 +23,6 @@ pytestmark = [
     pytest.mark.integration,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-from ludic.eval import EngineEvaluator, SnapshotEvaluator  # noqa: E402
-from ludic.inference.local.snapshot import EngineSnapshot  # noqa: E402
-from ludic.training import TrainerConfig, make_grpo  # noqa: E402
-from tests.unit.training.bandit import BanditRequests, bandit_trainer, rollout_engine, tiny_llama  # noqa: E402
 
 LENGTHS = [5, 9, 9, 17, 30, 2, 12, 7]
 

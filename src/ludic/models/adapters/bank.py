@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ludic.models.adapters.adapter import AdapterProduct, LoraAdapter, adaptable_linears
-from ludic.models.adapters.targets import HeadAdapter, TargetLogps
 from ludic.models.head import Head, find_head
 from ludic.models.weights import shared_view
 
@@ -24,7 +23,7 @@ Spans = Sequence[tuple[LoraAdapter | None, int]]
 """(adapter, number of rows) in the order of the rows; None is the base model."""
 
 
-class _RowSpan(NamedTuple):
+class RowSpan(NamedTuple):
     """Rows of one adapter."""
 
     adapter: LoraAdapter
@@ -32,17 +31,17 @@ class _RowSpan(NamedTuple):
     end: int
 
 
-def _row_spans(spans: Spans) -> tuple[list[_RowSpan], int]:
+def row_spans(spans: Spans) -> tuple[list[RowSpan], int]:
     """The rows that have an adapter, neighbours of one adapter as one span; and the number of all rows."""
-    found: list[_RowSpan] = []
+    found: list[RowSpan] = []
     start = 0
     for adapter, count in spans:
         end = start + count
         if adapter is not None and count:
             if found and found[-1].adapter is adapter and found[-1].end == start:
-                found[-1] = _RowSpan(adapter, found[-1].start, end)
+                found[-1] = RowSpan(adapter, found[-1].start, end)
             else:
-                found.append(_RowSpan(adapter, start, end))
+                found.append(RowSpan(adapter, start, end))
         start = end
     return found, start
 
@@ -51,7 +50,7 @@ class AdapterBank:
     """A private view of a base model whose linear layers apply the adapters of the current pass. Freezes the base.
 
     The view belongs to one thread: the trainer and the inference engine have a bank each, over the same base tensors.
-    The output layer of the view stays plain; `target_logps` applies the adapters there.
+    The output layer of the view, `head`, stays plain: its adapters are the caller's.
     """
 
     def __init__(self, model: Any) -> None:
@@ -60,17 +59,18 @@ class AdapterBank:
         """Call it inside `using`."""
         self.head: Head = find_head(self.model)
         output = self.model.get_output_embeddings()
-        self._spans: list[_RowSpan] = []
+        self._spans: list[RowSpan] = []
         self._num_rows: int | None = None
         self._others: dict[Any, Tensor] = {}
         """The results of `others` in the current pass."""
-        self._head_name = ""
+        self.head_name = ""
+        """Name of the output layer's module."""
         linears = adaptable_linears(self.model)
         size = sum(linear.weight.numel() for linear in linears.values() if linear is not output)
         turns = size <= _MAX_TURNED and output.weight.device.type == "cpu" and output.weight.dtype is torch.float32
         for name, linear in linears.items():
             if linear is output:
-                self._head_name = name
+                self.head_name = name
                 continue
             parent, _, child = name.rpartition(".")
             setattr(self.model.get_submodule(parent), child, AdaptedLinear(linear, name, self, turns=turns))
@@ -82,14 +82,14 @@ class AdapterBank:
         The backward pass may run afterwards, unless layers are recomputed in it.
         """
         before = self._spans, self._num_rows
-        self._spans, self._num_rows = _row_spans(spans)
+        self._spans, self._num_rows = row_spans(spans)
         try:
             yield
         finally:
             self._spans, self._num_rows = before
             self._others = {}
 
-    def spans_of(self, num_rows: int) -> list[_RowSpan]:
+    def spans_of(self, num_rows: int) -> list[RowSpan]:
         """Those of the current pass; none outside of one."""
         assert self._num_rows in (None, num_rows), f"a pass over {num_rows} tokens, spans over {self._num_rows}"
         return self._spans
@@ -103,17 +103,6 @@ class AdapterBank:
             owners_R = torch.repeat_interleave(torch.tensor([rank for *_, rank in spans]))
             self._others[spans] = owners_T.to(device)[:, None] != owners_R.to(device)[None]
         return self._others[spans]
-
-    def target_logps(
-        self, hidden_TD: Tensor, spans: Spans, token_P: Tensor, target_P: Tensor, *, for_backward: bool
-    ) -> TargetLogps:
-        """Log-probabilities of pairs of a token and a target that it predicts, with a backward pass by hand."""
-        adapters = [
-            HeadAdapter(own.start, own.end, *pair, own.adapter.scale)
-            for own in _row_spans(spans)[0]
-            if (pair := own.adapter.weights(self._head_name)) is not None
-        ]
-        return TargetLogps(hidden_TD, self.head, adapters, token_P, target_P, for_backward=for_backward)
 
 
 # Letters: T flat tokens, N inputs of a projection, M its outputs, R the rank.

@@ -68,13 +68,13 @@ class Routers:
 
     @classmethod
     def of(cls, model: Any) -> "Routers | None":
-        """None if the model is no mixture."""
+        """None if the model is not a mixture."""
         return cls(model) if router_modules(model) else None
 
     @contextlib.contextmanager
     def watched(self, given_TLK: Tensor | None = None) -> Iterator[RouterPass]:
         """Forward passes inside are recorded, the last one of each layer. With `given_TLK` they take these experts, and so do
-        recomputations of checkpointed layers: a backward pass belongs inside, too."""
+        recomputations of checkpointed layers: a backward pass also belongs inside."""
         if given_TLK is not None:
             given_TLK = self._of_mixture_layers(given_TLK)
         now = RouterPass(None if given_TLK is None else given_TLK.long())
@@ -305,7 +305,7 @@ _EXPERTS = "experts"
 
 
 def expert_parameters(model: Any) -> list[str]:
-    """Names of the matrices of experts, for LoraConfig(target_parameters=…); empty if the model is no mixture."""
+    """Names of the matrices of experts, for LoraConfig(target_parameters=…); empty if the model is not a mixture."""
     return sorted(
         {
             f"{_EXPERTS}.{own}"

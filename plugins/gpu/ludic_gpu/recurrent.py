@@ -166,7 +166,7 @@ class SequenceRows:
 class _RowGroup:
     tokens_BL: Tensor
     kept_N: Tensor | None
-    """Places in the flattened rows that are no padding; None for all."""
+    """Places in the flattened rows that are not padding; None for all."""
 
     def mix(self, mix: Mix, hidden_TD: Tensor) -> Tensor:
         out_ND = mix(hidden_TD[self.tokens_BL], None).flatten(0, 1)

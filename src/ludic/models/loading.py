@@ -50,7 +50,7 @@ def load_model(
 ) -> LoadedModel:
     """`source` is a transformers (or peft) model object, a path or hub id, a GGUF file, "smollm2-135m", "tiny" or a config.json.
 
-    A config.json gives random weights from `seed` and the tokenizer beside it. "tiny" has random weights too, a token per
+    A config.json gives random weights from `seed` and the tokenizer of its folder. "tiny" has random weights too, a token per
     character, and float32 unless `dtype` is given. A model that is loaded here has no dropout.
     """
     if not isinstance(source, (str, Path)):
@@ -169,7 +169,7 @@ def _from_config(path: Path, tokenizer: Any, dtype: torch.dtype, device: torch.d
 
 def _without_dropout(model: Any) -> Any:
     """The model with every dropout set to 0: with it (GPT-2 has some) a trainer computes other log-probs than the sampler did. Its
-    config changes, too, since some models (Falcon) read it in every pass."""
+    config also changes, since some models (Falcon) read it in every pass."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0

@@ -108,7 +108,7 @@ class PackedSequences:
     def attend_by_hand(
         self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
     ) -> tuple[Tensor, Gradients]:
-        """On a GPU in half precision, outside autograd: [T, H, D], and how its gradient goes on."""
+        """On a GPU in half precision, outside autograd: [T, H, D], and the function of its gradients."""
         cu, longest = self._cu, max(self._max_length, 2)  # at 1, the kernel lays out the log-sum-exp in another way
         window_left = -1 if rules.sliding_window is None else rules.sliding_window - 1
         options = {"scale": rules.scaling, "window_size_left": window_left, "window_size_right": 0}
@@ -314,7 +314,7 @@ class TreeSequences:
     def attend_by_hand(
         self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
     ) -> tuple[Tensor, Gradients]:
-        """The same outside autograd: [T, H, D], and how its gradient goes on."""
+        """The same outside autograd: [T, H, D], and the function of its gradients."""
         first, further = self._calls(self._window(rules))
         out_THD, lse_TH = _merged(query_THD, key_TKD, value_TKD, first, further, rules.scaling)
 
@@ -324,7 +324,7 @@ class TreeSequences:
         return out_THD, gradients
 
     def _window(self, rules: AttentionRules) -> int | None:
-        """None where it is no limit."""
+        """The window; None where it limits nothing."""
         return rules.sliding_window if (rules.sliding_window or self._longest) < self._longest else None
 
     def _calls(self, window: int | None) -> "tuple[list[_VarlenCall], list[_VarlenCall]]":

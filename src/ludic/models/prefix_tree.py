@@ -159,7 +159,7 @@ def shared_lengths(rows: Sequence[np.ndarray], min_shared: int = MIN_SHARED) -> 
 
 
 def _is_worth(num_more: int, longest: int, min_shared: int, *, is_first: bool) -> bool:
-    """True if rows branch `num_more` tokens beyond their last branch, from which the longest of them goes on for `longest`.
+    """True if rows branch `num_more` tokens beyond their last branch, behind which the longest of them has `longest` more.
 
     Few tokens count below another branch where replies are short: all prompts of a task begin with the same examples, and the
     question that the samples of one group share is shorter than `min_shared`. A branch that is worth it for rows is so for any

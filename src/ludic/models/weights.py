@@ -1,4 +1,4 @@
-"""The weights of a model besides its modules: a second module tree over them, a watch for changes, a check for NaN and infinity."""
+"""Tools for the weights of a model: a second module tree over them, a watch for changes, a check for NaN and infinity."""
 
 import copy
 from collections.abc import Iterable, Sequence

@@ -158,7 +158,7 @@ class SharedPrefixes:
     rows_CM: Tensor
     """Row numbers of each group, −1 after the last; int32."""
     lengths_C: Tensor
-    """Shared tokens of each group; 0: there is no such group; int32."""
+    """Shared tokens of each group; 0 marks an unused group; int32."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -280,7 +280,7 @@ class CUDARunner:
 
     @contextlib.contextmanager
     def _recording(self, slots_T: Tensor | None) -> Iterator[None]:
-        """The experts of the tokens of a forward pass inside go to these slots; in a graph, too."""
+        """The experts of the tokens of a forward pass inside go to these slots, also in a graph."""
         if self._routers is None or slots_T is None:
             yield
             return
@@ -325,7 +325,7 @@ class CUDARunner:
         )
 
     def _bucket(self, count: int) -> int:
-        """The number of rows that a round computes for so many sequences."""
+        """The number of rows that a round computes for `count` sequences."""
         return next(size for size in self._buckets if size >= count)
 
     def keep(self, sequence: Sequence) -> None:

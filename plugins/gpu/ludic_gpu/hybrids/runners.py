@@ -1,4 +1,4 @@
-"""Runs hybrids: attention layers over the block cache, and beside it one state per sequence for every recurrent layer."""
+"""Runs hybrids: attention layers over the block cache, and one state per sequence for every recurrent layer."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq

@@ -1,4 +1,4 @@
-"""The states of a hybrid's recurrent layers: one row per sequence, beside the block cache that holds its attention layers' keys.
+"""The states of a hybrid's recurrent layers: one row per sequence; the block cache holds its attention layers' keys.
 
 A state holds no history, so a sequence can continue from another's only at the same token: equal prompts of one step are computed
 once and their state is copied; other prefixes are not shared. Prompts are computed in parts where the layer's own forward
@@ -138,7 +138,7 @@ class _Part:
     """Tokens of several prompts that run together, one row each."""
 
     is_later: bool
-    """They go on from a state."""
+    """They continue from a state."""
     states_B: Tensor
     """The rows of `StateRows`."""
     tokens_BL: Tensor

@@ -429,7 +429,7 @@ def _backward(
 def _attend(
     state: AttentionState, layer: _Layer, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor
 ) -> tuple[Tensor, Gradients]:
-    """[T, H, D] and how its gradient goes on."""
+    """[T, H, D] and the function of its gradients."""
     if isinstance(state, PackedSequences | TreeSequences) and _has_flash(query_THD):
         return state.attend_by_hand(query_THD, key_TKD, value_TKD, layer.rules)
     inputs = query, key, value = tuple(x.detach().requires_grad_() for x in (query_THD, key_TKD, value_TKD))

@@ -240,7 +240,7 @@ def num_blocks(
     most: int,
     reserved: int = 0,
 ) -> int:
-    """Blocks for `kv_tokens`, else for a fraction of the free memory beside the `reserved` bytes, and for at most `most` tokens."""
+    """Blocks for `kv_tokens`, else for a fraction of the free memory less the `reserved` bytes, and for at most `most` tokens."""
     if block_size < 1:
         raise ConfigError(f"block_size={block_size}; it must be at least 1.")
     if kv_tokens is None:

@@ -172,7 +172,7 @@ class Scheduler:
         return self.pool.num_available - _KEPT_SHARE * growth
 
     def _growth(self, sequence: Sequence, num_held: int) -> int:
-        """Blocks that the sequence is expected to take beside those that it holds."""
+        """Blocks that the sequence is expected to take in addition to those that it holds."""
         if not self.limits.keeps_room:
             return 0
         return max(self.pool.blocks_for(self._lengths.expected(sequence)) - num_held, 0)

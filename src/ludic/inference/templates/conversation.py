@@ -307,7 +307,7 @@ class ChatDialogue:
         """The sampled reply as the assistant's message; append it unchanged to the messages of the next prompt."""
         text = self._template.reply_prefix + self._decode(completion.completion_token_ids)
         message: Message = {"role": "assistant", "content": text}
-        if self._tools and completion.finish_reason != "length":  # a truncated call is no call
+        if self._tools and completion.finish_reason != "length":  # a truncated call does not count
             found = self._template.parse_tool_calls(text)
             if found.tool_calls and not found.parse_error:
                 calls = [{**call, "id": f"call{self._num_calls + n:05d}"} for n, call in enumerate(found.tool_calls)]
@@ -375,7 +375,9 @@ class ControlTokens:
         self._tokenizer = tokenizer
         more = {*TURN_MARKERS, *more}
         added = [token for token in tokenizer.added_tokens_decoder.values() if token.special or token.content in more]
-        texts = [token.content for token in added if len(token.content.strip()) > 1]  # white space is no control token
+        texts = [
+            token.content for token in added if len(token.content.strip()) > 1
+        ]  # white space is not a control token
         # By first character: one alternative per token would be slow for a text full of "<".
         rests = {first: [re.escape(text[1:]) for text in texts if text[0] == first] for first in {t[0] for t in texts}}
         starts = (f"{re.escape(first)}(?={'|'.join(behind)})" for first, behind in rests.items())

@@ -152,7 +152,7 @@ class LoraAdapter:
         return copied
 
     def peft_config(self, base_name: str) -> dict[str, Any]:
-        """The contents of adapter_config.json beside a file of `named`."""
+        """The contents of adapter_config.json for a file of `named`."""
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",

@@ -17,7 +17,7 @@ from ludic.models.head import Head, find_head
 from ludic.models.weights import shared_view
 
 _MAX_TURNED = 1 << 28
-"""Weights of a base model that are kept transposed, too, for the forward pass on a CPU, which multiplies by such a copy 5 to 20 %
+"""Weights of a base model that are also kept transposed for the forward pass on a CPU, which multiplies by such a copy 5 to 20 %
 faster than by a transposed view, and small matrices three times: a gigabyte in fp32."""
 Spans = Sequence[tuple[LoraAdapter | None, int]]
 """(adapter, number of rows) in the order of the rows; None is the base model."""

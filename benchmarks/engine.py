@@ -273,7 +273,7 @@ def sync_device(tensor: Tensor) -> None:
 def engine_draw(batch: int, device: str) -> Callable[[Tensor], Any]:
     """The engine's sampling at temperature 0.8."""
     if device == "cuda":
-        from ludic_gpu.cuda.sampling_kernels import sample_rows
+        from ludic_gpu.cuda.kernels import sample_rows
 
         seeds, temperatures = torch.arange(batch, device=device), torch.full((batch,), 0.8, device=device)
         return lambda logits_NV: sample_rows(logits_NV, seeds, seeds, temperatures)

@@ -25,8 +25,8 @@ from engine import make, qwen, smollm2, tiny
 from machine import described
 from transformers import LlamaForCausalLM
 
+from ludic.models.packed_attention import TreeSequences
 from ludic.models.prefix_tree import TokenTree
-from ludic.models.tree_attention import TreeSequences
 from ludic.training.learner import policy as policy_module
 from ludic.training.learner.gradients import accumulate_gradients
 from ludic.training.learner.policy import TrainedPolicy

@@ -34,6 +34,7 @@ from ludic.models.packed_attention import PackedSequences
 from ludic.models.passes.routing import route_attention
 from ludic.models.weights import shared_view
 from ludic.types import ReturnSpec, SamplingParams, TokenCompletionRequest
+from ludic_tinker.server.targets import target_logps
 
 SHAPES = {"smollm2": smollm2, "tiny": tiny, "1.5b": qwen}
 
@@ -102,7 +103,7 @@ def training(model: Any, args: argparse.Namespace) -> None:
         with bank.using(spans):
             hidden = hidden_of(bank.model, own)
         targets = torch.cat(own).roll(-1)
-        output = bank.target_logps(hidden, spans, torch.arange(len(targets)), targets, for_backward=True)
+        output = target_logps(bank, hidden, spans, torch.arange(len(targets)), targets, for_backward=True)
         hidden.backward(output.backward(torch.ones(len(targets))))
         for adapter in owners:
             for parameter in adapter.parameters():

@@ -29,7 +29,7 @@ from ludic.batch_gen.stitching import call_segments
 from ludic.context import FullDialog
 from ludic.envs import SingleAgentEnv
 from ludic.inference import HFChatTemplate, ScriptedClient
-from ludic.inference.templates.tool_calls import HermesToolParser
+from ludic.inference.templates.chat import HermesToolParser
 from ludic.interaction import SingleAgentProtocol
 from ludic.models.loading import tiny_llama, word_tokenizer
 from ludic.models.prefix_tree import TokenTree

@@ -28,7 +28,7 @@ from ludic.envs import SingleAgentEnv
 from ludic.eval import evaluate
 from ludic.inference import ByteTemplate
 from ludic.inference.local import LocalEngine
-from ludic.inference.templates.tool_calls import ToolParseResult, make_tool_call
+from ludic.inference.templates.chat import ToolParseResult, make_tool_call
 from ludic.interaction import SingleAgentProtocol
 from ludic.interaction.base import AnyEnv
 from ludic.parsers import ParseResult

@@ -28,7 +28,7 @@ class Point(NamedTuple):
     group: str
     name: str
     target: str
-    """module:attribute"""
+    """module:attribute, or a module"""
     distribution: str
     """Name of the package that declares it."""
 
@@ -40,7 +40,8 @@ class Point(NamedTuple):
         """The object that the entry point names; MissingPlugin if its package is gone."""
         module, _, attribute = self.target.partition(":")
         try:
-            return getattr(importlib.import_module(module), attribute)
+            found = importlib.import_module(module)
+            return getattr(found, attribute) if attribute else found
         except ModuleNotFoundError as error:
             if error.name != self.package:
                 raise

@@ -12,7 +12,7 @@ from ludic.types import ConfigError, Image, Snapshot, images_in
 from ludic.types.messages import text_of
 from ludic_envs.picture_grid import PictureGridEnv, draw_grid
 from ludic_envs.workers import EnvPool
-from ludic_gpu.vision.inputs import as_pil
+from ludic_gpu.vision import as_pil
 
 
 def picture(obs) -> Image:

@@ -26,7 +26,7 @@ from ludic.types import ConfigError
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _MAX_DIFFERENCE = 0.02
-"""Of hidden states, relative to their size; half precision rounds a cut row differently."""
+"""Largest difference of hidden states, relative to their size; half precision rounds a cut row differently."""
 
 
 class ContextParallel:
@@ -50,19 +50,19 @@ class ContextParallel:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         return float(found)
 
-    def cut(self, lengths: Sequence[int], device: torch.device) -> "RowSlice":
+    def cut(self, lengths: Sequence[int], device: torch.device) -> "_RowSlice":
         """This rank's part of a row of packed samples."""
         chunk = -(-sum(lengths) // (2 * self.size))
         num_padding = 2 * self.size * chunk - sum(lengths)
         chunks = np.arange(2 * self.size * chunk).reshape(2 * self.size, chunk)
         owned_CN = np.stack([np.concatenate([chunks[r], chunks[-1 - r]]) for r in range(self.size)])
         samples = [*lengths, num_padding] if num_padding else list(lengths)
-        return RowSlice(self, owned_CN, samples, num_padding, device)
+        return _RowSlice(self, owned_CN, samples, num_padding, device)
 
 
 # Letters: T tokens of a row, N tokens of one rank, C ranks of the group, A chosen positions of the row, M those of one rank, padded
 # to the same number on all; H query heads, K key/value heads, D head size, L keys of all spans.
-class RowSlice:
+class _RowSlice:
     """One rank's part of a row, as `AttentionState` of its forward pass."""
 
     def __init__(
@@ -100,8 +100,8 @@ class RowSlice:
             query_NHD, key_LKD, value_LKD, self._cu_q, self._cu_k, self._max_q, self._max_k, rules
         )  # fmt: skip
 
-    def rows(self, positions_A: Tensor) -> "OwnRows":
-        """Which of these positions of the row are this rank's."""
+    def rows(self, positions_A: Tensor) -> "_OwnRows":
+        """This rank's among these positions of the row."""
         place_A = self._place_T[positions_A.cpu().numpy()]
         num_own = self._owned_CN.shape[1]
         owner_A = place_A // num_own
@@ -113,7 +113,7 @@ class RowSlice:
             back_A[taken] = rank * longest + np.arange(len(taken))
         taken = np.flatnonzero(owner_A == self._context.rank)
         fill = np.zeros(longest - len(taken), dtype=np.int64)
-        return OwnRows(
+        return _OwnRows(
             context=self._context,
             local_M=to_device(np.concatenate([place_A[taken] % num_own, fill]), self._device),
             taken_M=to_device(np.concatenate([taken, fill]), self._device),
@@ -161,7 +161,7 @@ def _bounds(sizes: Sequence[int]) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnRows:
+class _OwnRows:
     """The chosen positions that one rank computes. All ranks compute as many: those with fewer repeat the first token."""
 
     context: ContextParallel
@@ -170,7 +170,7 @@ class OwnRows:
     taken_M: Tensor
     """Among the chosen positions."""
     num_own: int
-    """Of them, without repeats."""
+    """The rows of this rank, without repeats."""
     back_A: Tensor
 
     def joined(self, values_M: Tensor) -> Tensor:
@@ -192,9 +192,9 @@ class _Order:
 
     context: ContextParallel
     place_T: Tensor
-    """Where a row's token is among the slices."""
+    """The place of a row's token among the slices."""
     token_T: Tensor
-    """Which token of the row is at a place of the slices."""
+    """The token of the row at a place of the slices."""
 
 
 class _Gathered(torch.autograd.Function):
@@ -216,13 +216,13 @@ class _Gathered(torch.autograd.Function):
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values_M: Tensor, rows: OwnRows) -> Tensor:
+    def forward(ctx: Any, values_M: Tensor, rows: _OwnRows) -> Tensor:
         ctx.rows, ctx.num = rows, len(values_M)
         return _all(values_M, rows.context).index_select(0, rows.back_A)
 
     @staticmethod
     def backward(ctx: Any, grad_A: Tensor) -> tuple[Any, ...]:
-        rows: OwnRows = ctx.rows
+        rows: _OwnRows = ctx.rows
         grad_M = grad_A.new_zeros(ctx.num, *grad_A.shape[1:])
         grad_M[: rows.num_own] = grad_A.index_select(0, rows.taken_M[: rows.num_own])
         return grad_M, None

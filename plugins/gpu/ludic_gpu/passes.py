@@ -6,13 +6,12 @@ from torch import Tensor
 
 from ludic.models.head import EntropyMode, chosen_logps, hidden_states, is_decoder, plain_model
 from ludic.models.kinds import is_vision_model, recurrent_layers
-from ludic.models.llama.modules import is_of_family
-from ludic.models.passes.base import Outputs, PassNeeds, TokenBatch
-from ludic.models.passes.modules import ModulesPass, PackedPass
+from ludic.models.llama import is_of_family
+from ludic.models.passes.base import ModulesPass, Outputs, PackedPass, PassNeeds, TokenBatch
 from ludic_gpu.context_parallel import require_same_in_slices
 from ludic_gpu.llama.training import FusedDecoder, fused_decoder
-from ludic_gpu.recurrent.packed import HybridSequences
-from ludic_gpu.vision.inputs import Pictures, VisionDecoder
+from ludic_gpu.recurrent import HybridSequences
+from ludic_gpu.vision import Pictures, VisionDecoder
 
 
 class FusedPass(PackedPass):

@@ -11,7 +11,7 @@ pytest.importorskip("peft", reason="the lora extra is not installed")
 from ludic.models.adapters import AdapterSpec
 from ludic.models.adapters.forward import AdaptedForward
 from ludic.models.attention import NAME as ATTENTION_NAME
-from ludic_gpu.cuda.adapted import AdaptedRunner
+from ludic_gpu.cuda.backend import AdaptedRunner
 from ludic_gpu.llama.adapters import adapters_of, stacked
 from tests.unit.inference.local.test_adapters import adapters_for, answers, asked, engine_with
 from tests.unit.inference.local.tiny_models import new_model, some_prompt

@@ -17,6 +17,12 @@ pytest.importorskip("peft", reason="peft is not installed")
 from ludic.inference.local import LocalEngine, LogitsNotFinite  # noqa: E402 - after the skip
 from ludic.models.adapters import AdapterSpec, LoraAdapter  # noqa: E402
 from ludic.types import ReturnSpec, SamplingParams, TokenCompletionRequest  # noqa: E402
+from ludic_tinker.server.losses import Row  # noqa: E402
+from ludic_tinker.server.runs import (  # noqa: E402
+    PassJob,
+    TrainingBase,
+    TrainingRun,
+)
 from plugins.gpu.tests.test_cuda_engine import prompts, tiny  # noqa: E402
 from tests.unit.models.adapters.peft_reference import peft_model  # noqa: E402
 
@@ -129,9 +135,6 @@ def test_scores_of_prompts_have_the_adapter():
 
 
 def jobs_of(base: Any, owners: list[LoraAdapter]) -> list[Any]:
-    from ludic_tinker.server.losses import Row
-    from ludic_tinker.server.runs import PassJob, TrainingRun
-
     rng = np.random.default_rng(0)
     found = []
     for adapter in owners:
@@ -149,8 +152,6 @@ def jobs_of(base: Any, owners: list[LoraAdapter]) -> list[Any]:
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
 def test_runs_in_one_pass_have_the_gradients_of_each_alone(value):
     """To what sums in bf16 can round; also beside a run whose weights are broken."""
-    from ludic_tinker.server.runs import TrainingBase
-
     model = tiny(torch.bfloat16)
     adapters = [tuned(model, spec) for spec in SPECS]
     base = TrainingBase(model, token_budget=4096)

@@ -11,6 +11,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
 ]
 
+from ludic.inference.local import LocalEngine  # noqa: E402
+from ludic.inference.local.blocks import GROUP_ROWS, shared_prefixes  # noqa: E402
+from ludic.models.attention import AttentionRules  # noqa: E402
 from plugins.gpu.tests.test_cuda_engine import complete, prompts, tiny  # noqa: E402 - after the skip
 
 BLOCK = 16
@@ -55,7 +58,6 @@ def assert_close(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("splits", [1, 2, 8])
 @pytest.mark.parametrize("heads", [(4, 2, 64), (12, 2, 128), (9, 3, 64), (8, 8, 80)])
 def test_attention_over_blocks_equals_attention_row_by_row(dtype, splits, heads):
-    from ludic.models.attention import AttentionRules
     from ludic_gpu.cuda.decode_attention import DecodeAttention
 
     lengths = [1, 5, 16, 17, 300, 33, 1000, 64, 65]
@@ -72,8 +74,6 @@ def test_attention_over_blocks_equals_attention_row_by_row(dtype, splits, heads)
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("heads", [(4, 2, 64), (12, 2, 128), (9, 3, 64)])
 def test_groups_that_read_their_prefix_together_get_the_same(splits, heads):
-    from ludic.inference.local.blocks import GROUP_ROWS, shared_prefixes
-    from ludic.models.attention import AttentionRules
     from ludic_gpu.cuda.decode_attention import DecodeAttention, SharedPrefixes
 
     rng, numbers = np.random.default_rng(0), iter(range(10_000))
@@ -111,8 +111,6 @@ def logprobs(model: Any, prompt: list[int], tokens: list[int]) -> Any:
 
 
 def test_logprobs_of_groups_are_as_exact_as_those_of_a_plain_forward_pass():
-    from ludic.inference.local import LocalEngine
-
     exact, model = tiny(), tiny(torch.bfloat16)
     texts = [prompt for prompt in prompts(6, 150, 300) for _ in range(6)]
     with torch.no_grad():
@@ -149,8 +147,6 @@ def family(name: str) -> Any:
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3", "Mistral"])
 def test_fused_families_with_prompts_in_chunks_have_the_logprobs_of_a_plain_forward_pass(name):
-    from ludic.inference.local import LocalEngine
-
     model, texts = family(name), prompts(8)
     engine = LocalEngine(model, kv_tokens=20_000, max_prefill_tokens=100)
     for prompt, answer in zip(texts, complete(engine, texts, temperature=1.0), strict=True):
@@ -162,7 +158,6 @@ def test_fused_families_with_prompts_in_chunks_have_the_logprobs_of_a_plain_forw
 
 def test_an_adapter_has_the_logprobs_of_a_plain_forward_pass_also_after_a_step():
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    from ludic.inference.local import LocalEngine
 
     model = peft.get_peft_model(tiny(), peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
     texts = prompts(6)

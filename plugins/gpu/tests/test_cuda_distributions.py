@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from ludic.inference.local import LocalEngine
+from ludic.models.teacher_kl import KLDirection, VocabularyKL
 from ludic.training.learner.gradients import accumulate_gradients
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import CompositeLoss, EntropyBonus, LossTerm, ReinforceLoss
@@ -22,6 +24,7 @@ pytestmark = [
     pytest.mark.integration,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
 PROMPTS = [[5, 9, 14], [3, 3, 8, 20, 41], [60], list(range(2, 40))]
 
 
@@ -31,8 +34,6 @@ def model_on(device, dtype=torch.float32, seed=0):
 
 
 def sampled(model, **sampling):
-    from ludic.inference.local import LocalEngine
-
     async def ask(engine):
         params = SamplingParams(max_tokens=12, ignore_eos=True, **sampling)
         requests = [
@@ -81,8 +82,6 @@ def test_the_gradient_of_truncated_samples_is_that_of_the_cpu(dtype, cosine):
 
 
 def test_scores_are_those_of_the_model():
-    from ludic.inference.local import LocalEngine
-
     model = model_on("cuda")
     rng = np.random.default_rng(0)
     texts = [(p, rng.integers(2, 60, size=7).tolist()) for p in PROMPTS]
@@ -105,8 +104,6 @@ def test_scores_are_those_of_the_model():
 @pytest.mark.parametrize("top_k", [None, 4])
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
 def test_the_kl_to_a_teacher_and_its_gradient_are_those_of_the_cpu(direction, top_k, autocast):
-    from ludic.models.teacher_kl import KLDirection, VocabularyKL
-
     items, how = random_items([9, 17, 5, 12], vocab=60), VocabularyKL(KLDirection(direction), top_k=top_k)
 
     def on(device, autocast):

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from ludic.models.head import hidden_states
-from ludic.models.packed_attention import PackedSequences
+from ludic.models.packed_attention import PackedSequences, TreeSequences
 from ludic.models.passes.routing import route_attention
 from ludic.models.prefix_tree import TokenTree
-from ludic.models.tree_attention import TreeSequences
 from ludic.training.learner.gradients import accumulate_gradients
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import CISPOLoss

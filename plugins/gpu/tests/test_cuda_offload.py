@@ -9,7 +9,7 @@ from ludic.models.execution import recompute_activations
 from ludic.training.learner.gradients import accumulate_gradients
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import TokenClippedSurrogateLoss
-from ludic_gpu.memory import offload
+from ludic_gpu import offload
 from plugins.gpu.tests.test_cuda_fused_training import trainable
 from tests.unit.training.samples import random_items
 

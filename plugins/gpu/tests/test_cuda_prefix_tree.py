@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from ludic.models.attention import AttentionRules
-from ludic.models.packed_attention import PackedSequences
+from ludic.models.packed_attention import PackedSequences, TreeSequences
 from ludic.models.prefix_tree import TokenTree
-from ludic.models.tree_attention import TreeSequences
 from ludic.training.learner.gradients import accumulate_gradients
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import TokenClippedSurrogateLoss

@@ -7,11 +7,15 @@ import torch
 import transformers
 from packaging.version import Version
 
+from ludic.eval import EngineEvaluator, SnapshotEvaluator
+from ludic.inference.local.snapshot import EngineSnapshot
+from ludic.training import TrainerConfig, make_grpo
 from ludic.training.learner.gradients import accumulate_gradients
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import CISPOLoss, CompositeLoss, EntropyBonus, LossTerm
 from tests.tiny_families import family_model
 from tests.unit.inference.local.tiny_models import new_model
+from tests.unit.training.bandit import BanditRequests, bandit_trainer, rollout_engine, tiny_llama
 from tests.unit.training.samples import random_items
 
 pytestmark = [
@@ -19,6 +23,7 @@ pytestmark = [
     pytest.mark.integration,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
 LENGTHS = [5, 9, 9, 17, 30, 2, 12, 7]
 
 
@@ -80,9 +85,6 @@ def test_compiled_layers_give_the_same_gradients():
 
 
 def test_the_bandit_is_learned_on_a_gpu_with_shared_weights():
-    from ludic.training import make_grpo
-    from tests.unit.training.bandit import bandit_trainer, tiny_llama
-
     async def learn():
         trainer, engine = bandit_trainer(make_grpo(group_size=8), model=tiny_llama(hidden_size=64).cuda())
         history = [await trainer.train_step() for _ in range(40)]
@@ -98,11 +100,6 @@ def test_the_bandit_is_learned_on_a_gpu_with_shared_weights():
 
 def test_evaluating_a_snapshot_beside_training_sees_whole_versions():
     """Three things capture and launch at once: the live engine's graphs, the snapshot's, and the trainer's kernels."""
-    from ludic.eval import EngineEvaluator, SnapshotEvaluator
-    from ludic.inference.local.snapshot import EngineSnapshot
-    from ludic.training import TrainerConfig, make_grpo
-    from tests.unit.training.bandit import BanditRequests, bandit_trainer, rollout_engine, tiny_llama
-
     seen: dict[int, set[int]] = {}
 
     snapshots = []

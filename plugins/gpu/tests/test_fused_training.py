@@ -6,20 +6,17 @@ Here in fp32 with the functions of plain.py; plugins/gpu/tests/test_cuda_fused_t
 import gc
 import weakref
 
-import numpy as np
 import pytest
 import torch
 
-from ludic.models import packed_attention, tree_attention
+from ludic.models import packed_attention
 from ludic.models.adapters import AdapterBank, AdapterSpec, LoraAdapter
 from ludic.models.head import hidden_states
-from ludic.models.packed_attention import PackedSequences
+from ludic.models.packed_attention import PackedSequences, TreeSequences
 from ludic.models.passes.routing import route_attention
 from ludic.models.prefix_tree import TokenTree
-from ludic.models.tree_attention import TreeSequences
 from ludic_gpu.llama import graphs, training
 from ludic_gpu.llama.adapters import has_plain_layers
-from ludic_gpu.llama.graphs import padded_bounds, rounded_shape
 from ludic_gpu.llama.training import FusedDecoder, agrees, fused_decoder
 from tests.extended import cases
 from tests.unit.inference.local.tiny_models import new_model, some_prompt
@@ -131,13 +128,6 @@ def test_adapters_on_some_layers_with_other_scales_and_ranks(settings):
     assert_equal(of_fused(model, *inputs()), of_modules(model, *inputs()))
 
 
-def test_adapters_and_recomputed_layers():
-    model = with_adapters().get_base_model()
-    expected = of_fused(model, *inputs())
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert_equal(of_fused(model, *inputs()), expected)
-
-
 def test_disabled_adapters_give_the_base_model():
     adapted = with_adapters()
     fused = FusedDecoder(adapted.get_base_model())
@@ -229,8 +219,7 @@ def shared_tree():
 
 def attend_as_on_a_gpu(monkeypatch):
     """By the calls of a GPU, and a reference of their kernels."""
-    for module in (packed_attention, tree_attention):
-        monkeypatch.setattr(module, "aten", VarlenReference())
+    monkeypatch.setattr(packed_attention, "aten", VarlenReference())
     monkeypatch.setattr(training, "_has_flash", lambda x: True)
 
 
@@ -378,16 +367,6 @@ def test_large_models_are_not_captured(recorded, monkeypatch):
     for _ in range(3):
         fused.hidden(*inputs()).sum().backward()
     assert not recorded
-
-
-@pytest.mark.parametrize("lengths", [[1], [512], [513], [3, 500, 9], [1000] * 16, [7] * 100, [1024] * 16])
-def test_rounded_shapes_hold_the_sequences(lengths):
-    tokens, sequences, longest = rounded_shape(lengths)
-    bounds = padded_bounds(lengths, tokens, sequences, longest)
-    assert 0 <= tokens - sum(lengths) < max(512, sum(lengths) / 8)
-    assert len(bounds) == sequences + 1 and bounds[0] == 0 and bounds[-1] == tokens
-    assert np.diff(bounds)[: len(lengths)].tolist() == lengths
-    assert np.diff(bounds).min() >= 0 and np.diff(bounds).max() <= longest
 
 
 def test_hooks_and_replaced_modules_are_noticed():

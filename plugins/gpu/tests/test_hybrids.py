@@ -14,7 +14,7 @@ from ludic.types import ConfigError
 from ludic_gpu.hybrids import runners, states
 from ludic_gpu.hybrids.runners import RecurrentRunner
 from ludic_gpu.hybrids.states import Mixers, StateRows, probe_mixers
-from ludic_gpu.recurrent.layers import mix_of
+from ludic_gpu.recurrent import mix_of
 from plugins.gpu.tests.test_recurrent import HYBRIDS
 from tests.tiny_families import family_model
 from tests.unit.inference.local.tiny_models import (

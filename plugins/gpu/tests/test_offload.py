@@ -14,7 +14,7 @@ from ludic.training.learner.gradients import accumulate_gradients
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import TokenClippedSurrogateLoss
 from ludic_gpu.llama.training import FusedDecoder
-from ludic_gpu.memory.offload import _IN_FLIGHT, ActivationOffload, HostTape
+from ludic_gpu.offload import _IN_FLIGHT, ActivationOffload, HostTape
 from ludic_ops.scaling import OFFLOAD_AHEAD
 from plugins.gpu.tests.test_fused_training import inputs, through, trainable
 from tests.unit.inference.local.tiny_models import new_model

@@ -11,7 +11,7 @@ from ludic.models.lora import dense_parameters
 from ludic.run.config.model import ModelSettings
 from ludic.run.model import load_policy
 from ludic.types import ConfigError, MissingPackage
-from ludic_gpu.memory.quantized import quantize_linears
+from ludic_gpu.quantized import quantize_linears
 from tests.unit.training.bandit import hand_trainer, tiny_llama
 from tests.unit.training.samples import random_items
 

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 from ludic.models.execution import recompute_activations
 from ludic.training.learner.policy import TrainedPolicy
-from ludic_gpu.recurrent.packed import similar_lengths
+from ludic_gpu.recurrent import similar_lengths
 from tests.tiny_families import family_model
 from tests.unit.training.samples import assert_same_up_to_rounding, random_items, with_prefix
 

@@ -15,8 +15,8 @@ from ludic.run.config.model import ModelSettings
 from ludic.run.model import load_policy, load_tokenizer, make_template
 from ludic.types import ConfigError, ImageSpan, content_of
 from ludic_envs.picture_grid import draw_grid
-from ludic_gpu.vision.inputs import Pictures, VisionDecoder
-from ludic_gpu.vision.tiny import save_tiny_vision, tiny_vision
+from ludic_gpu.tiny_vision import save_tiny_vision, tiny_vision
+from ludic_gpu.vision import Pictures, VisionDecoder
 from ludic_vllm.publish.transfer import without_values
 from tests.tiny_families import family_model
 

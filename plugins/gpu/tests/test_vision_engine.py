@@ -29,7 +29,7 @@ from ludic.types import (
     save_rollouts,
 )
 from ludic_envs.picture_grid import PictureGridEnv, draw_grid
-from ludic_gpu.vision.tiny import tiny_vision
+from ludic_gpu.tiny_vision import tiny_vision
 from tests.unit.inference.local.tiny_models import new_model
 
 SAMPLING = InferenceSpec(sampling=SamplingParams(temperature=1.0, max_tokens=5), return_=ReturnSpec.for_rl())

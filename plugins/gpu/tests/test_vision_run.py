@@ -12,8 +12,8 @@ from ludic.run.dry_run import num_parameters
 from ludic.run.model import load_policy, make_template
 from ludic.types import ConfigError, content_of, load_rollouts
 from ludic_envs.picture_grid import draw_grid
-from ludic_gpu.vision.template import VisionTemplate
-from ludic_gpu.vision.tiny import save_tiny_vision
+from ludic_gpu.tiny_vision import save_tiny_vision
+from ludic_gpu.vision import VisionTemplate
 
 pytestmark = pytest.mark.slow
 

@@ -17,9 +17,8 @@ from ludic.models.loading import character_tokenizer
 from ludic.types import ChatResponse, TemplateError, content_of, images_in
 from ludic.types.messages import joined, text_of
 from ludic_envs.picture_grid import draw_grid
-from ludic_gpu.vision.inputs import Pictures, image_token
-from ludic_gpu.vision.template import VisionTemplate
-from ludic_gpu.vision.tiny import vision_tokenizer
+from ludic_gpu.tiny_vision import vision_tokenizer
+from ludic_gpu.vision import Pictures, VisionTemplate, image_token
 
 TOKENIZER = vision_tokenizer()
 PICTURES = Pictures(image_processor_of(TOKENIZER))

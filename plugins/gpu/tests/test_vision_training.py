@@ -14,7 +14,7 @@ from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import TokenClippedSurrogateLoss
 from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SAWItem, content_of
 from ludic_envs.picture_grid import draw_grid
-from ludic_gpu.vision.tiny import tiny_vision
+from ludic_gpu.tiny_vision import tiny_vision
 from tests.unit.inference.local.tiny_models import new_model
 
 

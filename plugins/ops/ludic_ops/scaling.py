@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from ludic.models.llama.shape import MEMBERS, SIZES, LlamaShape
+from ludic.models.llama_shape import MEMBERS, SIZES, LlamaShape
 from ludic.types import ConfigError
 from ludic.util.files import parse_json
 
@@ -22,7 +22,7 @@ GIB = 2**30
 CHUNK_ELEMENTS = 1 << 28
 """Logits held at a time; the same number as in ludic.models.head on a GPU."""
 OFFLOAD_AHEAD = GIB
-"""Offloaded activations that are on the GPU all the same, on their way; the same number as in ludic_gpu.memory.offload."""
+"""Offloaded activations that are on the GPU all the same, on their way; the same number as in ludic_gpu.offload."""
 SERVER_WORKSPACE = 2 * GIB
 """Kernels, graphs and activations of a server, beside weights and cache. Assumed."""
 

@@ -13,11 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ludic.inference.templates.attribution import text_spans, token_spans, token_starts
-from ludic.inference.templates.chat import ChatTemplate, TemplateResult, ToolSchemas
-from ludic.inference.templates.conversation import ControlTokens
+from ludic.inference.templates.chat import ChatTemplate, TemplateResult, ToolParseResult, ToolSchemas, make_tool_call
+from ludic.inference.templates.conversation import ControlTokens, text_spans, token_spans, token_starts
 from ludic.inference.templates.hf import END_OF_TURN, HFChatTemplate, tool_parser_for
-from ludic.inference.templates.tool_calls import ToolParseResult, make_tool_call
 from ludic.types import ConfigError, Message, MessageSpan, SamplingParams, TokenArray, TokenIds, token_array
 from ludic.util.files import parse_json
 

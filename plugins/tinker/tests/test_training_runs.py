@@ -16,6 +16,7 @@ from ludic.types import ConfigError, NotFinite
 from ludic_tinker.data import built_in_of, rows_of
 from ludic_tinker.server.losses import Row
 from ludic_tinker.server.runs import PassJob, PassOutput, TrainingBase, TrainingRun
+from ludic_tinker.server.targets import target_logps
 from ludic_tinker.server.wire.bodies import AdamSettings
 from tests.tinker_fake.lora_model import LoraSettings, TrainedLora, with_lora
 from tests.tinker_fake.lora_model import Row as PlainRow
@@ -240,14 +241,14 @@ def test_a_refused_job_and_a_failing_job_are_their_own_results(base: TrainingBas
     runs = trained_runs(base)
     result(base, runs[1], random_rows((5,)))
     kept = runs[1].gradient.clone() if runs[1].gradient is not None else None
-    logps, failing = base._bank.target_logps, runs[1].adapter
+    failing = runs[1].adapter
 
-    def without_room(hidden: Any, spans: Any, *args: Any, **options: Any) -> Any:
+    def without_room(bank: Any, hidden: Any, spans: Any, *args: Any, **options: Any) -> Any:
         if any(adapter is failing for adapter, _ in spans):
             raise torch.OutOfMemoryError("no room")
-        return logps(hidden, spans, *args, **options)
+        return target_logps(bank, hidden, spans, *args, **options)
 
-    monkeypatch.setattr(base._bank, "target_logps", without_room)
+    monkeypatch.setattr("ludic_tinker.server.runs.target_logps", without_room)
     jobs = [PassJob(run, random_rows((9, 14), seed=number), "ppo", {}) for number, run in enumerate(runs)]
     outputs = base.compute([*jobs, PassJob(runs[2], random_rows((3,)), "sparkle", {})])
     assert [isinstance(output, PassOutput) for output in outputs] == [True, False, True, False]

@@ -17,8 +17,8 @@ from ludic.models.kinds import image_processor_of, save_tokenizer
 from ludic.run.model import make_template
 from ludic.types import ReturnSpec, SamplingParams, TokenCompletionRequest, content_of
 from ludic_envs.picture_grid import draw_grid
-from ludic_gpu.vision.inputs import Pictures
-from ludic_gpu.vision.tiny import tiny_vision
+from ludic_gpu.tiny_vision import tiny_vision
+from ludic_gpu.vision import Pictures
 from ludic_vllm.command import find_vllm
 from plugins.vllm.tests.test_vllm_weights import (
     ask,

@@ -12,8 +12,8 @@ from typing import Any
 from ludic.agents.base_agent import AgentActStep, ModelCall
 from ludic.agents.react_agent import ReActAgent
 from ludic.agents.tool_agent import ToolLike
+from ludic.inference.templates.chat import ToolParseResult
 from ludic.inference.templates.conversation import Conversation
-from ludic.inference.templates.tool_calls import ToolParseResult
 from ludic.types import ConfigError, ToolCall
 
 BRANCH, RETURN = "branch", "return_result"

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
 from ludic.agents.base_agent import Agent, AgentActResult, AgentActStep, ModelCall
-from ludic.inference.templates.chat import require_text_calls, shows_tools
-from ludic.inference.templates.tool_calls import READABLE_CALLS, ToolParseResult
+from ludic.inference.templates.chat import READABLE_CALLS, ToolParseResult, require_text_calls, shows_tools
 from ludic.parsers import ParseResult
 from ludic.tools import Tool, ToolResult, as_tool
 from ludic.types import ActionTarget, ConfigError, InferenceSpec, Info, Observation, OutOfRoom, ToolCall, derive_seed

@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING
 from ludic.inference.openai_client import OpenAIChatClient
 from ludic.inference.scripted import ScriptedClient
 from ludic.inference.teachers import LocalTeacher, tokenizer_fingerprint
-from ludic.inference.templates.chat import ByteTemplate, ChatTemplate, TemplateResult
-from ludic.inference.templates.conversation import Conversation, Prompt
-from ludic.inference.templates.hf import HFChatTemplate, tool_parser_for
-from ludic.inference.templates.tool_calls import (
+from ludic.inference.templates.chat import (
+    ByteTemplate,
+    ChatTemplate,
     HermesToolParser,
     Llama3ToolParser,
+    TemplateResult,
     ToolParser,
     ToolParseResult,
     XMLToolParser,
     make_tool_call,
 )
+from ludic.inference.templates.conversation import Conversation, Prompt
+from ludic.inference.templates.hf import HFChatTemplate, tool_parser_for
 from ludic.plugins import lazy
 from ludic.types import (
     BackendExtensions,

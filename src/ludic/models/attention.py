@@ -52,7 +52,7 @@ class AttentionRules(NamedTuple):
     sliding_window: int | None = None
     softcap: float | None = None
     sinks_H: Tensor | None = None
-    """A logit of each query head beside those of its keys, with no value: part of the attention goes nowhere (gpt-oss)."""
+    """A further logit of each query head, with no value: part of the attention goes nowhere (gpt-oss)."""
 
 
 # Letters: T flat tokens of all sequences, H query heads, K key/value heads, D head size.
@@ -96,7 +96,7 @@ def ludic_attention(
     special = [name for name in _NOT_SUPPORTED if kwargs.get(name) is not None]
     if special:
         raise NotImplementedError(f"it uses {', '.join(special)}")
-    # Latent attention (DeepSeek) has values narrower than keys: a cache and a kernel for one head size hold zeros beside them.
+    # Latent attention (DeepSeek) has values narrower than keys: a cache and a kernel for one head size pad them with zeros.
     num_missing = key.shape[-1] - value.shape[-1]
     if num_missing > 0:
         value = F.pad(value, (0, num_missing))
@@ -120,7 +120,7 @@ def explicit_attention(
     sinks: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention [..., H, T, D] whose scores are soft-capped before masking, or beside which a sink has a logit: SDPA cannot.
+    """Attention [..., H, T, D] whose scores are soft-capped before masking, or include a sink's logit: SDPA cannot.
 
     Key heads are repeated to match the query heads. A bool mask marks visible keys; any other mask is added. `sinks` are those
     of the rules in another form, [..., H, T].
@@ -152,5 +152,5 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def has_sinks(model: nn.Module) -> bool:
-    """Whether some layer's attention has sinks."""
+    """True if some layer's attention has sinks."""
     return any(isinstance(getattr(module, "sinks", None), nn.Parameter) for module in model.modules())

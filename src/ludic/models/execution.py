@@ -1,4 +1,4 @@
-"""How a model is executed: compiled layers, gradient checkpointing, CPU threads.
+"""Execution of a model: compiled layers, gradient checkpointing, CPU threads.
 
 Compiling one layer at a time is cheap because layers are alike, and the code between them (attention state,
 checkpointing) stays plain Python. The compiler still specialises on each layer's index, so its recompile limits are raised.

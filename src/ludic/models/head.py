@@ -47,7 +47,7 @@ class CandidateMask:
         return mask_CV | is_whole_C[:, None]
 
     def select(self, rows: Sequence[int | None]) -> "CandidateMask":
-        """Of these positions, in this order; None is one that allows the whole vocabulary."""
+        """The candidates of these positions, in this order; None is one that allows the whole vocabulary."""
         spans = [range(0) if row is None else range(self.starts[row], self.starts[row + 1]) for row in rows]
         ends = list(itertools.accumulate(map(len, spans), initial=0))
         device = self.ids_S.device
@@ -192,7 +192,7 @@ def decoder_of(model: Any) -> Any:
 
 
 def is_decoder(model: Any) -> bool:
-    """Whether this is a transformers model with a decoder and an output layer."""
+    """True if this is a transformers model with a decoder and an output layer."""
     inner = plain_model(model)
     return hasattr(getattr(inner, "config", None), "get_text_config") and hasattr(inner, "get_decoder")
 
@@ -258,7 +258,7 @@ def logps_of_logits(
     candidates: CandidateMask | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`chosen_logps` for a model that returns logits only."""
-    mask = chunk_mask(candidates, slice(0, logits_AV.shape[0]), logits_AV)
+    mask = _chunk_mask(candidates, slice(0, logits_AV.shape[0]), logits_AV)
     _, logps, entropies = _read(logits_AV, mask, targets_A, inverse_temperature_A, None, entropy is not None)
     return logps, entropies.detach() if entropies is not None and entropy == "watch" else entropies
 
@@ -289,7 +289,7 @@ class _ChosenLogps(torch.autograd.Function):
                 found = kernels.read_chunk(logits, targets[here], scale[here], with_entropy)
             else:
                 found = read(
-                    logits, chunk_mask(candidates, here, logits), targets[here], scale[here], softcap, with_entropy
+                    logits, _chunk_mask(candidates, here, logits), targets[here], scale[here], softcap, with_entropy
                 )
             normaliser[here], logps[here], own = found
             if own is not None:
@@ -304,7 +304,7 @@ class _ChosenLogps(torch.autograd.Function):
     def backward(ctx: Any, grad_logps: Tensor, grad_entropy: Tensor) -> Any:
         hidden, weight, bias, targets, scale, normaliser, entropy = ctx.saved_tensors
         kernels = _kernels(hidden, ctx.softcap, ctx.candidates)
-        slope = _fused(logits_slope) if hidden.is_cuda and kernels is None else logits_slope
+        slope = _fused(_logits_slope) if hidden.is_cuda and kernels is None else _logits_slope
 
         def grad_of(here: slice, logits: Tensor) -> Tensor:
             of_entropy = (entropy[here], grad_entropy[here]) if ctx.with_entropy else None
@@ -313,7 +313,7 @@ class _ChosenLogps(torch.autograd.Function):
                     logits, targets[here], scale[here], normaliser[here], grad_logps[here], of_entropy
                 )
                 return in_place
-            mask = chunk_mask(ctx.candidates, here, logits)
+            mask = _chunk_mask(ctx.candidates, here, logits)
             grad: Tensor = slope(
                 logits, mask, targets[here], scale[here], normaliser[here], grad_logps[here], of_entropy, ctx.softcap
             )
@@ -378,7 +378,7 @@ def chunks(num_tokens: int, vocab: int, elements: int) -> list[slice]:
     return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
 
 
-def chunk_mask(candidates: CandidateMask | None, here: slice, logits_CV: Tensor) -> Tensor | None:
+def _chunk_mask(candidates: CandidateMask | None, here: slice, logits_CV: Tensor) -> Tensor | None:
     return None if candidates is None else candidates.mask(here, logits_CV.shape[1])
 
 
@@ -397,10 +397,10 @@ def _read(
     if not with_entropy:
         return normaliser_C, chosen_C, None
     log_probs = x - normaliser_C[:, None]
-    return normaliser_C, chosen_C, -times_log(log_probs.exp(), log_probs).sum(dim=-1)
+    return normaliser_C, chosen_C, -_times_log(log_probs.exp(), log_probs).sum(dim=-1)
 
 
-def logits_slope(
+def _logits_slope(
     logits_CV: Tensor,
     mask_CV: Tensor | None,
     targets_C: Tensor,
@@ -419,7 +419,7 @@ def logits_slope(
     if of_entropy is not None:
         entropy_C, grad_entropy_C = of_entropy
         # d entropy / d logit = −p · (log p + entropy)
-        grad = grad - (times_log(probs, log_probs) + probs * entropy_C[:, None]) * grad_entropy_C[:, None]
+        grad = grad - (_times_log(probs, log_probs) + probs * entropy_C[:, None]) * grad_entropy_C[:, None]
     grad = grad * scale_C[:, None]
     if softcap is not None:
         grad = grad * (1 - (x / (scale_C[:, None] * softcap)).square())
@@ -438,7 +438,7 @@ def masked(x_CV: Tensor, mask_CV: Tensor | None) -> Tensor:
     return x_CV if mask_CV is None else x_CV.masked_fill(~mask_CV, float("-inf"))
 
 
-def times_log(probs: Tensor, log_probs: Tensor) -> Tensor:
+def _times_log(probs: Tensor, log_probs: Tensor) -> Tensor:
     """p · log p, and 0 where p = 0."""
     return torch.where(probs > 0, probs * log_probs, 0.0)
 

@@ -72,7 +72,7 @@ class RecurrentState(Protocol):
 
 
 def is_recurrent(module: nn.Module) -> bool:
-    """Whether the module is the mixer of a recurrent layer: all of them begin with a causal convolution."""
+    """True if the module is the mixer of a recurrent layer: all of them begin with a causal convolution."""
     children = [getattr(child, "base_layer", child) for child in module.children()]  # a LoRA layer holds another
     return hasattr(module, "layer_idx") and any(isinstance(child, nn.Conv1d) for child in children)
 
@@ -104,12 +104,12 @@ def router_modules(model: Any) -> list[tuple[str, nn.Module]]:
 
 
 def adapts_experts(module: nn.Module) -> bool:
-    """Whether it is peft's wrapper of one parameter, as LoRA on experts has them; peft need not be installed."""
+    """True if it is peft's wrapper of one parameter, as LoRA on experts has them; peft need not be installed."""
     return type(module).__name__ == "ParamWrapper" and hasattr(module, "parameter_name")
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether it is a linear layer in four bits."""
+    """True if it is a linear layer in four bits."""
     kind = type(module)  # asked without importing bitsandbytes; peft has a class of the same name around it
     return kind.__name__ == "Linear4bit" and kind.__module__.startswith("bitsandbytes.")
 
@@ -123,21 +123,21 @@ _PROCESSOR = "ludic_image_processor"
 """Attribute of a tokenizer: the image processor of its model. It goes where the tokenizer goes."""
 
 
-def is_vision_config(config: Any) -> bool:
-    """Whether a model of this config takes pictures, as far as Ludic knows."""
+def _is_vision_config(config: Any) -> bool:
+    """True if a model of this config takes pictures, as far as Ludic knows."""
     return getattr(config, "model_type", None) in VISION_TYPES
 
 
 def is_vision_model(model: Any) -> bool:
     """The same of a transformers model."""
-    return is_vision_config(getattr(model, "config", None))
+    return _is_vision_config(getattr(model, "config", None))
 
 
 def auto_class(config: Any) -> Any:
     """transformers' class that chooses the model's: of text, or of text and pictures. `None` is a text model's config."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    if is_vision_config(config):
+    if _is_vision_config(config):
         return AutoModelForImageTextToText
     kind, text, pictures = type(config), AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping
     if kind in pictures and kind not in text:
@@ -160,7 +160,7 @@ def image_processor_of(tokenizer: Any) -> Any | None:
 
 def load_image_processor(tokenizer: Any, place: str, config: Any) -> Any:
     """The tokenizer with the image processor of the model in the folder or hub repository, if that takes pictures."""
-    if not is_vision_config(config):
+    if not _is_vision_config(config):
         return tokenizer
     from transformers import AutoImageProcessor
 

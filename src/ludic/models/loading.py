@@ -50,7 +50,7 @@ def load_model(
 ) -> LoadedModel:
     """`source` is a transformers (or peft) model object, a path or hub id, a GGUF file, "smollm2-135m", "tiny" or a config.json.
 
-    A config.json gives random weights from `seed` and the tokenizer beside it. "tiny" has random weights too, a token per
+    A config.json gives random weights from `seed` and the tokenizer of its folder. "tiny" has random weights too, a token per
     character, and float32 unless `dtype` is given. A model that is loaded here has no dropout.
     """
     if not isinstance(source, (str, Path)):
@@ -101,7 +101,7 @@ def load_model(
             f"{source} lacks {len(missing)} weights of a {type(model).__name__}, which would be random: {', '.join(missing[:5])}"
             f"{', …' if len(missing) > 5 else ''}. Its config and its weights do not belong together; export the model again."
         )
-    model = without_dropout(model.to(device)).eval()
+    model = _without_dropout(model.to(device)).eval()
     return LoadedModel(model, load_image_processor(tokenizer, folder, config), str(source))
 
 
@@ -164,12 +164,12 @@ def _from_config(path: Path, tokenizer: Any, dtype: torch.dtype, device: torch.d
         torch.manual_seed(seed)
         model: Any = auto_class(config).from_config(config)
     tokenizer = load_image_processor(tokenizer, str(path.parent), config)
-    return LoadedModel(without_dropout(model.to(device, dtype)).eval(), tokenizer, str(path))
+    return LoadedModel(_without_dropout(model.to(device, dtype)).eval(), tokenizer, str(path))
 
 
-def without_dropout(model: Any) -> Any:
+def _without_dropout(model: Any) -> Any:
     """The model with every dropout set to 0: with it (GPT-2 has some) a trainer computes other log-probs than the sampler did. Its
-    config changes, too, since some models (Falcon) read it in every pass."""
+    config also changes, since some models (Falcon) read it in every pass."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0

@@ -76,7 +76,7 @@ def _dense(module: nn.Module, prefix: str, left: set[int], merged: "_LastMerged"
 
 
 def _dequantized(layer: Any, prefix: str) -> Iterator[DenseWeight]:
-    """Of a layer in four bits, with its adapters added."""
+    """The weights of a layer in four bits, with its adapters added."""
     base = layer if is_quantized(layer) else layer.get_base_layer()
     in_four_bits, dtype = part("quantized"), base.compute_dtype
     make = in_four_bits.dense_linear if base is layer else in_four_bits.merged_linear

@@ -4,7 +4,7 @@ The samples of a group begin with the same prompt, and the turns of an episode w
 shared token once, in depth-first order. A token sees its ancestors only, so each sample's hidden states and gradients are
 those of the sample alone; the gradients of all samples that share a token add up in it.
 
-Start with `TokenTree.of`. Attention over it is in `tree_attention.py`.
+Start with `TokenTree.of`. Attention over it is in `packed_attention.py`.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class TokenTree:
 
     ids_T: np.ndarray
     positions_T: np.ndarray
-    """Of each token in its samples: they restart at every branch."""
+    """Position of each token in its samples: they restart at every branch."""
     paths: list[np.ndarray]
     """For each sample, in the order given: where its tokens are."""
     starts_C: np.ndarray
@@ -159,7 +159,7 @@ def shared_lengths(rows: Sequence[np.ndarray], min_shared: int = MIN_SHARED) -> 
 
 
 def _is_worth(num_more: int, longest: int, min_shared: int, *, is_first: bool) -> bool:
-    """Whether rows branch `num_more` tokens beyond their last branch, from which the longest of them goes on for `longest`.
+    """True if rows branch `num_more` tokens beyond their last branch, behind which the longest of them has `longest` more.
 
     Few tokens count below another branch where replies are short: all prompts of a task begin with the same examples, and the
     question that the samples of one group share is shorter than `min_shared`. A branch that is worth it for rows is so for any

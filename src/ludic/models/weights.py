@@ -1,4 +1,4 @@
-"""The weights of a model besides its modules: a second module tree over them, a watch for changes, a check for NaN and infinity."""
+"""Tools for the weights of a model: a second module tree over them, a watch for changes, a check for NaN and infinity."""
 
 import copy
 from collections.abc import Iterable, Sequence
@@ -54,12 +54,12 @@ class WeightsWatch:
         self._stamp = self._now()
 
     def is_replaced(self, model: Any) -> bool:
-        """Whether the tensors are others than before: wrapped by peft or reloaded. A view of them is then out of date."""
+        """True if the tensors are others than before: wrapped by peft or reloaded. A view of them is then out of date."""
         now = list(model.parameters())
         return len(now) != len(self._parameters) or any(a is not b for a, b in zip(now, self._parameters, strict=True))
 
     def has_changed(self) -> bool:
-        """Whether an in-place change happened, such as an optimizer step. (Changes through `.data` are not counted.)"""
+        """True if an in-place change happened, such as an optimizer step. (Changes through `.data` are not counted.)"""
         return self._now() != self._stamp
 
     def changed(self, model: Any) -> list[tuple[str, Tensor]]:

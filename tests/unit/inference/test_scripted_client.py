@@ -1,11 +1,7 @@
-import itertools
-
-import numpy as np
 import pytest
 
-from ludic.inference import ByteTemplate, ChatClient, ReturnSpec, SamplingParams, ScriptedClient, TokenCompletionRequest
+from ludic.inference import ByteTemplate, ReturnSpec, SamplingParams, ScriptedClient, TokenCompletionRequest
 from ludic.types import ConfigError, PromptTooLong
-from tests.fakes import RandomTokenClient
 
 
 def request(**kwargs):
@@ -36,22 +32,3 @@ async def test_scripted_logprobs_are_returned_only_if_requested():
 async def test_a_prompt_past_the_limit_is_a_named_error():
     with pytest.raises(PromptTooLong, match="3 tokens, but the limit is 2"):
         await ScriptedClient(["a"], max_prompt_tokens=2).complete_tokens(request())
-
-
-async def test_the_random_client_reports_true_logprobs_and_obeys_its_seed():
-    client = RandomTokenClient(vocab_size=12, end_ids=(0,), decode=str)
-    sampling = SamplingParams(temperature=0.5, max_tokens=20)
-    first, _ = await client.complete_tokens(request(seed=5, sampling=sampling))
-    again, _ = await client.complete_tokens(request(seed=5, sampling=sampling))
-    other, _ = await client.complete_tokens(request(seed=6, sampling=sampling))
-    assert first.completion_token_ids.tolist() == again.completion_token_ids.tolist()
-    assert first.completion_token_ids.tolist() != other.completion_token_ids.tolist()
-    chain = [3, *first.completion_token_ids.tolist()]
-    scaled = client.table_VV / 0.5
-    expected = [scaled[a, b] - np.log(np.exp(scaled[a]).sum()) for a, b in itertools.pairwise(chain)]
-    np.testing.assert_allclose(first.completion_logprobs, expected, rtol=1e-6)
-
-
-def test_the_fakes_are_chat_clients():
-    assert isinstance(ScriptedClient([]), ChatClient)
-    assert isinstance(RandomTokenClient(vocab_size=4, end_ids=(), decode=str), ChatClient)

@@ -121,17 +121,6 @@ def test_recent_texts_are_bounded_by_their_characters(monkeypatch):
     assert encoded == ["aaaa", "bbbb", "cccc", "bbbb", "aaaa", "x" * 11, "x" * 11, "dddd"]
 
 
-def test_recent_texts_count_what_an_entry_takes_besides_its_text(monkeypatch):
-    monkeypatch.setattr(_RecentTexts, "MAX_CHARS", 2 * _RecentTexts.ENTRY_CHARS + 10)
-    encoded: list[str] = []
-    tokens_of = _RecentTexts(lambda text: encoded.append(text) or np.zeros(len(text)))
-    for text in "abaca":
-        tokens_of(text)
-    assert encoded == ["a", "b", "c"]
-    tokens_of("b")
-    assert encoded == ["a", "b", "c", "b"]
-
-
 def test_long_texts_have_the_tokens_of_the_tokenizer():
     tokenizer = make_tokenizer("qwen")
     text = "What is é in 6 * 7?\n<|im_end|>  " * 1000

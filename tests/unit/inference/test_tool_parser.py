@@ -23,26 +23,26 @@ def test_hermes_blocks_become_calls_in_the_openai_shape():
     assert result.content == "I will add." and not result.parse_error
 
 
-def test_several_blocks_and_what_stands_between_them():
-    result = hermes('a<tool_call>{"name":"f","arguments":{}}</tool_call>b<tool_call>{"name":"g"}</tool_call>c')
-    assert calls(result) == [("f", {}), ("g", {})] and result.content == "abc"
-    assert [c["id"] for c in result.tool_calls] == ["call00000", "call00001"]
-
-
-def test_no_block_is_no_call():
-    result = hermes("just text")
-    assert result.tool_calls is None and not result.parse_error and result.content == "just text"
-
-
-def test_broken_json_in_one_block_keeps_the_others():
-    result = hermes('<tool_call>{"name": </tool_call><tool_call>{"name":"g","arguments":{}}</tool_call>')
-    assert result.parse_error and calls(result) == [("g", {})]
-
-
-def test_a_list_of_calls_in_one_block_is_accepted():
-    assert calls(hermes('<tool_call>[{"name":"f"},{"name":"g","arguments":{"x":2}}]</tool_call>')) == [
-        ("f", {}), ("g", {"x": 2}),
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "found", "is_broken", "content"),
+    [
+        ('a<tool_call>{"name":"f","arguments":{}}</tool_call>b<tool_call>{"name":"g"}</tool_call>c',
+         [("f", {}), ("g", {})], False, "abc"),
+        ("just text", [], False, "just text"),
+        ('<tool_call>{"name": </tool_call><tool_call>{"name":"g","arguments":{}}</tool_call>', [("g", {})], True, None),
+        ('<tool_call>[{"name":"f"},{"name":"g","arguments":{"x":2}}]</tool_call>', [("f", {}), ("g", {"x": 2})], False, None),
+        ('<tool_call>{"name": "f", "arguments": {}}', [], True, None),
+        ('<tool_call>{"name": <tool_call>{"name":"g"}</tool_call>', [("g", {})], True, None),
+        ('<tool_call>{"name":"f","arguments":"{\\"a\\": 1}"}</tool_call>', [("f", {"a": 1})], False, None),
+        ('<tool_call>{"name":"f","arguments":{"code":"a\nb 🎲"}}</tool_call>', [("f", {"code": "a\nb 🎲"})], False, None),
+    ],
+    ids=["several", "none", "one broken", "a list", "unclosed", "nested", "encoded twice", "raw newlines"],
+)  # fmt: skip
+def test_hermes_reads_what_can_be_read(text, found, is_broken, content):
+    result = hermes(text)
+    assert calls(result) == found and bool(result.parse_error) == is_broken
+    assert content is None or result.content == content
+    assert [c["id"] for c in result.tool_calls or ()] == [f"call{n:05d}" for n in range(len(found))]
 
 
 @pytest.mark.parametrize("body", ["[1, 2]", '"text"', "3", "null", "{}", '{"name": ""}', '{"name": 3}',
@@ -57,22 +57,6 @@ def test_doubled_braces_as_qwen_coder_copies_them_from_its_template(end):
     result = hermes(f'<tool_call>\n{{{{"name": "f", "arguments": {{"a": "{{1}}"{end}\n</tool_call>')
     assert calls(result) == [("f", {"a": "{1}"})] and not result.parse_error
     assert hermes('<tool_call>{{"name": "f"}}}</tool_call>').parse_error
-
-
-def test_an_unclosed_block_is_a_parse_error():
-    assert hermes('<tool_call>{"name": "f", "arguments": {}}').parse_error
-    nested = hermes('<tool_call>{"name": <tool_call>{"name":"g"}</tool_call>')
-    assert nested.parse_error and calls(nested) == [("g", {})]
-
-
-def test_arguments_encoded_twice_are_decoded_once_more():
-    assert calls(hermes('<tool_call>{"name":"f","arguments":"{\\"a\\": 1}"}</tool_call>')) == [("f", {"a": 1})]
-
-
-def test_raw_newlines_and_unicode_in_strings_survive():
-    assert calls(hermes('<tool_call>{"name":"f","arguments":{"code":"a\nb 🎲"}}</tool_call>')) == [
-        ("f", {"code": "a\nb 🎲"})
-    ]
 
 
 def llama(text):

@@ -8,9 +8,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from ludic.inference.local.kv import PrefillState, Span
-from ludic.models.forward import ModuleForward, make_forward, packed_bytes
-from ludic.models.llama.cpu import FusedLlama
-from ludic.models.packed_linear import Layout, PackedLinear, _keeps_rows, is_packable
+from ludic.models.forward import (
+    FusedLlama,
+    Layout,
+    ModuleForward,
+    PackedLinear,
+    _keeps_rows,
+    is_packable,
+    make_forward,
+    packed_bytes,
+)
 from ludic.models.passes.routing import route_attention
 from ludic.models.weights import WeightsWatch, shared_view
 from tests.tiny_families import family_model

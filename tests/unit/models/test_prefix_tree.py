@@ -8,11 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ludic.models import tree_attention
+from ludic.models import packed_attention
 from ludic.models.attention import AttentionRules
-from ludic.models.packed_attention import PackedSequences
+from ludic.models.packed_attention import PackedSequences, TreeSequences
 from ludic.models.prefix_tree import Branch, TokenTree, prefix_groups, prefix_order, shared_lengths
-from ludic.models.tree_attention import TreeSequences
 
 pytestmark = pytest.mark.slow
 
@@ -254,7 +253,7 @@ def test_the_calls_of_a_gpu_give_attention_and_gradients_of_separate_samples(mer
     )
     cotangent = torch.randn(apart.shape, dtype=apart.dtype, generator=generator)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_attention, "aten", VarlenReference())
+        patch.setattr(packed_attention, "aten", VarlenReference())
         shared = TreeSequences(tree, CPU, merges=merges).attend_varlen(*inputs, 0.3, window)[flat]
         found = torch.autograd.grad(shared, inputs, cotangent)
     torch.testing.assert_close(shared, apart, rtol=0, atol=FLOAT64_ROUNDING)

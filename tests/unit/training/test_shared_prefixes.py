@@ -11,9 +11,8 @@ import torch
 from ludic.distributed.ranks import Ranks
 from ludic.models import packed_attention
 from ludic.models.execution import compile_layers, recompute_activations
-from ludic.models.packed_attention import PackedSequences
+from ludic.models.packed_attention import PackedSequences, TreeSequences
 from ludic.models.teacher_kl import VocabularyKL
-from ludic.models.tree_attention import TreeSequences
 from ludic.training import losses as losses_module
 from ludic.training.critic.critic import HeadCritic, ModelCritic
 from ludic.training.learner.frozen import Reference

@@ -74,7 +74,7 @@ class StackedProduct:
 def keep_own(inner_TK: Tensor, slots_T: Tensor, width: int) -> None:
     """Set to zero what is not in the row's own `width` columns; to NaN the rows of broken adapters. In place."""
     if inner_TK.is_cuda:
-        from ludic_gpu.cuda.layer_kernels import keep_own_columns  # imports triton
+        from ludic_gpu.cuda.kernels import keep_own_columns  # imports triton
 
         keep_own_columns(inner_TK, slots_T, width)
         return
@@ -84,12 +84,12 @@ def keep_own(inner_TK: Tensor, slots_T: Tensor, width: int) -> None:
 
 
 class AdapterSlots:
-    """Which adapter is in which slot. The number of slots grows to that of the adapters of one pass."""
+    """The slots of the adapters in use. The number of slots grows to that of the adapters of one pass."""
 
     def __init__(self, products: Sequence[StackedProduct]) -> None:
         self._products = products
         self._slots: dict[int, int] = {}
-        """By the adapter's number."""
+        """Slot by the adapter's number."""
         self._broken: set[int] = set()
         """Adapters of the last pass that are not finite."""
         self._last_used: list[int] = []
@@ -125,7 +125,7 @@ class AdapterSlots:
             product.write(slot, adapter, self._rank)
 
     def _reserve(self, new: list[PackedAdapter], count: int) -> bool:
-        """Whether buffers had to be allocated, which empties all slots."""
+        """True if buffers had to be allocated, which empties all slots."""
         rank = max(self._rank, *(adapter.rank for adapter in new))
         num_slots = max(len(self._last_used), 1 << (count - 1).bit_length())
         needed = [p for p in self._products if p.is_allocated or any(p.is_adapted_by(adapter) for adapter in new)]
@@ -142,7 +142,7 @@ class AdapterSlots:
         return np.array([NO_SLOT if a is None else self._slots.get(a.number, BROKEN) for a in adapters], dtype=np.int32)
 
     def num_used(self, slots: np.ndarray) -> int:
-        """How many slots a pass over rows with these slots must compute: a power of two, 0 if no row has an adapter."""
+        """The number of slots that a pass over rows with these slots must compute: a power of two, 0 if no row has an adapter."""
         if not np.any(slots != NO_SLOT):
             return 0
         return 1 << int(max(slots.max(), 0)).bit_length()

@@ -153,12 +153,12 @@ def _shared_kernel(
 # Letters: T rows (one token each), H query heads, K key/value heads, D head size, S slots, C groups, M `GROUP_ROWS`.
 @dataclass(frozen=True, slots=True)
 class SharedPrefixes:
-    """Which rows share the blocks of their prefix."""
+    """Groups of rows that share the blocks of their prefix."""
 
     rows_CM: Tensor
     """Row numbers of each group, −1 after the last; int32."""
     lengths_C: Tensor
-    """Shared tokens of each group; 0: there is no such group; int32."""
+    """Shared tokens of each group; 0 marks an unused group; int32."""
 
 
 @dataclass(frozen=True, slots=True)

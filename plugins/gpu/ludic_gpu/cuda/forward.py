@@ -18,17 +18,17 @@ from torch import Tensor
 
 from ludic.models.attention import SKIP_MASK, AttentionRules
 from ludic.models.head import plain_model
-from ludic.models.llama.modules import LlamaAttention, is_of_family, linears
+from ludic.models.llama import LlamaAttention, is_of_family, linears
 from ludic.models.packed_attention import PackedSequences
 from ludic_gpu.cuda.adapter_slots import AdapterSlots, StackedProduct
-from ludic_gpu.cuda.layer_kernels import rms_norm, rotate_and_store, row_product
+from ludic_gpu.cuda.kernels import rms_norm, rotate_and_store, row_product
 from ludic_gpu.llama.adapters import adapter_of, base_linear, has_plain_layers
 from ludic_gpu.llama.kernels import silu_mul
 
 logger = logging.getLogger(__name__)
 
 _MAX_DIFFERENCE = 0.05
-"""Of the logits of fused and own modules, relative to their size: bf16 rounding in every layer gives about 0.01."""
+"""Largest difference of the logits of fused and own modules, relative to their size: bf16 rounding gives about 0.01."""
 
 # Letters: T flat tokens, H query heads, K key/value heads, D head size, S slots.
 Attend = Callable[[int, Tensor, Tensor, Tensor, AttentionRules], Tensor]
@@ -51,7 +51,7 @@ class _Layer:
     joined: list[tuple[Tensor, list[Tensor]]]
     """Copies, and the weights they join."""
     adapters: "list[_JoinedAdapter | None]"
-    """Of the products qkv, out, gate_up and down."""
+    """The adapters of the products qkv, out, gate_up and down."""
 
 
 class _JoinedAdapter:
@@ -185,7 +185,7 @@ class FusedForward:
 
 
 def _stacked_products(number: int, layer: Any) -> list[StackedProduct]:
-    """Of qkv, out, gate_up and down, as `_read_layer` joins them."""
+    """The products qkv, out, gate_up and down, as `_read_layer` joins them."""
     attention, mlp = layer.self_attn, layer.mlp
     found = {
         "self_attn": [
@@ -251,7 +251,7 @@ def fused_bytes(model: Any) -> int:
 
 
 def can_fuse(model: Any) -> bool:
-    """Whether the model belongs to the family and its layers are plain, but for LoRA adapters."""
+    """True if the model belongs to the family and its layers are plain, but for LoRA adapters."""
     model = plain_model(model)
     return is_of_family(model) and has_plain_layers(model)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from ludic.inference.local.blocks import GROUP_ROWS, MIN_GROUP, num_splits, shared_prefixes
 from ludic.inference.local.kv import KVPool, KVShape
 from ludic.inference.local.runner import Read
-from ludic.inference.local.sampling import PromptScores, Scoring, sample, scores_of
+from ludic.inference.local.sampling import FlatTexts, PromptScores, Scoring, sample, scores_of
 from ludic.inference.local.sequence import Chunk, Sampled, Sequence
 from ludic.models.adapters.forward import AdapterRows
 from ludic.models.attention import SKIP_MASK, AttentionRules, AttentionState
@@ -32,13 +32,13 @@ from ludic.types import ConfigError
 from ludic_gpu.cuda.adapter_slots import NO_SLOT
 from ludic_gpu.cuda.decode_attention import DecodeAttention, SharedPrefixes
 from ludic_gpu.cuda.forward import RowSlots, can_fuse, fused_forward
-from ludic_gpu.cuda.sampling_kernels import DecodeRows, sample_round, sample_rows
+from ludic_gpu.cuda.kernels import DecodeRows, sample_round, sample_rows
 from ludic_gpu.experts import Routers
 
 logger = logging.getLogger(__name__)
 
 
-class PackedState:
+class _PackedState:
     """Attention of several prompts (or parts of them) in one flat batch: block-diagonal, causal."""
 
     def __init__(
@@ -69,7 +69,7 @@ class PackedState:
         return varlen_attention(query_THD, key_TKD, value_TKD, self._cu_q, self._cu_k, self._max_q, self._max_k, rules)
 
 
-class PagedState:
+class _PagedState:
     """Attention of one new token per row, through block tables."""
 
     def __init__(self, pool: KVPool, slots_R: Tensor, attention: DecodeAttention) -> None:
@@ -91,13 +91,13 @@ class PagedState:
 
 
 class Kernels(NamedTuple):
-    """What a graph is captured for."""
+    """The choices that a graph is captured for."""
 
     num_rows: int
     splits: int
     """Parts into which attention cuts every row."""
     has_groups: bool
-    """Whether rows attend to a shared prefix together."""
+    """True if rows attend to a shared prefix together."""
     num_slots: int
     """Slots of adapters that the round computes; 0 if no row has an adapter."""
 
@@ -163,7 +163,7 @@ class CUDARunner:
         self._row_slots = new(rows, dtype=torch.int32)
         """The slot of each row's adapter."""
         self._generation = 0
-        """Of the slots that the graphs read."""
+        """The generation of the slots that the graphs read."""
         self._grouped: list[Sequence] = []
         """The rows for which `_groups` was filled."""
         self._has_groups = False
@@ -186,7 +186,7 @@ class CUDARunner:
         everything = None
         if any(chunk.start for chunk in own):
             everything = _to_gpu(np.concatenate([_slots(c.sequence.blocks, 0, c.end, size) for c in own]))
-        state = PackedState(self.pool, slots_T, everything, [(chunk.length, chunk.end) for chunk in own])
+        state = _PackedState(self.pool, slots_T, everything, [(chunk.length, chunk.end) for chunk in own])
         ends = np.cumsum([chunk.length for chunk in own]) - 1
         ready = [i for i, chunk in enumerate(own) if chunk.reaches_the_end]
         adapted = self._row_adapters([(chunk.sequence.adapter, chunk.length) for chunk in own])
@@ -194,31 +194,18 @@ class CUDARunner:
         ended = [chunk for chunk in chunks if chunk.reaches_the_end]
         if len(ended) > len(ready):
             logits_of = {own[i].sequence.number: number for number, i in enumerate(ready)}
-            self._copy_last_blocks([(chunk.source, chunk.sequence) for chunk in ended if chunk.source is not None])
+            self.pool.copy_last_blocks((chunk.source, chunk.sequence) for chunk in ended if chunk.source is not None)
             where = np.array([logits_of[(chunk.source or chunk.sequence).number] for chunk in ended])
             logits_NV = logits_NV.index_select(0, _to_gpu(where))
         return self._sample_first(logits_NV, [chunk.sequence for chunk in ended])
 
-    def _copy_last_blocks(self, pairs: list[tuple[Sequence, Sequence]]) -> None:
-        """Copy what follows the last full block, which sequences with equal tokens share."""
-        size, found = self.pool.block_size, []
-        for source, copy in pairs:
-            end = len(copy.tokens)
-            start = end - end % size
-            found.append([_slots(source.blocks, start, end, size), _slots(copy.blocks, start, end, size)])
-        self.pool.copy(*_to_gpu(np.concatenate(found, axis=1)))
-
     @torch.inference_mode()
     def score(self, texts: Seq[Scoring]) -> list[PromptScores]:
         """Log-probabilities of the scored tokens of texts with one temperature; stores nothing."""
-        lengths = [len(text.tokens) for text in texts]
-        flat = np.concatenate([text.tokens for text in texts])
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        starts = np.cumsum([0, *lengths[:-1]]).tolist()
-        where = np.concatenate([text.predictors(start) for text, start in zip(texts, starts, strict=True)])
-        state = PackedState(None, None, None, [(length, length) for length in lengths])
+        flat = FlatTexts.of(texts)
+        state = _PackedState(None, None, None, [(length, length) for length in flat.lengths])
         adapted = self._row_adapters([(text.adapter, len(text.tokens)) for text in texts])
-        logits_NV = self._forward(flat, positions, state, where, None, adapted)
+        logits_NV = self._forward(flat.tokens, flat.positions, state, flat.where, None, adapted)
         return scores_of(texts, lambda rows: logits_NV[rows].float() / texts[0].temperature)
 
     def _sample_first(self, logits_NV: Tensor, sequences: list[Sequence]) -> Read:
@@ -252,7 +239,7 @@ class CUDARunner:
         self,
         tokens: np.ndarray[Any, Any],
         positions: np.ndarray[Any, Any],
-        state: PackedState,
+        state: _PackedState,
         where: Any,
         slots_T: Tensor | None,
         adapted: RowSlots | None,
@@ -279,7 +266,7 @@ class CUDARunner:
         return logits
 
     def _layer_state(self, attention: AttentionState) -> AttentionState:
-        """What the model's own layers ask for a pass."""
+        """The state that the model's own layers use in a pass."""
         return attention
 
     def _row_adapters(self, rows: AdapterRows) -> RowSlots | None:
@@ -293,7 +280,7 @@ class CUDARunner:
 
     @contextlib.contextmanager
     def _recording(self, slots_T: Tensor | None) -> Iterator[None]:
-        """The experts of the tokens of a forward pass inside go to these slots; in a graph, too."""
+        """The experts of the tokens of a forward pass inside go to these slots, also in a graph."""
         if self._routers is None or slots_T is None:
             yield
             return
@@ -303,7 +290,7 @@ class CUDARunner:
         self.pool.experts.index_copy_(0, slots_T, routed.experts_TLK())
 
     def experts(self, sequence: Sequence) -> np.ndarray[Any, Any] | None:
-        """Of all its tokens but the last, which has not been computed."""
+        """The experts of all its tokens but the last, which has not been computed."""
         return self.pool.experts_of(sequence.blocks, len(sequence.tokens) - 1)
 
     def _store(self, slots: Tensor | None) -> Callable[[int], tuple[Tensor, Tensor, Tensor]] | None:
@@ -338,7 +325,7 @@ class CUDARunner:
         )
 
     def _bucket(self, count: int) -> int:
-        """The number of rows that a round computes for so many sequences."""
+        """The number of rows that a round computes for `count` sequences."""
         return next(size for size in self._buckets if size >= count)
 
     def keep(self, sequence: Sequence) -> None:
@@ -395,7 +382,7 @@ class CUDARunner:
         return adapted.num_slots
 
     def _choose_kernels(self, owners: list[Sequence], bucket: int, num_slots: int) -> Kernels:
-        """How this step's rounds read keys."""
+        """The way in which this step's rounds read keys."""
         if self._can_group and owners != self._grouped:
             self._upload_groups(owners, bucket)
         lengths = np.array([owner.length for owner in owners]) - self._host_num_shared[: len(owners)]
@@ -513,7 +500,7 @@ class CUDARunner:
             kernels.splits,
             groups,
         )
-        state = PagedState(self.pool, slots, attention)
+        state = _PagedState(self.pool, slots, attention)
         if self._fused is not None:
             adapted = RowSlots(self._row_slots[:bucket], kernels.num_slots) if kernels.num_slots else None
             hidden = self._fused.hidden(tokens, positions, state.attend_stored, self._store(slots), adapted)

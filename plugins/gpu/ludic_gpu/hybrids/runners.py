@@ -1,4 +1,4 @@
-"""Runs hybrids: attention layers over the block cache, and beside it one state per sequence for every recurrent layer."""
+"""Runs hybrids: attention layers over the block cache, and one state per sequence for every recurrent layer."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ludic.inference.local.cpu.backend import PagedBackend, device_type
-from ludic.inference.local.cpu.runner import CPURunner, cpu_forward
+from ludic.inference.local.backends import PagedBackend, device_type
+from ludic.inference.local.cpu import CPURunner, cpu_forward
 from ludic.inference.local.kv import KVShape
 from ludic.inference.local.runner import EngineNeeds, Read, Runner, RunnerSettings
 from ludic.inference.local.sampling import PromptScores, Scoring

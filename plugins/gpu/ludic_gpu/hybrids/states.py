@@ -1,4 +1,4 @@
-"""The states of a hybrid's recurrent layers: one row per sequence, beside the block cache that holds its attention layers' keys.
+"""The states of a hybrid's recurrent layers: one row per sequence; the block cache holds its attention layers' keys.
 
 A state holds no history, so a sequence can continue from another's only at the same token: equal prompts of one step are computed
 once and their state is copied; other prefixes are not shared. Prompts are computed in parts where the layer's own forward
@@ -21,8 +21,7 @@ from ludic.inference.local.sequence import Chunk, Sequence
 from ludic.models.attention import AttentionState
 from ludic.models.kinds import Mix, RecurrentState, recurrent_layers
 from ludic.models.packed_attention import to_device
-from ludic_gpu.recurrent.layers import mix_of
-from ludic_gpu.recurrent.packed import SequenceRows, similar_lengths
+from ludic_gpu.recurrent import SequenceRows, mix_of, similar_lengths
 
 _PROBED_PARTS = ((12,), (5, 1, 1, 1, 1, 1, 1, 1), (5, 4, 1, 2))
 """Lengths of the parts in which a probe computes twelve tokens: at once, token by token after a prompt, a prompt in parts."""
@@ -38,12 +37,12 @@ class StateRows:
         """`num_rows`: rows to begin with; more are made when they are needed."""
         self.device = device
         self.num_moves = 0
-        """How often the states were moved to other memory."""
+        """The number of times that the states were moved to other memory."""
         self._row_of: dict[int, int] = {}
-        """By the sequence's number."""
+        """Row by the sequence's number."""
         self._num_rows = num_rows
         self._states: dict[int, tuple[Tensor, Tensor | None]] = {}
-        """By layer: the last inputs of its convolution, and its recurrent state if it has one. Made when a layer first runs."""
+        """For each layer: the last inputs of its convolution, and its recurrent state if it has one. Made in its first pass."""
 
     def rows(self, sequences: Iterable[Sequence]) -> list[int]:
         """The sequences' rows, free ones at first."""
@@ -139,7 +138,7 @@ class _Part:
     """Tokens of several prompts that run together, one row each."""
 
     is_later: bool
-    """They go on from a state."""
+    """They continue from a state."""
     states_B: Tensor
     """The rows of `StateRows`."""
     tokens_BL: Tensor
@@ -225,7 +224,7 @@ class HybridState:
 
 
 class Mixers(NamedTuple):
-    """What a model's recurrent layers can do without a change of their results."""
+    """Ways in which a model's recurrent layers compute without a change of their results."""
 
     continue_by_one: bool
     """Go on from a state by one token."""
@@ -264,7 +263,7 @@ _REFUSALS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, Valu
 
 
 def _takes_a_mask(layer: int, mix: Mix, hidden_BLD: Tensor, whole_BLD: Tensor, most: float) -> bool:
-    """Whether a row padded on the left, and one more token, have the outputs that they have without padding."""
+    """True if a row padded on the left, and one more token, have the outputs that they have without padding."""
     length, num_padded, cache = hidden_BLD.shape[1], 5, _cache(layer)
     prompt_BLD = torch.cat([hidden_BLD[:, :num_padded], hidden_BLD[:, : length - 1]], dim=1)
     mask_BL = torch.ones(prompt_BLD.shape[:2], dtype=torch.long, device=hidden_BLD.device)

@@ -24,7 +24,7 @@ from ludic.models.packed_attention import PackedSequences, to_device
 logger = logging.getLogger(__name__)
 
 _MAX_MEMORY_SHARE = 0.1
-"""Of the GPU's memory, for what the layers store: graphs never give it back."""
+"""Share of the GPU's memory for what the layers store: graphs never give it back."""
 _MAX_GRAPHS = 16
 _MIN_TOKENS = 512
 
@@ -49,7 +49,7 @@ class PassGraphs:
         if self._is_off or not is_kept or not isinstance(run.state, PackedSequences) or self._holder() is not None:
             return None
         lengths = run.state.lengths
-        shape = rounded_shape(lengths)
+        shape = _rounded_shape(lengths)
         if not _is_worth(decoder, shape[0], x_TN, parameters):
             return None
         key = (*shape, needs)
@@ -117,7 +117,7 @@ class _Captured:
         self._cosines_TD, self._sines_TD = (
             table.new_zeros(num_tokens, table.shape[1]) for table in (run.cosines_TD, run.sines_TD)
         )
-        bounds = padded_bounds([], num_tokens, num_sequences, self._longest)
+        bounds = _padded_bounds([], num_tokens, num_sequences, self._longest)
         self._bounds = to_device(bounds, x_TN.device)
         state = PackedSequences.at(self._bounds, self._longest)
         fixed = replace(run, cosines_TD=self._cosines_TD, sines_TD=self._sines_TD, state=state)
@@ -143,14 +143,14 @@ class _Captured:
         self._replay_backward, self._grad_x_TN = _record(lambda: backward(tape), memory)
 
     def reads(self, parameters: Sequence[Any]) -> bool:
-        """Whether the weights are where they were."""
+        """True if the weights are where they were."""
         return self._addresses == _addresses(parameters)
 
     def forward(self, run: Any, x_TN: Tensor, lengths: Sequence[int]) -> Tensor:
         _fill(self._x_TN, x_TN)
         _fill(self._cosines_TD, run.cosines_TD)
         _fill(self._sines_TD, run.sines_TD)
-        bounds = padded_bounds(lengths, len(self._x_TN), len(self._bounds) - 1, self._longest)
+        bounds = _padded_bounds(lengths, len(self._x_TN), len(self._bounds) - 1, self._longest)
         self._bounds.copy_(to_device(bounds, self._bounds.device))
         self._replay_forward()
         return self._hidden_TN[: len(x_TN)].clone()
@@ -183,14 +183,14 @@ def _record(work: Callable[[], Any], memory: Any) -> tuple[Callable[[], None], A
 
 
 def _is_worth(decoder: Any, num_tokens: int, x_TN: Tensor, parameters: Sequence[Any]) -> bool:
-    """Whether Python would take longer to launch the pass than the GPU to compute it, and there is memory to hold."""
+    """True if Python would take longer to launch the pass than the GPU to compute it, and there is memory to hold."""
     num_weights = sum(p.numel() for p in parameters[: len(parameters) // decoder.num_layers] if p is not None)
     memory = torch.cuda.get_device_properties(x_TN.device).total_memory if x_TN.is_cuda else math.inf
     stored = num_tokens * decoder.stored_bytes_per_token
     return num_weights <= MAX_LAUNCHED_WEIGHTS and stored <= _MAX_MEMORY_SHARE * memory
 
 
-def rounded_shape(lengths: Sequence[int]) -> tuple[int, int, int]:
+def _rounded_shape(lengths: Sequence[int]) -> tuple[int, int, int]:
     """(tokens, sequences, longest) of the graph that serves sequences of these lengths."""
     num_tokens, longest = sum(lengths), _power_of_two(max(lengths))
     step = max(_MIN_TOKENS, _power_of_two(num_tokens) // 16)
@@ -199,7 +199,7 @@ def rounded_shape(lengths: Sequence[int]) -> tuple[int, int, int]:
     return tokens, _power_of_two(len(lengths) + num_padding), longest
 
 
-def padded_bounds(lengths: Sequence[int], num_tokens: int, num_sequences: int, longest: int) -> np.ndarray:
+def _padded_bounds(lengths: Sequence[int], num_tokens: int, num_sequences: int, longest: int) -> np.ndarray:
     """[S + 1]: where sequences begin and end; then those of padding, and empty ones."""
     used = np.concatenate([[0], np.cumsum(lengths)])
     padding = np.arange(used[-1] + longest, num_tokens, longest)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 _MAX_PROGRAMS = 1024
-"""Of the kernel that sums over heads of tokens: each writes one partial sum, in a fixed order."""
+"""Programs of the kernel that sums over heads of tokens: each writes one partial sum, in a fixed order."""
 
 
 @triton.jit

@@ -18,13 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ludic.models.adapters.adapter import AdapterProduct
 from ludic.models.attention import SKIP_MASK, AttentionRules, AttentionState
 from ludic.models.head import plain_model
-from ludic.models.llama.modules import LlamaAttention, is_of_family
-from ludic.models.packed_attention import Gradients, PackedSequences
-from ludic.models.tree_attention import TreeSequences
+from ludic.models.llama import LlamaAttention, is_of_family
+from ludic.models.packed_attention import Gradients, PackedSequences, TreeSequences
 from ludic_gpu.llama.adapters import (
-    Adapter,
     adapter_name,
     adapters_of,
     add_all,
@@ -35,13 +34,13 @@ from ludic_gpu.llama.adapters import (
     is_plain_linear,
 )
 from ludic_gpu.llama.graphs import HeldGraphs, PassGraphs
-from ludic_gpu.memory.offload import HostTape
+from ludic_gpu.offload import HostTape
 
 logger = logging.getLogger(__name__)
 
 _HALF = (torch.bfloat16, torch.float16)
 _MAX_DIFFERENCE = 0.02
-"""Of fused and own modules, relative to their size: bf16 rounding in a layer gives less than 0.01."""
+"""Largest difference of fused and own modules, relative to their size: bf16 rounding in a layer gives less than 0.01."""
 _MAX_NOISE = 4.0
 """Times what the last bit of the input changes: a layer rounds about ten times, in either way."""
 _NUM_PROJECTIONS = 7
@@ -49,7 +48,7 @@ _GIVEN = torch.empty(0)
 """In place of a tensor that is given as a parameter of the pass."""
 
 Tape = list[tuple[Any, Any, Any]]
-"""Of each layer: its input, the residual stream after attention, and a `_Stored`; the last two are None if they are recomputed.
+"""For each layer: its input, the residual stream after attention, and a `_Stored`; the last two are None if they are recomputed.
 Then the input of the last norm. With offload, tensors are what `HostTape.pack` returned for them."""
 
 
@@ -74,7 +73,7 @@ class FusedDecoder:
 
     @property
     def stored_bytes_per_token(self) -> int:
-        """By all layers, in half precision."""
+        """Bytes that all layers store for a token, in half precision."""
         layer = self._layers[0]
         hidden, gate = (layer.parameters()[i].shape[0] for i in (0, 6))  # type: ignore[union-attr]
         heads = (2 * layer.num_heads + 2 * layer.num_kv) * layer.head_dim
@@ -82,7 +81,7 @@ class FusedDecoder:
 
     @property
     def is_current(self) -> bool:
-        """Whether no module has been replaced or has got a hook since, and the same adapters are active and not merged: the fused
+        """True if no module has been replaced or has got a hook since, and the same adapters are active and not merged: the fused
         pass would not notice."""
         return (
             not any(self._hooks)
@@ -179,7 +178,7 @@ class FusedDecoder:
 
 @dataclass(slots=True)
 class Pass:
-    """What all layers of one pass share."""
+    """The state that all layers of one pass share."""
 
     cosines_TD: Tensor
     sines_TD: Tensor
@@ -187,11 +186,11 @@ class Pass:
     kernels: Any
     recomputes: bool
     host: HostTape | None = None
-    adapters: list[list[list[Adapter]]] = field(default_factory=list)
-    """Of each layer and projection, without their tensors, which are parameters of the pass."""
+    adapters: list[list[list[AdapterProduct]]] = field(default_factory=list)
+    """Adapters of each layer and projection, without their tensors, which are parameters of the pass."""
 
     def kept(self, input_TN: Tensor, after_TN: Tensor, stored: "_Stored") -> tuple[Any, Any, Any]:
-        """What the tape holds of a layer. The output of attention stays on the device: the kernel's closure reads it."""
+        """The tape's entry of a layer. The output of attention stays on the device: the kernel's closure reads it."""
         pack: Any = self.host.pack if self.host is not None else lambda tensor: tensor
         if self.recomputes:
             return pack(input_TN), None, None
@@ -212,7 +211,7 @@ class Pass:
 
 @dataclass(slots=True)
 class _Layer:
-    """What a layer computes with besides its parameters, and where these are."""
+    """A layer's settings, and where its parameters are."""
 
     number: int
     epsilon: float
@@ -252,11 +251,11 @@ class _Layer:
         """Two norms; query, key, value, output, gate, up and down projection; three biases; with head norms, two more norms."""
         return [store[name] for store, name in self.stores]
 
-    def adapters(self, dtype: torch.dtype, num_tokens: int) -> list[list[Adapter]]:
-        """Of each projection. In a pass, A and B of each follow the parameters."""
+    def adapters(self, dtype: torch.dtype, num_tokens: int) -> list[list[AdapterProduct]]:
+        """Adapters of each projection. In a pass, A and B of each follow the parameters."""
         return [adapters_of(module, dtype, num_tokens) for module in self.projections]
 
-    def in_pass(self, run: "Pass", parameters: Any) -> list[list[Adapter]]:
+    def in_pass(self, run: "Pass", parameters: Any) -> list[list[AdapterProduct]]:
         """The adapters of each projection, with their tensors."""
         if not self.projections:
             return [[]] * _NUM_PROJECTIONS
@@ -298,7 +297,7 @@ def _projections(layer: Any) -> list[Any]:
 
 @dataclass(slots=True, weakref_slot=True)
 class _Stored:
-    """What backward needs of a layer besides its input, the residual stream and its parameters."""
+    """Tensors that backward needs of a layer besides its input, the residual stream and its parameters."""
 
     qkv_TW: Tensor
     attended_TM: Tensor
@@ -430,7 +429,7 @@ def _backward(
 def _attend(
     state: AttentionState, layer: _Layer, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor
 ) -> tuple[Tensor, Gradients]:
-    """[T, H, D] and how its gradient goes on."""
+    """[T, H, D] and the function of its gradients."""
     if isinstance(state, PackedSequences | TreeSequences) and _has_flash(query_THD):
         return state.attend_by_hand(query_THD, key_TKD, value_TKD, layer.rules)
     inputs = query, key, value = tuple(x.detach().requires_grad_() for x in (query_THD, key_TKD, value_TKD))
@@ -481,7 +480,7 @@ def fused_decoder(model: Any) -> FusedDecoder | None:
 
 
 def agrees(fused: FusedDecoder, model: Any, tolerance: float = _MAX_DIFFERENCE) -> bool:
-    """Whether each layer alone, fused and as a module, gives the same hidden states of sixteen tokens, and the same gradient.
+    """True if each layer alone, fused and as a module, gives the same hidden states of sixteen tokens, and the same gradient.
 
     Trained models amplify rounding: after the 28 layers of a Qwen2.5-1.5B the gradients of two exact ways in bf16 differ by a
     quarter, and each by more from fp32. So layers are compared one by one, and may differ by some times what a change of the

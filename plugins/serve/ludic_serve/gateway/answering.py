@@ -12,9 +12,8 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from ludic.inference import ByteTemplate, ChatTemplate, HFChatTemplate, Prompt
-from ludic.inference.templates.chat import require_text_calls, shows_tools, tools_as_text, with_tools
+from ludic.inference.templates.chat import READABLE_CALLS, require_text_calls, shows_tools, tools_as_text, with_tools
 from ludic.inference.templates.conversation import decode_reply
-from ludic.inference.templates.tool_calls import READABLE_CALLS
 from ludic.types import (
     ChatResponse,
     ConfigError,

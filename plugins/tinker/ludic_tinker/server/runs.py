@@ -25,6 +25,7 @@ from ludic.training.learner.packing import ActionFields, PackedBatch
 from ludic.training.learner.policy import TrainedPolicy, check_shared_prefixes
 from ludic.types import ConfigError, FloatArray, NotFinite, OutOfGPUMemory, SAWItem
 from ludic_tinker.server.losses import Row, check_rows, loss_of
+from ludic_tinker.server.targets import target_logps
 from ludic_tinker.server.wire.bodies import AdamSettings
 
 logger = logging.getLogger(__name__)
@@ -265,7 +266,7 @@ class TrainingBase:
         token_P, target_P = _target_pairs(placed, batch.paths, self.device)
         with torch.set_grad_enabled(not forward_only), self._bank.using(spans):
             hidden_TD = self._policy.hidden(batch)
-        head = self._bank.target_logps(hidden_TD, spans, token_P, target_P, for_backward=not forward_only)
+        head = target_logps(self._bank, hidden_TD, spans, token_P, target_P, for_backward=not forward_only)
         sizes = [own.row.targets.size for own in placed]
         ends = np.cumsum([0, *sizes]).tolist()
         grads = []

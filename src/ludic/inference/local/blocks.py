@@ -46,7 +46,7 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def num_with_users(self, blocks: Sequence[int]) -> int:
-        """How many of them are in use, so that sharing them takes nothing."""
+        """The number of them in use: sharing them takes nothing."""
         return sum(self._users[block] > 0 for block in blocks)
 
     # --- allocation ---
@@ -145,7 +145,7 @@ MAX_SPLITS = 8
 
 
 def num_splits(num_programs: int, num_processors: int, mean_length: float) -> int:
-    """Into how many parts to cut each row's tokens, if whole rows take `num_programs` programs on so many processors.
+    """Into how many parts to cut each row's tokens, if whole rows take `num_programs` programs on `num_processors`.
 
     Few rows do not fill the GPU. Long ones are cut further, so that every processor reads about as much; for short ones the merge
     costs more. Measured on an H200 with 16 to 1,024 rows of 1.5B, 7B and 135M models.

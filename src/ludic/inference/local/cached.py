@@ -116,7 +116,7 @@ class CachedRunner:
             self._cohorts.append(cohort)
             members += [member for member in cohort.members if member is not None]
             logits.append(own_BV)
-        return sampled_from(torch.cat(logits), members) if logits else list
+        return sampled_from(torch.cat(logits).cpu(), members) if logits else list
 
     @torch.inference_mode()
     def decode(self, sequences: Seq[Sequence], num_rounds: int = 1) -> Read:
@@ -131,7 +131,7 @@ class CachedRunner:
             members += alive
             logits.append(own_BV)
         assert {s.number for s in members} == {s.number for s in sequences}, "every row belongs to a decoding sequence"
-        return sampled_from(torch.cat(logits), members)
+        return sampled_from(torch.cat(logits).cpu(), members)
 
     @torch.inference_mode()
     def score(self, texts: Seq[Scoring]) -> list[PromptScores]:
@@ -216,7 +216,7 @@ def _rows_of(parts: list[Any]) -> Any:
 
 @torch.inference_mode()
 def _cache_is_exact(view: Any) -> bool:
-    """Whether a prompt and single tokens after it, through the cache, give the logits of a plain forward pass; in two rows, which
+    """True if a prompt and single tokens after it, through the cache, give the logits of a plain forward pass; in two rows, which
     are exchanged and joined in between."""
     device = view.get_input_embeddings().weight.device
     vocab_size = view.get_input_embeddings().weight.shape[0]
@@ -236,7 +236,7 @@ def _cache_is_exact(view: Any) -> bool:
 
 @torch.inference_mode()
 def _bytes_per_token(view: Any) -> int:
-    """By how much the cache grows with a token."""
+    """Bytes by which the cache grows with a token."""
     device = view.get_input_embeddings().weight.device
     sizes = [
         _num_bytes(_continued(view, torch.zeros(1, length, dtype=torch.long, device=device), None)[1])

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -18,11 +18,10 @@ import torch
 from ludic.inference.local.backends import choose_backend
 from ludic.inference.local.blocks import BlockPool
 from ludic.inference.local.kv import eos_ids, free_memory, num_blocks
-from ludic.inference.local.requests import RequestLimits, TokenStream
 from ludic.inference.local.runner import Backend, RunnerSettings
 from ludic.inference.local.sampling import PromptScores, Scoring
 from ludic.inference.local.scheduler import Limits, Scheduler
-from ludic.inference.local.sequence import Sequence, StopRule
+from ludic.inference.local.sequence import RequestLimits, Sequence, StopRule, TokenStream
 from ludic.inference.local.worker import Worker
 from ludic.inference.templates.conversation import decode_reply
 from ludic.models.adapters.adapter import LoraAdapter
@@ -43,6 +42,19 @@ from ludic.types import (
 )
 
 
+class CacheSettings(TypedDict, total=False):
+    """The size of an engine's cache and of its steps; what is left out suits the device."""
+
+    max_sequences: int | None
+    """Requests that are computed at a time; others wait."""
+    max_prefill_tokens: int | None
+    block_size: int | None
+    kv_memory_fraction: float | None
+    kv_tokens: int | None
+    keep_room: bool
+    """Admit a request only if the cache has room for the usual length of a reply; fewer are preempted."""
+
+
 class LocalEngine:
     """Continuous batching, prefix sharing and live weights, in one object."""
 
@@ -53,26 +65,20 @@ class LocalEngine:
         *,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
-        max_sequences: int | None = None,
         max_model_len: int | None = None,
-        max_prefill_tokens: int | None = None,
-        block_size: int | None = None,
-        kv_memory_fraction: float | None = None,
-        kv_tokens: int | None = None,
         max_queue: int = 100_000,
         compile_layers: bool = True,
         pack_weights: bool | None = None,
-        keep_room: bool = False,
         record_experts: bool = False,
         adapters: bool = False,
         seed: int = 0,
         version: int = 0,
+        **cache: Unpack[CacheSettings],
     ) -> None:
         """`record_experts`: responses of a mixture say to which experts each token went (docs/mixtures.md).
         `adapters`: requests may name a LoRA adapter that `add_adapter` has added (docs/engine.md).
         `pack_weights`: keep copies of matrices in the order that the hardware reads them; False saves their memory.
-        `compile_layers`: False runs every model through its own layers as they are.
-        `keep_room`: admit a request only if the cache has room for the usual length of a reply; fewer are preempted."""
+        `compile_layers`: False runs every model through its own layers as they are."""
         if adapters and record_experts:
             raise ConfigError("An engine with adapters=True has no record_experts. Leave one out.")
         loaded = load_model(model, tokenizer, dtype=dtype, device=device)
@@ -80,25 +86,13 @@ class LocalEngine:
         if names := FiniteCheck(self.model.named_parameters()).names():
             raise not_finite(f"{self.name} cannot be served", names, "Load other weights.")
         self.records_experts = record_experts
+        images = image_processor_of(self.tokenizer)
         backend = choose_backend(
-            self.model,
-            max_model_len,
-            images=image_processor_of(self.tokenizer),
-            records_experts=record_experts,
-            has_adapters=adapters,
+            self.model, max_model_len, images=images, records_experts=record_experts, has_adapters=adapters
         )
         embedding = self.model.get_input_embeddings().weight
         self.max_model_len, self.vocab_size = backend.max_length, int(embedding.shape[0])
-        scheduler = _make_scheduler(
-            backend,
-            embedding.device,
-            max_sequences=max_sequences,
-            max_prefill_tokens=max_prefill_tokens,
-            block_size=block_size,
-            kv_memory_fraction=kv_memory_fraction,
-            kv_tokens=kv_tokens,
-            keep_room=keep_room,
-        )
+        scheduler = _make_scheduler(backend, embedding.device, **cache)
         scheduler.version = version
         self.max_sequences = scheduler.limits.max_sequences
         """Requests that are computed at a time; others wait."""
@@ -189,7 +183,7 @@ class LocalEngine:
     async def score_prompt(
         self, tokens: TokenIds, *, top_k: int = 0, targets: Any = None, adapter: str | None = None
     ) -> PromptScores:
-        """What the model says of each token after the first: its log-probability, the `top_k` most probable tokens in its place,
+        """Scores of each token after the first: its log-probability, the `top_k` most probable tokens in its place,
         and the log-probabilities of `targets` [len(tokens) - 1, K] in its place (-1 is none)."""
         ids = token_array(tokens)
         wanted = None if targets is None else np.asarray(targets, dtype=np.int64)
@@ -343,21 +337,21 @@ class LocalEngine:
 
 
 _STATES_SHARE = 0.3
-"""Of free memory, for the recurrent states of all sequences, where `max_sequences` is not given."""
+"""Share of free memory for the recurrent states of all sequences, where `max_sequences` is not given."""
 
 
 def _make_scheduler(
     backend: Backend,
     device: torch.device,
     *,
-    max_sequences: int | None,
-    max_prefill_tokens: int | None,
-    block_size: int | None,
-    kv_memory_fraction: float | None,
-    kv_tokens: int | None,
-    keep_room: bool,
+    max_sequences: int | None = None,
+    max_prefill_tokens: int | None = None,
+    block_size: int | None = None,
+    kv_memory_fraction: float | None = None,
+    kv_tokens: int | None = None,
+    keep_room: bool = False,
 ) -> Scheduler:
-    """Over a pool of blocks, with what suits the device where a setting is None."""
+    """A scheduler over a pool of blocks; a setting that is None gets what suits the device."""
     on_gpu = device.type == "cuda"
     # Every member of a group computes what follows the last full block itself. On a GPU a kernel reads whole blocks.
     block_size = block_size if block_size is not None else (16 if on_gpu else 4)

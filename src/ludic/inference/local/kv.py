@@ -4,6 +4,7 @@ Keys and values of every token are in a pool of slots (slot = block × block siz
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ludic.inference.local.sequence import Sequence
 from ludic.models.attention import AttentionRules, explicit_attention
+from ludic.models.packed_attention import to_device
 from ludic.types import ConfigError
 
 # Letters: T flat tokens, L context length, B spans, H query heads, K key/value heads, D head size, S slots.
@@ -67,6 +70,16 @@ class KVPool:
         for store in (*self.keys, *self.values, *([] if self.experts is None else [self.experts])):
             store[targets_N] = store[sources_N]
 
+    def copy_last_blocks(self, pairs: Iterable[tuple[Sequence, Sequence]]) -> None:
+        """From the first to the second of sequences with equal tokens, copy what follows the full blocks, which they share."""
+        found = []
+        for source, copy in pairs:
+            end = len(copy.tokens)
+            start = end - end % self.block_size
+            found.append(torch.stack([self.slots(own.blocks, start, end) for own in (source, copy)]))
+        sources_N, targets_N = to_device(torch.cat(found, dim=1).numpy(), self.shape.device)
+        self.copy(sources_N, targets_N)
+
     def experts_of(self, blocks: list[int], num_tokens: int) -> np.ndarray[Any, Any] | None:
         """The recorded experts of a sequence's first tokens; None if they are not recorded."""
         if self.experts is None:
@@ -113,7 +126,7 @@ class PrefillState:
             alike.setdefault((span.start, _padded_queries(span.end - span.start)), []).append(span)
         self._groups = [_SpanGroup(spans, num_queries, new_slots_T) for (_, num_queries), spans in alike.items()]
         self.is_plain = True
-        """Whether no layer has had a sliding window, soft-capped scores or sinks."""
+        """True if no layer has had a sliding window, soft-capped scores or sinks."""
 
     def attend(
         self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, rules: AttentionRules
@@ -227,7 +240,7 @@ def num_blocks(
     most: int,
     reserved: int = 0,
 ) -> int:
-    """Blocks for `kv_tokens`, else for a fraction of the free memory beside the `reserved` bytes, and for at most `most` tokens."""
+    """Blocks for `kv_tokens`, else for a fraction of the free memory less the `reserved` bytes, and for at most `most` tokens."""
     if block_size < 1:
         raise ConfigError(f"block_size={block_size}; it must be at least 1.")
     if kv_tokens is None:

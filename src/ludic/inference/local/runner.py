@@ -1,4 +1,4 @@
-"""What runs a model for the engine: the interfaces of backends (one for each model) and runners (one for each cache)."""
+"""Interfaces of what runs a model for the engine: of backends (one for each model) and runners (one for each cache)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class Runner(Protocol):
     """The engine's interface to a device."""
 
     runs_ahead: bool
-    """Whether a step can be launched before the tokens of the one before are read."""
+    """True if a step can be launched before the tokens of the one before are read."""
 
     def prefill(self, chunks: Seq[Chunk]) -> Read: ...
 
@@ -41,13 +41,13 @@ class RecordsExperts(Protocol):
     """A runner that knows to which experts a mixture has sent the tokens of a sequence."""
 
     def experts(self, sequence: Sequence) -> np.ndarray[Any, Any] | None:
-        """Of all its tokens but the last, which has not been computed."""
+        """The experts of all its tokens but the last, which has not been computed."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerSettings:
-    """What the engine asks of a runner."""
+    """The engine's settings for a runner."""
 
     num_blocks: int
     block_size: int
@@ -56,7 +56,7 @@ class RunnerSettings:
     compile_layers: bool = True
     pack_weights: bool | None = None
     adapters: bool = False
-    """Whether sequences may have adapters."""
+    """True if sequences may have adapters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,13 +91,13 @@ class Backend(ABC):
     bytes_per_sequence: int = 0
     """Memory of a sequence's recurrent states, whatever its length."""
     shares_prefixes: bool = True
-    """Whether a sequence can continue from the blocks of another."""
+    """True if a sequence can continue from the blocks of another."""
     max_rounds: int = 1
     """Decoding rounds per step."""
 
     @classmethod
     def is_for(cls, model: Any) -> bool:
-        """Whether it is meant for models of this kind on this device; others are not asked further."""
+        """True if it is meant for models of this kind on this device; others are not asked further."""
         return True
 
     @abstractmethod
@@ -110,7 +110,7 @@ class Backend(ABC):
 
 
 def sampled_from(logits_NV: Tensor, sequences: list[Sequence]) -> Read:
-    """One token for each of these sequences, sampled on the host."""
-    tokens, logprobs = sample(logits_NV.cpu(), sequences) if sequences else ([], [])
+    """One token for each of these sequences, sampled where the logits are."""
+    tokens, logprobs = sample(logits_NV, sequences) if sequences else ([], [])
     sampled = [(s, [token], [logprob]) for s, token, logprob in zip(sequences, tokens, logprobs, strict=True)]
     return lambda: sampled

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,10 +47,10 @@ def sample(logits_NV: Tensor, sequences: Seq[Sequence]) -> tuple[list[int], list
     if len(greedy) == len(sequences):
         return _with_logprobs(logits_NV, logits_NV.max(dim=-1).indices)  # on a CPU faster than argmax
     # A greedy request keeps temperature 1: its log-prob is under the model's own distribution.
-    temperatures_N = torch.tensor([s.sampling.temperature or 1.0 for s in sequences])
+    temperatures_N = torch.tensor([s.sampling.temperature or 1.0 for s in sequences], device=logits_NV.device)
     if bool((temperatures_N != 1).any()):
         logits_NV /= temperatures_N[:, None]
-    filter_logits(logits_NV, sequences)
+    _filter_logits(logits_NV, sequences)
     return _draw(logits_NV, greedy, sequences)
 
 
@@ -58,7 +58,7 @@ def _draw(logits_NV: Tensor, greedy: list[int], sequences: Seq[Sequence]) -> tup
     """Run the race, except for greedy rows, then compute the log-probability of the token."""
     highest_N1 = logits_NV.amax(dim=-1, keepdim=True)
     weights_NV = (logits_NV - highest_N1).exp_()
-    places_N2 = torch.tensor([[s.seed, len(s.tokens)] for s in sequences])
+    places_N2 = torch.tensor([[s.seed, len(s.tokens)] for s in sequences], device=logits_NV.device)
     drawn_N1, total_N1 = race(weights_NV, places_N2)
     if greedy:
         drawn_N1[greedy] = logits_NV[greedy].max(dim=-1, keepdim=True).indices
@@ -132,7 +132,7 @@ def _with_logprobs(logits_NV: Tensor, tokens_N: Tensor) -> tuple[list[int], list
     return tokens_N.tolist(), (chosen_N1 - sums_NC.sum(dim=-1, keepdim=True).log())[:, 0].tolist()
 
 
-def filter_logits(logits_NV: Tensor, sequences: Seq[Sequence]) -> None:
+def _filter_logits(logits_NV: Tensor, sequences: Seq[Sequence]) -> None:
     """Apply top-k, then top-p, then min-p in place to the rows that use them; record the remaining candidates if requested."""
     for row, sequence in enumerate(sequences):
         params = sequence.sampling
@@ -189,7 +189,7 @@ def _forbid_early_stops(logits_NV: Tensor, sequences: Seq[Sequence]) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptScores:
-    """What the model says of each scored token of a text, given all tokens before it."""
+    """The model's log-probabilities of each scored token of a text, given all tokens before it."""
 
     logprobs: np.ndarray[Any, Any]
     """[N] of the text's own tokens."""
@@ -218,9 +218,9 @@ class Scoring:
     def num_scored(self) -> int:
         return len(self.tokens) - self.num_prompt
 
-    def predictors(self, start: int) -> range:
+    def predictors(self, start: int) -> np.ndarray[Any, Any]:
         """Positions of the logits that predict the scored tokens, for a text at flat position `start`."""
-        return range(start + self.num_prompt - 1, start + len(self.tokens) - 1)
+        return np.arange(start + self.num_prompt - 1, start + len(self.tokens) - 1)
 
 
 class ScoringQueue:
@@ -261,6 +261,27 @@ class ScoringQueue:
         for scoring in waiting:
             if scoring.answer.set_running_or_notify_cancel():
                 scoring.answer.set_exception(error())
+
+
+class FlatTexts(NamedTuple):
+    """Texts end to end, for one pass."""
+
+    tokens: np.ndarray[Any, Any]
+    positions: np.ndarray[Any, Any]
+    lengths: list[int]
+    where: np.ndarray[Any, Any]
+    """Flat positions of the logits that predict the scored tokens."""
+
+    @classmethod
+    def of(cls, texts: Seq[Scoring]) -> "FlatTexts":
+        lengths = [len(text.tokens) for text in texts]
+        starts = np.cumsum([0, *lengths[:-1]]).tolist()
+        return cls(
+            np.concatenate([text.tokens for text in texts]),
+            np.concatenate([np.arange(length) for length in lengths]),
+            lengths,
+            np.concatenate([text.predictors(start) for text, start in zip(texts, starts, strict=True)]),
+        )
 
 
 def scores_of(

@@ -30,11 +30,11 @@ class Limits:
     """Decoding rounds per step. More than one saves host time on a GPU; a sequence that stops in between wastes the rest of
     its rounds."""
     copies_prompts: bool = True
-    """Whether the runner computes equal prompts of one step once and samples from the same logits."""
+    """True if the runner computes equal prompts of one step once and samples from the same logits."""
     keeps_room: bool = False
-    """Whether admission leaves blocks for the expected growth of running sequences."""
+    """True if admission leaves blocks for the expected growth of running sequences."""
     shares_prefixes: bool = True
-    """Whether a sequence can continue from the blocks of another; not if its state is kept elsewhere than in blocks."""
+    """True if a sequence can continue from the blocks of another; not if its state is kept elsewhere than in blocks."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class Plan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the device samples every token without the host."""
+        """True if the device samples every token without the host."""
         return all(s.is_plain for s in self.decode) and all(chunk.sequence.is_plain for chunk in self.prefill)
 
 
@@ -92,7 +92,7 @@ class Scheduler:
         self.limits = limits
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
-        """By number, in order of admission."""
+        """Sequences by number, in order of admission."""
         self.version = 0
         self.num_preemptions = 0
         self.num_prefix_tokens = 0
@@ -172,7 +172,7 @@ class Scheduler:
         return self.pool.num_available - _KEPT_SHARE * growth
 
     def _growth(self, sequence: Sequence, num_held: int) -> int:
-        """Blocks that the sequence is expected to take beside those that it holds."""
+        """Blocks that the sequence is expected to take in addition to those that it holds."""
         if not self.limits.keeps_room:
             return 0
         return max(self.pool.blocks_for(self._lengths.expected(sequence)) - num_held, 0)

@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from ludic.inference.local.requests import Answers, LogitsNotFinite, RequestAborted
 from ludic.inference.local.runner import Backend, Read, RecordsExperts, Runner, RunnerSettings
 from ludic.inference.local.sampling import Scoring, ScoringQueue
 from ludic.inference.local.scheduler import Scheduler
-from ludic.inference.local.sequence import Sampled, Sequence, StopRule
+from ludic.inference.local.sequence import Answers, LogitsNotFinite, RequestAborted, Sampled, Sequence, StopRule
 from ludic.models.kinds import adapts_experts, part
 from ludic.models.weights import FiniteCheck, WeightsWatch, not_finite, shared_view
 from ludic.tasks import exempt_from_collection
@@ -155,7 +154,7 @@ class Worker:
             self._changed.notify_all()
 
     def begin_version(self, version: int | None) -> None:
-        """What was computed with the weights so far is dropped; None is the next number. Call it while the worker is paused."""
+        """Drop what was computed with the weights so far; None is the next number. Call it while the worker is paused."""
         if version != self.scheduler.version or self._watch.has_changed():
             self._unread = FiniteCheck(self._watch.changed(self._model))
         restarted = self.scheduler.new_version(self.scheduler.version + 1 if version is None else version)

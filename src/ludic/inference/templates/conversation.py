@@ -1,7 +1,7 @@
 """The token side of one dialogue: stored ids plus the template's delta, without rendering twice.
 
 A conversation consists of segments. Within a segment, every prompt is the tokens already sent and sampled plus new ones. When
-the context shows a different history, a new segment starts with a full rendering.
+the context shows a different history, a new segment starts with a full rendering. Spans say which token came from which message.
 """
 
 import importlib.util
@@ -10,12 +10,12 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ludic.inference.templates.attribution import token_starts
 from ludic.inference.templates.chat import ChatTemplate, ToolSchemas, require_tools
 from ludic.types import (
     ChatClient,
@@ -37,6 +37,125 @@ from ludic.types import (
 from ludic.types.errors import encodable
 from ludic.types.messages import joined_spans, spans_with_reply
 
+# Letters and digits only, so that no template's trimming or escaping changes a mark.
+_MARK = re.compile(r"LudicMark7f3a([BE])(\d+)x")
+Render = Callable[[Sequence[Message]], str | None]
+"""The text of these messages, without the opening of a reply; None if the template cannot write them."""
+CommonStart = Callable[[str, str], str]
+
+
+def text_spans(
+    text: str,
+    render: Render,
+    messages: Sequence[Message],
+    *,
+    head: int,
+    first: int,
+    closings: re.Pattern[str],
+    common: CommonStart,
+) -> list[MessageSpan]:
+    """Spans of characters in `text`, which is `render(messages)`, from `head` on; the first message has the index `first`.
+
+    `closings` matches what ends a message, for borders that no shorter rendering shows.
+    """
+    found = _located(render, messages, text)
+    order = _in_order(found, len(messages))
+    edges = [head]
+    for before, after in pairwise(order):
+        lower = max(found[before][1] if before in found else edges[-1], edges[-1])
+        upper = next((found[i][0] for i in order[order.index(after) :] if i in found), len(text))
+        shorter = render(messages[:after]) if after == before + 1 else None
+        edge = -1 if shorter is None else len(common(text, shorter))
+        if not lower <= edge <= upper:
+            closing = closings.search(text, lower, upper)
+            edge = lower if closing is None else closing.end()
+        edges.append(edge)
+    edges.append(len(text))
+    spans = []
+    for index, (start, end) in zip(order, pairwise(edges), strict=True):
+        message = messages[index]
+        own = found.get(index, (start, end))
+        # Calls stand behind the content and are not marked.
+        text_end = end if message.get("tool_calls") else own[1]
+        spans.append(MessageSpan(first + index, message["role"], start, end, max(own[0], start), min(text_end, end)))
+    return spans
+
+
+def _located(render: Render, messages: Sequence[Message], text: str) -> dict[int, tuple[int, int]]:
+    """Index of a message -> where its content is in the text."""
+    marked = [_marked(message, index) for index, message in enumerate(messages)]
+    found = _between_marks(render(marked), text)
+    if found is not None:
+        return found
+    found = {}
+    for index, message in enumerate(marked):  # a template that looks into one content may still show the others
+        found |= _between_marks(render([*messages[:index], message, *messages[index + 1 :]]), text) or {}
+    return found
+
+
+def _marked(message: Message, index: int) -> Message:
+    content = message.get("content")
+    if not isinstance(content, str) or not content.strip():
+        return message
+    inner = content.strip()  # templates trim
+    start = content.index(inner)
+    end = start + len(inner)
+    begin_mark, end_mark = f"LudicMark7f3aB{index}x", f"LudicMark7f3aE{index}x"
+    return {**message, "content": content[:start] + begin_mark + inner + end_mark + content[end:]}
+
+
+def _between_marks(marked: str | None, text: str) -> dict[int, tuple[int, int]] | None:
+    """None if the marks changed more than themselves."""
+    if marked is None or _MARK.sub("", marked) != text:
+        return None
+    places: dict[tuple[str, int], int] = {}
+    removed = 0
+    for mark in _MARK.finditer(marked):
+        places.setdefault((mark[1], int(mark[2])), mark.start() - removed)
+        removed += len(mark[0])
+    return {i: (place, places["E", i]) for (kind, i), place in places.items() if kind == "B" and ("E", i) in places}
+
+
+def _in_order(found: dict[int, tuple[int, int]], num_messages: int) -> list[int]:
+    """Messages as the text shows them; one whose text was not found stays behind the one before it."""
+    keys, last = [], -1
+    for index in range(num_messages):
+        last = found[index][0] if index in found else last
+        keys.append((last, index))
+    return [index for _, index in sorted(keys)]
+
+
+# --- characters to tokens ---
+
+
+def token_spans(spans: Sequence[MessageSpan], starts: npt.NDArray[np.int64], num_dropped: int = 0) -> list[MessageSpan]:
+    """Spans of characters as spans of the tokens that start at these characters, without the first `num_dropped` tokens."""
+    edges = np.array([(s.start, s.end, s.text_start, s.text_end) for s in spans], dtype=np.int64)
+    places = np.searchsorted(starts, edges)
+    # A token that begins before a text and holds its first characters is part of the text.
+    begins = places[:, 2]
+    is_inside = (edges[:, 2] < edges[:, 3]) & (begins > places[:, 0])
+    is_inside &= np.append(starts, np.iinfo(np.int64).max)[begins] > edges[:, 2]
+    places[:, 2] -= is_inside
+    places = np.maximum(places - num_dropped, 0)
+    made = [MessageSpan(span.message, span.role, *own) for span, own in zip(spans, places.tolist(), strict=True)]
+    last = made[-1]
+    # Characters behind the last token's start belong to it.
+    made[-1] = last._replace(end=max(len(starts) - num_dropped, 0))
+    return [span for span in made if span.start < span.end]
+
+
+def token_starts(tokenizer: Any, text: str, ids: Sequence[int]) -> npt.NDArray[np.int64]:
+    """The character of the text at which each of these tokens starts."""
+    found = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False) if tokenizer.is_fast else None
+    if found is not None and found.ids == list(ids):
+        pairs = np.array(found.offsets, dtype=np.int64).reshape(-1, 2)
+        # Some tokenizers leave a token's spaces out of its offsets; then it starts where the token before it ends.
+        starts = np.minimum(pairs[:, 0], np.concatenate([[0], pairs[:-1, 1]])[: len(pairs)])
+    else:
+        starts = np.array([len(tokenizer.decode(list(ids[:count]))) for count in range(len(ids))], dtype=np.int64)
+    return np.maximum.accumulate(starts) if len(starts) else starts
+
 
 @dataclass(slots=True, eq=False)
 class Prompt:
@@ -53,7 +172,7 @@ class Prompt:
     images: tuple[ImageSpan, ...] = ()
     """Pictures of all its messages, and the tokens that stand for them."""
     message_spans: tuple[MessageSpan, ...] = ()
-    """Which message each token came from, if it was asked for."""
+    """The message that each token came from, if it was asked for."""
 
 
 class Conversation:
@@ -131,7 +250,7 @@ class Conversation:
         )
 
     def _continues(self, messages: list[Message], tools: ToolSchemas | None) -> bool:
-        """Whether the messages extend the last prompt and its reply."""
+        """True if the messages extend the last prompt and its reply."""
         sent = len(self._messages)
         return (
             self._reply is not None
@@ -188,7 +307,7 @@ class ChatDialogue:
         """The sampled reply as the assistant's message; append it unchanged to the messages of the next prompt."""
         text = self._template.reply_prefix + self._decode(completion.completion_token_ids)
         message: Message = {"role": "assistant", "content": text}
-        if self._tools and completion.finish_reason != "length":  # a truncated call is no call
+        if self._tools and completion.finish_reason != "length":  # a truncated call does not count
             found = self._template.parse_tool_calls(text)
             if found.tool_calls and not found.parse_error:
                 calls = [{**call, "id": f"call{self._num_calls + n:05d}"} for n, call in enumerate(found.tool_calls)]
@@ -210,7 +329,7 @@ def find_stop(text: str, sampling: SamplingParams, num_exempt: int = 0) -> int |
 
 @lru_cache
 def _is_rust(kind: Any) -> bool:
-    """Whether the methods below are those of transformers' Rust tokenizers, and not overridden."""
+    """True if the methods below are those of transformers' Rust tokenizers, and not overridden."""
     if importlib.util.find_spec("transformers") is None:
         return False
     from transformers import PreTrainedTokenizerFast
@@ -256,7 +375,9 @@ class ControlTokens:
         self._tokenizer = tokenizer
         more = {*TURN_MARKERS, *more}
         added = [token for token in tokenizer.added_tokens_decoder.values() if token.special or token.content in more]
-        texts = [token.content for token in added if len(token.content.strip()) > 1]  # white space is no control token
+        texts = [
+            token.content for token in added if len(token.content.strip()) > 1
+        ]  # white space is not a control token
         # By first character: one alternative per token would be slow for a text full of "<".
         rests = {first: [re.escape(text[1:]) for text in texts if text[0] == first] for first in {t[0] for t in texts}}
         starts = (f"{re.escape(first)}(?={'|'.join(behind)})" for first, behind in rests.items())

@@ -12,16 +12,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ludic.inference.templates.attribution import text_spans, token_spans
-from ludic.inference.templates.chat import ChatTemplate, TemplateResult, ToolSchemas
-from ludic.inference.templates.conversation import CUT, ControlTokens
-from ludic.inference.templates.tool_calls import (
+from ludic.inference.templates.chat import (
     TOOL_PARSERS,
+    ChatTemplate,
+    TemplateResult,
     ToolParser,
     ToolParseResult,
+    ToolSchemas,
     make_tool_call,
     with_argument_objects,
 )
+from ludic.inference.templates.conversation import CUT, ControlTokens, text_spans, token_spans
 from ludic.types import (
     Message,
     MessageSpan,
@@ -302,12 +303,12 @@ class HFChatTemplate(ChatTemplate):
 
     @cached_property
     def _opening(self) -> str:
-        """What the template writes to open a reply."""
+        """The text with which the template opens a reply."""
         prompt = self._render([_HELLO], None, True)
         return prompt[len(self._common_start(prompt, self._render([_HELLO], None, False))) :]
 
     def _header(self, role: str) -> str:
-        """What the template writes before the text of a message of this role."""
+        """The template's text before that of a message of this role."""
         shown = self._try_render([_HELLO, _STAND_IN, {"role": role, "content": _PROSE}], None, False)
         alone = self._try_render([_HELLO, _STAND_IN], None, False)
         if shown is None or alone is None or _PROSE not in shown:
@@ -334,7 +335,7 @@ class HFChatTemplate(ChatTemplate):
         return {text for text in found if text in written}
 
     def _find_closing(self) -> tuple[str, str]:
-        """What the template writes after a reply in any case, and what it writes only at the conversation's end.
+        """The template's text after a reply in any case, and its text only at the conversation's end.
 
         The closing extends to the end-of-turn token if there is one; that token is added to `_end_ids`.
         """
@@ -364,7 +365,7 @@ class HFChatTemplate(ChatTemplate):
 
     @cached_property
     def _tail_is_local(self) -> bool:
-        """Whether the text after a reply is the same early and late in a conversation (no numbered rounds)."""
+        """True if the text after a reply is the same early and late in a conversation (no numbered rounds)."""
         next_user: Message = {"role": "user", "content": "Go on"}
         early = self._try_render([_HELLO, _STAND_IN, next_user], None, True)
         late = self._try_render([_HELLO, _REPLIED, next_user, _REPLIED, next_user, _STAND_IN, next_user], None, True)
@@ -458,7 +459,7 @@ class _RecentTexts:
 
     MAX_CHARS: ClassVar[int] = 1 << 24
     ENTRY_CHARS: ClassVar[int] = 512
-    """What an entry takes besides its text, in characters."""
+    """The size of an entry besides its text, in characters."""
 
     def __init__(self, encode: Callable[[str], TokenArray]) -> None:
         self._encode, self._lock = encode, threading.Lock()

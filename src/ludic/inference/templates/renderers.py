@@ -12,10 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from ludic.inference.templates.chat import ChatTemplate, TemplateResult, ToolSchemas
+from ludic.inference.templates.chat import (
+    ChatTemplate,
+    TemplateResult,
+    ToolParseResult,
+    ToolSchemas,
+    make_tool_call,
+    with_argument_objects,
+)
 from ludic.inference.templates.conversation import ControlTokens
 from ludic.inference.templates.hf import END_OF_TURN, HFChatTemplate, tool_parser_for
-from ludic.inference.templates.tool_calls import ToolParseResult, make_tool_call, with_argument_objects
 from ludic.types import (
     ConfigError,
     Message,
@@ -165,7 +171,7 @@ class RenderersTemplate(ChatTemplate):
     # --- tool calls ---
 
     def supports_tools(self) -> bool:
-        """Whether a call that the renderer writes can be read from the text of a reply, which has no special tokens."""
+        """True if a call that the renderer writes can be read from the text of a reply, which has no special tokens."""
         if self._has_tools is None:
             rendered = self._rendered([_HELLO, _CALL], _CALL_TOOLS, False)
             sampled = zip(rendered.token_ids, rendered.sampled_mask or [True] * len(rendered.token_ids), strict=True)

@@ -1,8 +1,7 @@
 """Many LoRA adapters over one frozen base model, several of them in one forward pass.
 
-The Tinker server's training runs and the embedded inference engine import it. Start with adapter.py (the weights of one
-adapter). Training: bank.py (a pass over tokens of several adapters), then targets.py (log-probabilities at the output layer).
-Sampling: forward.py.
+Training runs of several tenants and the embedded inference engine import it. Start with adapter.py (the weights of one
+adapter, and the products of a pass). Training: bank.py (a pass over tokens of several adapters). Sampling: forward.py.
 """
 
 from ludic.models.adapters.adapter import AdapterSpec, LoraAdapter

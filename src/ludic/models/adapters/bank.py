@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ludic.models.adapters.adapter import LoraAdapter, adaptable_linears
-from ludic.models.adapters.targets import HeadAdapter, TargetLogps
+from ludic.models.adapters.adapter import AdapterProduct, LoraAdapter, adaptable_linears
 from ludic.models.head import Head, find_head
 from ludic.models.weights import shared_view
 
 _MAX_TURNED = 1 << 28
-"""Weights of a base model that are kept transposed, too, for the forward pass on a CPU, which multiplies by such a copy 5 to 20 %
+"""Weights of a base model that are also kept transposed for the forward pass on a CPU, which multiplies by such a copy 5 to 20 %
 faster than by a transposed view, and small matrices three times: a gigabyte in fp32."""
 Spans = Sequence[tuple[LoraAdapter | None, int]]
 """(adapter, number of rows) in the order of the rows; None is the base model."""
@@ -51,7 +50,7 @@ class AdapterBank:
     """A private view of a base model whose linear layers apply the adapters of the current pass. Freezes the base.
 
     The view belongs to one thread: the trainer and the inference engine have a bank each, over the same base tensors.
-    The output layer of the view stays plain; `target_logps` applies the adapters there.
+    The output layer of the view, `head`, stays plain: its adapters are the caller's.
     """
 
     def __init__(self, model: Any) -> None:
@@ -63,14 +62,15 @@ class AdapterBank:
         self._spans: list[RowSpan] = []
         self._num_rows: int | None = None
         self._others: dict[Any, Tensor] = {}
-        """What `others` has returned in the current pass."""
-        self._head_name = ""
+        """The results of `others` in the current pass."""
+        self.head_name = ""
+        """Name of the output layer's module."""
         linears = adaptable_linears(self.model)
         size = sum(linear.weight.numel() for linear in linears.values() if linear is not output)
         turns = size <= _MAX_TURNED and output.weight.device.type == "cpu" and output.weight.dtype is torch.float32
         for name, linear in linears.items():
             if linear is output:
-                self._head_name = name
+                self.head_name = name
                 continue
             parent, _, child = name.rpartition(".")
             setattr(self.model.get_submodule(parent), child, AdaptedLinear(linear, name, self, turns=turns))
@@ -95,7 +95,7 @@ class AdapterBank:
         return self._spans
 
     def others(self, spans: tuple[tuple[int, int, int], ...], num_rows: int, device: torch.device) -> Tensor:
-        """Where a row of the pass is in another span (first row, end, rank) than the column, which are ranks side by side."""
+        """True where a row of the pass is in another span (first row, end, rank) than the column, which are ranks side by side."""
         if spans not in self._others:
             owners_T = torch.full((num_rows,), -1)
             for number, (start, end, _) in enumerate(spans):
@@ -103,17 +103,6 @@ class AdapterBank:
             owners_R = torch.repeat_interleave(torch.tensor([rank for *_, rank in spans]))
             self._others[spans] = owners_T.to(device)[:, None] != owners_R.to(device)[None]
         return self._others[spans]
-
-    def target_logps(
-        self, hidden_TD: Tensor, spans: Spans, token_P: Tensor, target_P: Tensor, *, for_backward: bool
-    ) -> TargetLogps:
-        """Log-probabilities of pairs of a token and a target that it predicts, with a backward pass by hand."""
-        adapters = [
-            HeadAdapter(own.start, own.end, *pair, own.adapter.scale)
-            for own in row_spans(spans)[0]
-            if (pair := own.adapter.weights(self._head_name)) is not None
-        ]
-        return TargetLogps(hidden_TD, self.head, adapters, token_P, target_P, for_backward=for_backward)
 
 
 # Letters: T flat tokens, N inputs of a projection, M its outputs, R the rank.
@@ -134,51 +123,45 @@ class AdaptedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x_TN = x.reshape(-1, self.in_features)
-        adapted = self.in_pass(len(x_TN))
-        rows = [(start, end, scale) for start, end, scale, *_ in adapted]
-        weights = [weight for *_, a_RN, b_MR in adapted for weight in (a_RN, b_MR)]
+        adapters = self.in_pass(len(x_TN))
         if torch.is_grad_enabled():
+            rows = [(own.scale, own.rows) for own in adapters]
+            weights = [weight for own in adapters for weight in (own.a_RN, own.b_MR)]
             out_TM: Tensor = _AdaptedProduct.apply(x_TN, self.weight, self._turned_NM, self.bias, rows, *weights)
         else:
-            out_TM = _product(x_TN, self._turned_NM, self.bias, rows, weights)[0]
+            out_TM = _product(x_TN, self._turned_NM, self.bias, [own.to(x.dtype) for own in adapters])[0]
         return out_TM.view(*x.shape[:-1], self.out_features)
 
     def others(self, spans: tuple[tuple[int, int, int], ...], num_rows: int) -> Tensor:
         """`AdapterBank.others`."""
         return self._bank[0].others(spans, num_rows, self.weight.device)
 
-    def in_pass(self, num_rows: int) -> list[tuple[int, int, float, nn.Parameter, nn.Parameter]]:
-        """(first row, end, scale, A, B) of each adapter of the current pass over so many rows."""
-        spans = self._bank[0].spans_of(num_rows)
-        pairs = [(span, span.adapter.weights(self._name)) for span in spans]
-        return [(span.start, span.end, span.adapter.scale, *pair) for span, pair in pairs if pair is not None]
+    def in_pass(self, num_rows: int) -> list[AdapterProduct]:
+        """The adapters of the current pass over this number of rows, with their parameters."""
+        return [
+            AdapterProduct(*pair, own.adapter.scale, slice(own.start, own.end))
+            for own in self._bank[0].spans_of(num_rows)
+            if (pair := own.adapter.weights(self._name)) is not None
+        ]
 
 
 def _product(
-    x_TN: Tensor,
-    weight_NM: Tensor,
-    bias_M: Tensor | None,
-    rows: list[tuple[int, int, float]],
-    weights: Sequence[Tensor],
+    x_TN: Tensor, weight_NM: Tensor, bias_M: Tensor | None, adapters: Sequence[AdapterProduct]
 ) -> tuple[Tensor, list[Tensor]]:
-    """[T, M], and A x of every span."""
+    """[T, M], and A x of every adapter."""
     out_TM = x_TN @ weight_NM if bias_M is None else torch.addmm(bias_M, x_TN, weight_NM)
-    inner = []
-    for (start, end, scale), a_RN, b_MR in zip(rows, weights[::2], weights[1::2], strict=True):
-        x_TR = x_TN[start:end] @ _transposed(a_RN, x_TN)
-        out_TM[start:end].addmm_(x_TR, _transposed(b_MR, x_TN), alpha=scale)
-        inner.append(x_TR)
-    return out_TM, inner
+    return out_TM, [own.add(out_TM, x_TN) for own in adapters]
 
 
-def _transposed(weight: Tensor, like: Tensor) -> Tensor:
-    """In the precision of the pass. A CPU multiplies by a transposed copy up to four times faster than by a transposed view."""
-    turned = weight.to(like.dtype).t()
-    return turned if like.is_cuda else turned.contiguous()
+def _products(
+    rows: Sequence[tuple[float, slice]], weights: Sequence[Tensor], dtype: torch.dtype
+) -> list[AdapterProduct]:
+    pairs = zip(weights[::2], weights[1::2], strict=True)
+    return [AdapterProduct(*pair, *own).to(dtype) for own, pair in zip(rows, pairs, strict=True)]
 
 
 class _AdaptedProduct(torch.autograd.Function):
-    """`_product` with gradients of the input and of every span's A and B."""
+    """`_product` with gradients of the input and of every adapter's A and B."""
 
     @staticmethod
     def forward(
@@ -187,10 +170,10 @@ class _AdaptedProduct(torch.autograd.Function):
         weight_MN: Tensor,
         weight_NM: Tensor,
         bias_M: Tensor | None,
-        rows: list[tuple[int, int, float]],
+        rows: list[tuple[float, slice]],
         *weights: Tensor,
     ) -> Tensor:
-        out_TM, inner = _product(x_TN, weight_NM, bias_M, rows, weights)
+        out_TM, inner = _product(x_TN, weight_NM, bias_M, _products(rows, weights, x_TN.dtype))
         ctx.rows = rows
         ctx.save_for_backward(x_TN, weight_MN, *weights, *inner)
         return out_TM
@@ -198,18 +181,11 @@ class _AdaptedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_TM: Tensor) -> Any:
         x_TN, weight_MN, *rest = ctx.saved_tensors
-        count = len(ctx.rows)
-        weights, inner = rest[: 2 * count], rest[2 * count :]
-        needs_x = ctx.needs_input_grad[0]
-        grad_x_TN = grad_TM @ weight_MN if needs_x else None
-        grads: list[Tensor | None] = []
-        for number, (start, end, scale) in enumerate(ctx.rows):
-            a_RN, b_MR = weights[2 * number : 2 * number + 2]
-            own_TM = grad_TM[start:end]
-            grad_TR = (own_TM @ b_MR.to(own_TM.dtype)).mul_(scale)
-            if grad_x_TN is not None:
-                grad_x_TN[start:end].addmm_(grad_TR, a_RN.to(own_TM.dtype))
-            needs_a, needs_b = ctx.needs_input_grad[5 + 2 * number : 7 + 2 * number]
-            grads.append((grad_TR.t() @ x_TN[start:end]).to(a_RN.dtype) if needs_a else None)
-            grads.append((own_TM.t() @ inner[number]).mul_(scale).to(b_MR.dtype) if needs_b else None)
-        return grad_x_TN, None, None, None, None, *grads
+        count = 2 * len(ctx.rows)
+        weights, kept = rest[:count], rest[count:]
+        grad_x_TN = grad_TM @ weight_MN if ctx.needs_input_grad[0] else None
+        grads: list[Tensor] = []
+        for own, inner_TR in zip(_products(ctx.rows, weights, grad_TM.dtype), kept, strict=True):
+            grads += own.gradients(grad_TM, own.backward(grad_TM, grad_x_TN), x_TN, inner_TR)
+        wanted = zip(grads, weights, ctx.needs_input_grad[5:], strict=True)
+        return grad_x_TN, None, None, None, None, *(g.to(w.dtype) if needed else None for g, w, needed in wanted)

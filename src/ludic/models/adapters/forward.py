@@ -10,15 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ludic.models.adapters.adapter import LoraAdapter, adaptable_linears
-from ludic.models.adapters.stack import MAX_ROWS, AdapterStack, StackedRows
 from ludic.models.attention import AttentionState
-from ludic.models.forward import Forward, make_forward
-from ludic.models.llama.cpu import FusedLlama
-from ludic.models.packed_linear import PackedLinear
+from ludic.models.forward import Forward, FusedLlama, Layout, PackedLinear, make_forward
 from ludic.types import ConfigError
 
 MIN_ROWS = 2
@@ -37,8 +33,6 @@ class PackedAdapter:
         """No other adapter of this process has it."""
         self._adapter = adapter.copy() if any(p.requires_grad for p in adapter.parameters()) else adapter
         self.dtype = dtype
-        self.shape = adapter.spec.rank, tuple(adapter.shapes)
-        """Equal for adapters whose matrices have equal shapes."""
         self._joined: dict[tuple[str, ...], tuple[Tensor, list[tuple[int, Tensor]]] | None] = {}
 
     @property
@@ -59,8 +53,8 @@ class PackedAdapter:
 
     @torch.no_grad()
     def joined(self, names: tuple[str, ...]) -> tuple[Tensor, list[tuple[int, Tensor]]] | None:
-        """Of projections with the same input: A of all [N, sum of R], and (its place among `names`, B [R, M]) of each adapted one.
-        None if no projection is adapted."""
+        """A of all projections with the same input [N, sum of R], and (its place among `names`, B [R, M]) of each adapted one; None
+        if none of them is."""
         if names not in self._joined:
             pairs = [(place, self._adapter.weights(name)) for place, name in enumerate(names)]
             found = [(place, *pair) for place, pair in pairs if pair is not None]
@@ -82,9 +76,6 @@ class PackedAdapter:
         a_NR, scaled = joined
         x_TR = x_TN @ a_NR
         rank = scaled[0][1].shape[0]
-        if len(sizes) == 1:
-            out_TM.addmm_(x_TR, scaled[0][1])
-            return
         for number, (place, b_RM) in enumerate(scaled):
             start = sum(sizes[:place])
             inner = x_TR[:, number * rank : (number + 1) * rank]
@@ -93,16 +84,13 @@ class PackedAdapter:
 
 AdapterRows = Sequence[tuple[PackedAdapter | None, int]]
 """(adapter, number of rows) in the order of the rows; None is the base model."""
-Stacks = dict[Any, AdapterStack]
 
 
-class RowPlan:
-    """Which rows of a pass belong to which adapter. `stacks` are those of the engine's adapters, by shape."""
+class _RowPlan:
+    """The adapters of the rows of a pass."""
 
-    def __init__(
-        self, rows: AdapterRows = (), device: torch.device | None = None, stacks: Stacks | None = None
-    ) -> None:
-        self._device, self._stacks = device, {} if stacks is None else stacks
+    def __init__(self, rows: AdapterRows = (), device: torch.device | None = None) -> None:
+        self._device = device
         self._ranges: dict[PackedAdapter, list[range]] = {}
         start = 0
         for adapter, count in rows:
@@ -110,23 +98,19 @@ class RowPlan:
                 self._ranges.setdefault(adapter, []).append(range(start, start + count))
             start += count
         self._num_rows = start
-        self._parts: dict[tuple[int, int], list[StackedRows | tuple[PackedAdapter, slice | Tensor]]] = {}
+        self._parts: dict[tuple[int, int], list[tuple[PackedAdapter, slice | Tensor]]] = {}
 
-    def select(self, where: Sequence[int]) -> "RowPlan":
+    def select(self, where: Sequence[int]) -> "_RowPlan":
         """The plan of these rows, in this order."""
         owners: list[PackedAdapter | None] = [None] * self._num_rows
         for adapter, ranges in self._ranges.items():
             for own in ranges:
                 owners[own.start : own.stop] = [adapter] * len(own)
-        return RowPlan([(owners[row], 1) for row in where], self._device, self._stacks)
+        return _RowPlan([(owners[row], 1) for row in where], self._device)
 
     def add(self, out_TM: Tensor, x_TN: Tensor, names: tuple[str, ...], sizes: Sequence[int], first: int) -> None:
-        """Add to the product of the rows from `first` on what the adapter of each row gives."""
-        for part in self._part(first, first + len(x_TN)):
-            if isinstance(part, StackedRows):
-                part.add(out_TM, x_TN, names, sizes)
-                continue
-            adapter, rows = part
+        """Add the product of each row's adapter to the product of the rows from `first` on."""
+        for adapter, rows in self._part(first, first + len(x_TN)):
             if isinstance(rows, slice):
                 adapter.add(out_TM[rows], x_TN[rows], names, sizes)
             elif adapter.joined(names) is not None:
@@ -134,73 +118,45 @@ class RowPlan:
                 adapter.add(own_TM, x_TN.index_select(0, rows), names, sizes)
                 out_TM.index_copy_(0, rows, own_TM)
 
-    def _part(self, first: int, end: int) -> list[StackedRows | tuple[PackedAdapter, slice | Tensor]]:
+    def _part(self, first: int, end: int) -> list[tuple[PackedAdapter, slice | Tensor]]:
         """The adapters of rows `first` … `end`, and where each one's rows are among these."""
         if (first, end) not in self._parts:
             rows = {
                 adapter: [row - first for r in ranges for row in range(max(r.start, first), min(r.stop, end))]
                 for adapter, ranges in self._ranges.items()
             }
-            self._parts[first, end] = [*self._stacked(rows), *(self._alone(*own) for own in rows.items() if own[1])]
+            self._parts[first, end] = [(adapter, self._places(own)) for adapter, own in rows.items() if own]
         return self._parts[first, end]
 
-    def _stacked(self, rows: dict[PackedAdapter, list[int]]) -> Iterator[StackedRows]:
-        """Take adapters of one shape with few rows each out of `rows`."""
-        alike: dict[Any, list[PackedAdapter]] = {}
-        for adapter, own in rows.items():
-            if 0 < len(own) <= MAX_ROWS:
-                alike.setdefault(adapter.shape, []).append(adapter)
-        for shape, adapters in alike.items():
-            stack = self._stacks.setdefault(shape, AdapterStack())
-            slots = stack.place(adapters) if len(adapters) > 1 else None
-            if slots is not None:
-                own_rows = [rows.pop(adapter) for adapter in adapters]
-                yield StackedRows(stack, adapters, slots, own_rows, self._device, MIN_ROWS)
-
-    def _alone(self, adapter: PackedAdapter, own: list[int]) -> tuple[PackedAdapter, slice | Tensor]:
+    def _places(self, own: list[int]) -> slice | Tensor:
         if len(own) >= MIN_ROWS and own[-1] - own[0] == len(own) - 1:
-            return adapter, slice(own[0], own[-1] + 1)
+            return slice(own[0], own[-1] + 1)
         # A row that is there twice is computed twice, with one result.
-        return adapter, torch.tensor(own + own[: MIN_ROWS - len(own)], device=self._device)
+        return torch.tensor(own + own[: MIN_ROWS - len(own)], device=self._device)
 
 
 class _Pass:
     """The plans of the current pass: for its tokens, and for the positions whose logits are requested."""
 
     def __init__(self) -> None:
-        self.tokens = self.positions = RowPlan()
-        self.stacks: Stacks = {}
+        self.tokens = self.positions = _RowPlan()
 
 
 class _AdaptedLinear(PackedLinear):
-    """Packed linear layers with the same input, and the adapters of the current pass."""
+    """Linear layers with the same input, packed or as they are, and the adapters of the current pass."""
 
-    def __init__(self, names: tuple[str, ...], current: _Pass, is_head: bool, *linears: nn.Linear) -> None:
-        super().__init__(*linears)
+    def __init__(
+        self, names: tuple[str, ...], current: _Pass, is_head: bool, *linears: nn.Linear, layout: Layout | None = None
+    ) -> None:
+        super().__init__(*linears, layout=layout)
         self._names, self._sizes = names, [linear.out_features for linear in linears]
         self._current, self._is_head = current, is_head
 
     def forward(self, x: Tensor, first_row: int = 0) -> Tensor:
-        out = super().forward(x)
-        plan = self._current.positions if self._is_head else self._current.tokens
-        plan.add(out.view(-1, self.out_features), x.reshape(-1, self.in_features), self._names, self._sizes, first_row)
-        return out
-
-
-class _PlainLinear(nn.Module):
-    """A linear layer that is not packed, and the adapters of the current pass."""
-
-    def __init__(self, name: str, current: _Pass, is_head: bool, linear: nn.Linear) -> None:
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._name, self._current, self._is_head = name, current, is_head
-
-    def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, self.in_features)
-        out = F.linear(flat, self.weight, self.bias)
+        out = super().forward(flat)
         plan = self._current.positions if self._is_head else self._current.tokens
-        plan.add(out, flat, (self._name,), [self.out_features], 0)
+        plan.add(out, flat, self._names, self._sizes, first_row)
         return out.view(*x.shape[:-1], self.out_features)
 
 
@@ -221,7 +177,7 @@ class AdaptedForward:
         if not isinstance(self._forward, FusedLlama):  # what is not packed: some layers, or all on a GPU
             for name, linear in adaptable_linears(view).items():
                 parent, _, child = name.rpartition(".")
-                layer = _PlainLinear(name, self._pass, linear is head, linear)
+                layer = _AdaptedLinear((name,), self._pass, linear is head, linear, layout=Layout.PLAIN)
                 setattr(view.get_submodule(parent) if parent else view, child, layer)
         self.min_rows = self._forward.min_rows
 
@@ -231,7 +187,7 @@ class AdaptedForward:
 
     def use(self, rows: AdapterRows, where: Sequence[int]) -> None:
         """The next pass has these rows; its logits are requested at `where`."""
-        self._pass.tokens = RowPlan(rows, self._device, self._pass.stacks)
+        self._pass.tokens = _RowPlan(rows, self._device)
         self._pass.positions = self._pass.tokens.select(where)
 
     def logits(self, ids_T: Tensor, positions_T: Tensor, state: AttentionState, where_N: Tensor) -> Tensor:

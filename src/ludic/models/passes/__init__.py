@@ -10,8 +10,7 @@ from ludic import plugins
 from ludic.models.attention import say_once
 from ludic.models.head import plain_model
 from ludic.models.kinds import is_vision_model, part
-from ludic.models.passes.base import ForwardPass, Outputs, PassNeeds
-from ludic.models.passes.modules import ModulesPass, PackedPass
+from ludic.models.passes.base import ForwardPass, ModulesPass, Outputs, PackedPass, PassNeeds
 from ludic.types import MissingExtra
 
 __all__ = ["ForwardPass", "ModulesPass", "Outputs", "PackedPass", "PassNeeds", "choose"]

@@ -1,4 +1,4 @@
-"""The forward pass of a model in training: its interface, and what every pass shares."""
+"""The forward pass of a model in training: its interface, and the passes of the core on padded and on packed samples."""
 
 import contextlib
 from abc import ABC, abstractmethod
@@ -10,18 +10,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ludic.models.attention import say_once
+from ludic.models.attention import SKIP_MASK, NotRoutable, say_once
 from ludic.models.head import (
     EntropyMode,
     Head,
     chosen_logps,
     compute,
+    decoder_of,
     find_head,
+    hidden_states,
     is_decoder,
     logps_of_logits,
+    plain_model,
     whole_logits,
 )
 from ludic.models.kinds import part
+from ludic.models.packed_attention import PackedSequences, TreeSequences
+from ludic.models.passes.routing import route_attention
 from ludic.models.prefix_tree import TokenTree
 from ludic.types import ConfigError
 
@@ -94,7 +99,7 @@ class ForwardPass(ABC):
     packs = False
     takes_images = False
     is_fused = False
-    """Whether packed micro-batches do not go through the model's modules; compiled layers would not be called."""
+    """True if packed micro-batches do not go through the model's modules; compiled layers would not be called."""
 
     def __init__(self, model: Any, needs: PassNeeds) -> None:
         self.model, self.needs, self.device = model, needs, needs.device
@@ -104,7 +109,7 @@ class ForwardPass(ABC):
 
     @classmethod
     def is_for(cls, model: Any, needs: PassNeeds) -> bool:
-        """Whether it is meant for models of this kind; others are not asked further."""
+        """True if it is meant for models of this kind; others are not asked further."""
         return True
 
     @abstractmethod
@@ -187,7 +192,7 @@ class ForwardPass(ABC):
         logits_TV = logits_BLV.flatten(0, 1)
         logits_AV = logits_TV.index_select(0, batch.actions.predictor_A)
         logits_OV = None if observations is None else logits_TV.index_select(0, observations.predictor_O)
-        return outputs_of_chosen(logits_AV, logits_OV, batch, entropy, observations)
+        return _outputs_of_chosen(logits_AV, logits_OV, batch, entropy, observations)
 
     def rows(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Ids and attention mask [B, L] of a padded micro-batch."""
@@ -212,7 +217,7 @@ class ForwardPass(ABC):
         return found
 
 
-def outputs_of_chosen(
+def _outputs_of_chosen(
     logits_AV: Tensor, logits_OV: Tensor | None, batch: TokenBatch, entropy: EntropyMode | None, observations: Any
 ) -> Outputs:
     actions = batch.actions
@@ -227,3 +232,73 @@ def outputs_of_chosen(
         return Outputs(None, logps_A, entropy_A)
     scale_O = torch.ones_like(observations.target_O, dtype=torch.float32)
     return Outputs(None, logps_A, entropy_A, logps_of_logits(logits_OV, observations.target_O, scale_O)[0])
+
+
+class ModulesPass(ForwardPass):
+    """Padded samples. It suits every module that returns logits."""
+
+    def suits(self) -> str | None:
+        return None
+
+    def flat_hidden(self, batch: TokenBatch) -> Tensor:
+        num_tokens = len(batch.ids_T)
+        with self.saving(num_tokens, num_tokens // len(batch.lengths)):
+            return self.by_modules(batch)
+
+    def by_modules(self, batch: TokenBatch) -> Tensor:
+        ids_BL, mask_BL = self.rows(batch)
+        out: Tensor = decoder_of(self.model)(
+            input_ids=ids_BL, attention_mask=mask_BL, use_cache=False
+        ).last_hidden_state
+        return out.flatten(0, 1)
+
+
+class PackedPass(ModulesPass):
+    """Packed samples, for models whose attention can be routed."""
+
+    packs = True
+
+    @classmethod
+    def is_for(cls, model: Any, needs: PassNeeds) -> bool:
+        return needs.packed and needs.context is None and is_decoder(model)
+
+    def suits(self) -> str | None:
+        try:
+            with torch.no_grad():
+                compute(self.model, lambda: route_attention(plain_model(self.model)))
+        except NotRoutable as error:
+            return error.reason
+        return None
+
+    def by_modules(self, batch: TokenBatch) -> Tensor:
+        if batch.is_padded:
+            return super().by_modules(batch)
+        return hidden_states(self.model, batch.ids_T, batch.positions_T, self.state(batch))
+
+    def state(self, batch: TokenBatch) -> Any:
+        """The state that computes attention and recurrent layers of a packed micro-batch."""
+        return self.attention(batch)
+
+    def attention(self, batch: TokenBatch) -> PackedSequences | TreeSequences:
+        tree = batch.tree
+        return PackedSequences(batch.lengths, self.device) if tree is None else TreeSequences(tree, self.device)
+
+    def _outputs(self, batch: TokenBatch, entropy: EntropyMode | None, observations: Any) -> Outputs:
+        if batch.is_padded or self.has_head:
+            return super()._outputs(batch, entropy, observations)
+        return self._from_packed_logits(batch, entropy, observations)
+
+    def _from_packed_logits(self, batch: TokenBatch, entropy: EntropyMode | None, observations: Any) -> Outputs:
+        """For a model that does more to its hidden states than an output layer: its own logits, of the chosen positions alone."""
+        wanted = [batch.actions.predictor_A, *([] if observations is None else [observations.predictor_O])]
+        with self.precision():
+            logits_NV = self.model(
+                input_ids=batch.ids_T[None],
+                position_ids=batch.positions_T[None],
+                attention_mask=SKIP_MASK.to(self.device),
+                use_cache=False,
+                ludic_state=self.state(batch),
+                logits_to_keep=torch.cat(wanted),
+            ).logits[0]
+        logits_AV, *rest = logits_NV.split([len(part) for part in wanted])
+        return _outputs_of_chosen(logits_AV, rest[0] if rest else None, batch, entropy, observations)

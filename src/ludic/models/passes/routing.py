@@ -38,7 +38,7 @@ def route_attention(model: Any) -> tuple[tuple[int, int], ...]:
     """Route the model's attention through `ludic_attention` and check with a probe that every layer uses it.
 
     Returns (number of key/value heads, head size) of each layer; zeros for one without attention. Recurrent layers ask the
-    state, too (`RecurrentState`).
+    state as well (`RecurrentState`).
     """
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         raise ConfigError(f"{type(model).__name__} is not a transformers model: it has no config.")

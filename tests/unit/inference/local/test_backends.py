@@ -5,9 +5,8 @@ import logging
 import pytest
 
 from ludic import plugins
-from ludic.inference.local.backends import choose_backend
+from ludic.inference.local.backends import PagedBackend, choose_backend
 from ludic.inference.local.cached import CachedBackend
-from ludic.inference.local.cpu.backend import PagedBackend
 from ludic.inference.local.runner import Backend
 from ludic.models import attention
 from ludic.types import ConfigError

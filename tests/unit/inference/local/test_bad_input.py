@@ -59,13 +59,6 @@ async def test_a_request_that_cannot_work_is_refused_and_the_engine_lives(prompt
         assert tokens(await ask(engine, [1, 2], max_tokens=3)) == family_greedy("llama", (1, 2), 16)[:3]
 
 
-@pytest.mark.parametrize("prompt_length, max_tokens", [(40, 8), (47, 1), (1, 47)])
-async def test_a_request_may_fill_the_model_to_the_last_token(prompt_length, max_tokens):
-    async with make_engine(max_model_len=48) as engine:
-        answer = await ask(engine, some_prompt(prompt_length), max_tokens=max_tokens)
-    assert tokens(answer) == family_greedy("llama", some_prompt(prompt_length), max_tokens)
-
-
 async def test_a_request_larger_than_the_cache_is_refused_and_one_as_large_is_served():
     async with make_engine(kv_tokens=32) as engine:
         with pytest.raises(PromptTooLong, match="limit is 32.*raise kv_tokens") as caught:
@@ -131,13 +124,6 @@ def test_something_that_is_no_model_is_refused():
         make_engine(torch.nn.Linear(2, 2))
 
 
-def test_a_model_that_is_not_there_is_refused_with_advice(tmp_path):
-    with pytest.raises(ConfigError, match="no GGUF file"):
-        LocalEngine(tmp_path / "missing.gguf")
-    with pytest.raises(ConfigError, match=r"Give a folder with config.json"):
-        LocalEngine(tmp_path)
-
-
 # --- cancelling ---
 
 
@@ -170,29 +156,6 @@ async def test_a_request_cancelled_while_it_runs_gives_its_blocks_back(at_call, 
         gate = Gate(engine.model, at_call=at_call)
         await cancelled_at(gate, engine, asyncio.create_task(ask(engine, some_prompt(40), max_tokens=200)))
         assert tokens(await ask(engine, some_prompt(40))) == family_greedy("llama", some_prompt(40), 16)
-
-
-async def test_cancelling_some_of_a_batch_does_not_disturb_the_others():
-    prompts = [some_prompt(5 + n) for n in range(12)]
-    async with make_engine(kv_tokens=160) as engine:
-        tasks = [asyncio.create_task(ask(engine, prompt)) for prompt in prompts]
-        for victim in tasks[::3]:
-            await asyncio.sleep(0.01)
-            victim.cancel()
-        done = await in_time(asyncio.gather(*tasks, return_exceptions=True))
-        await eventually(lambda: engine.stats["kv_blocks_used"] == 0)
-    for n, (prompt, answer) in enumerate(zip(prompts, done, strict=True)):
-        if n % 3:
-            assert tokens(answer) == family_greedy("llama", prompt, 16)
-
-
-async def test_a_timeout_is_a_cancellation():
-    async with make_engine(new_model()) as engine:
-        gate = Gate(engine.model, at_call=2)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(ask(engine, [1, 2], max_tokens=200), timeout=0.2)
-        gate.open()
-        await eventually(lambda: engine.stats["kv_blocks_used"] == engine.stats["running"] == 0)
 
 
 async def test_abort_ends_open_requests_but_not_later_ones():
@@ -463,13 +426,6 @@ async def test_an_engine_closes_while_it_is_paused():
     with pytest.raises(EngineClosed):
         await in_time(waiting)
     engine.resume()
-
-
-async def test_the_context_manager_closes():
-    async with make_engine() as engine:
-        await ask(engine, [1, 2])
-    with pytest.raises(EngineClosed):
-        await ask(engine, [1, 2])
 
 
 # --- several users ---

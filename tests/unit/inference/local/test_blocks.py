@@ -3,14 +3,11 @@
 import itertools
 from dataclasses import dataclass, field
 
-import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ludic.inference.local.blocks import GROUP_ROWS, MIN_GROUP, BlockPool, num_splits, shared_prefixes
 from ludic.inference.local.sequence import TOKEN_BYTES, tokens_as_bytes
-from ludic.types import ConfigError
 
 SIZE = 2
 
@@ -26,86 +23,6 @@ def matched(pool: BlockPool, tokens: list[int], version: int = 0) -> list[int]:
     return pool.match(version, tokens_as_bytes(tokens), TOKEN_BYTES)[0]
 
 
-def test_blocks_are_taken_and_given_back():
-    pool = BlockPool(4, SIZE)
-    first = pool.take(3)
-    assert first is not None and len(set(first)) == 3
-    assert pool.num_used == 3 and pool.num_available == 1
-    assert pool.take(2) is None
-    assert pool.num_used == 3, "a refusal takes nothing"
-    pool.give_back(first)
-    assert pool.num_used == 0 and sorted(pool.take(4) or []) == [0, 1, 2, 3]
-
-
-def test_taking_nothing_is_allowed():
-    assert BlockPool(1, SIZE).take(0) == []
-
-
-@pytest.mark.parametrize("num_tokens, expected", [(0, 0), (1, 1), (2, 1), (3, 2), (4, 2)])
-def test_a_started_block_counts_as_a_block(num_tokens, expected):
-    assert BlockPool(1, SIZE).blocks_for(num_tokens) == expected
-
-
-@pytest.mark.parametrize("num_blocks, block_size", [(0, 4), (4, 0), (-1, 4)])
-def test_a_pool_of_nothing_is_refused(num_blocks, block_size):
-    with pytest.raises(ConfigError, match="must be positive"):
-        BlockPool(num_blocks, block_size)
-
-
-def test_a_published_prefix_is_found_up_to_where_it_differs():
-    pool = BlockPool(4, SIZE)
-    blocks = pool.take(3)
-    publish_all(pool, blocks, [1, 2, 3, 4, 5, 6])
-    assert matched(pool, [1, 2, 3, 4, 5, 6, 7]) == blocks
-    assert matched(pool, [1, 2, 3, 4, 5]) == blocks[:2]
-    assert matched(pool, [1, 2, 9, 9, 5, 6]) == blocks[:1]
-    assert matched(pool, [3, 4, 5, 6]) == [], "the same tokens in another place are another prefix"
-    assert matched(pool, [1]) == matched(pool, []) == []
-
-
-def test_a_prefix_is_found_only_under_its_version():
-    pool = BlockPool(4, SIZE)
-    publish_all(pool, pool.take(1), [1, 2], version=3)
-    assert matched(pool, [1, 2], version=4) == []
-    assert len(matched(pool, [1, 2], version=3)) == 1
-
-
-def test_the_first_to_publish_a_prefix_keeps_its_name():
-    pool = BlockPool(4, SIZE)
-    ours, theirs = pool.take(2), pool.take(2)
-    publish_all(pool, ours, [1, 2, 3, 4])
-    publish_all(pool, theirs, [1, 2, 3, 4])
-    assert matched(pool, [1, 2, 3, 4]) == ours
-    pool.give_back(theirs)
-    assert pool.num_used == 2 and matched(pool, [1, 2, 3, 4]) == ours
-
-
-def test_a_shared_block_is_free_when_its_last_user_is_gone():
-    pool = BlockPool(2, SIZE)
-    blocks = pool.take(1)
-    publish_all(pool, blocks, [1, 2])
-    pool.share(blocks)
-    pool.give_back(blocks)
-    assert pool.num_used == 1
-    pool.give_back(blocks)
-    assert pool.num_used == 0 and matched(pool, [1, 2]) == blocks, "idle, but still to be found"
-
-
-def test_the_least_recently_used_prefix_goes_first_and_its_end_before_its_beginning():
-    pool = BlockPool(4, SIZE)
-    old, new = pool.take(2), pool.take(2)
-    publish_all(pool, old, [1, 2, 3, 4])
-    publish_all(pool, new, [5, 6, 7, 8])
-    pool.give_back(old)
-    pool.give_back(new)
-    assert pool.take(1) == [old[1]]
-    assert matched(pool, [1, 2, 3, 4]) == old[:1] and matched(pool, [5, 6, 7, 8]) == new
-    pool.share(matched(pool, [1, 2]))  # used again, so now it is the younger one
-    pool.give_back(old[:1])
-    assert pool.take(2) == [new[1], new[0]]
-    assert matched(pool, [1, 2]) == old[:1] and matched(pool, [5, 6]) == []
-
-
 def test_an_evicted_beginning_does_not_come_back_with_a_wrong_end():
     pool = BlockPool(3, SIZE)
     first, second = pool.take(2)
@@ -115,19 +32,6 @@ def test_an_evicted_beginning_does_not_come_back_with_a_wrong_end():
     assert pool.take(1) == [first]
     publish_all(pool, [third], [1, 2])
     assert matched(pool, [1, 2, 3, 4]) == [third]
-
-
-def test_forgetting_keeps_blocks_with_their_users():
-    pool = BlockPool(3, SIZE)
-    busy, idle = pool.take(1), pool.take(1)
-    publish_all(pool, busy, [1, 2])
-    publish_all(pool, idle, [3, 4])
-    pool.give_back(idle)
-    pool.forget_all()
-    assert matched(pool, [1, 2]) == matched(pool, [3, 4]) == []
-    assert pool.num_used == 1 and pool.num_available == 2
-    pool.give_back(busy)
-    assert sorted(pool.take(3) or []) == [0, 1, 2]
 
 
 # --- against a naive model ---
@@ -280,11 +184,6 @@ def test_the_pool_behaves_like_the_naive_one(operations, num_blocks):
     for user in users:
         pool.give_back(user.blocks)
     assert pool.num_used == 0 and sorted(pool.take(num_blocks) or []) == list(range(num_blocks))
-
-
-def test_tokens_become_bytes_of_known_width():
-    assert tokens_as_bytes([1, 2, 70_000]) == np.array([1, 2, 70_000], dtype=np.int32).tobytes()
-    assert len(tokens_as_bytes([1, 2, 3])) == 3 * TOKEN_BYTES
 
 
 # --- how rows read their blocks ---

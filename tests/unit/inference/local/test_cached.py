@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
+from ludic.inference.local.backends import PagedBackend
 from ludic.inference.local.cached import CachedBackend
-from ludic.inference.local.cpu.backend import PagedBackend
 from ludic.models import attention
 from tests.tiny_families import family_model
 from tests.unit.inference.local.tiny_models import (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ludic.inference.local.cpu.runner import cpu_forward
+from ludic.inference.local.cpu import cpu_forward
 from ludic.inference.local.runner import RunnerSettings
 from ludic.models.passes.routing import route_attention
 from tests.extended import cases

@@ -6,8 +6,8 @@ import platform
 import numpy as np
 import pytest
 
-from ludic.inference.local.cpu.rows import MIN_SHARED, num_shared
-from ludic.inference.local.requests import LogitsNotFinite
+from ludic.inference.local.cpu import MIN_SHARED, num_shared
+from ludic.inference.local.sequence import LogitsNotFinite
 from tests.extended import cases
 from tests.unit.inference.local.test_bad_input import model_broken_at
 from tests.unit.inference.local.tiny_models import (

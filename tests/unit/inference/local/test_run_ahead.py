@@ -108,18 +108,6 @@ async def test_requests_of_unequal_lengths_get_their_own_tokens(kv_tokens):
         assert engine.stats["kv_blocks_used"] == 0
 
 
-async def test_admission_that_keeps_room_changes_no_token_and_preempts_less():
-    num_preemptions = []
-    for keep_room in (False, True):
-        engine, _ = make_engine(120, keep_room=keep_room)
-        asked = mixed_requests()
-        async with engine:
-            answers = await asyncio.gather(*(engine.complete_tokens(one) for one in asked))
-            assert [answer.completion_token_ids.tolist() for answer, _ in answers] == [expected(one) for one in asked]
-            num_preemptions.append(engine.stats["preemptions"])
-    assert num_preemptions[1] < num_preemptions[0]
-
-
 async def test_every_token_has_the_version_that_sampled_it():
     engine, _ = make_engine()
     asked = mixed_requests()

@@ -195,11 +195,6 @@ def test_no_stop_token_comes_before_min_tokens(temperature):
     assert {0} <= set(sample(LOGITS.repeat(300, 1), late)[0])
 
 
-def test_min_tokens_without_any_stop_token_changes_nothing():
-    one, other = make_sequence(3, min_tokens=5), make_sequence(3)
-    assert sample(LOGITS.repeat(1, 1), [one]) == sample(LOGITS.repeat(1, 1), [other])
-
-
 def test_a_half_precision_model_is_sampled_in_full_precision():
     logits_NV = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     sequences = [make_sequence(n, top_p=0.9) for n in range(5)]

@@ -90,29 +90,6 @@ def check(scheduler: Scheduler, plan: Plan) -> None:
     assert all(not s.blocks and not s.num_computed for s in scheduler.waiting)
 
 
-def test_without_sequences_the_plan_is_empty():
-    scheduler = make_scheduler()
-    assert not scheduler.has_work and step(scheduler) == ({}, [], [])
-
-
-def test_prompts_are_computed_first_and_then_decoded_to_the_end():
-    scheduler = make_scheduler()
-    add(scheduler, make_sequence(0, 5, max_tokens=3), make_sequence(1, 2, max_tokens=2))
-    assert step(scheduler) == ({0: 5, 1: 2}, [], [])
-    assert step(scheduler) == ({}, [0, 1], [])
-    assert step(scheduler) == ({}, [0], [])
-    assert not scheduler.has_work and scheduler.pool.num_used == 0
-
-
-def test_newcomers_join_while_others_decode():
-    scheduler = make_scheduler()
-    add(scheduler, make_sequence(0, 5))
-    step(scheduler)
-    add(scheduler, make_sequence(1, 6))
-    assert step(scheduler) == ({1: 6}, [0], [])
-    assert step(scheduler) == ({}, [0, 1], [])
-
-
 def test_a_long_prompt_is_computed_in_pieces_while_others_decode():
     scheduler = make_scheduler(max_prefill_tokens=6)
     add(scheduler, make_sequence(0, 3), make_sequence(1, 14), make_sequence(2, 4))
@@ -136,16 +113,6 @@ def test_several_rounds_are_planned_when_no_prompt_waits():
     while scheduler.has_work:
         step(scheduler)
     assert len(long.logprobs) == 11 and scheduler.pool.num_used == 0
-
-
-def test_no_more_run_at_once_than_allowed_and_the_first_to_come_are_served_first():
-    scheduler = make_scheduler(max_sequences=2)
-    add(scheduler, *(make_sequence(n, 3, max_tokens=2) for n in range(5)))
-    assert step(scheduler)[0].keys() == {0, 1}
-    assert step(scheduler) == ({}, [0, 1], [])
-    assert step(scheduler)[0].keys() == {2, 3}
-    assert step(scheduler) == ({}, [2, 3], [])
-    assert step(scheduler)[0].keys() == {4}
 
 
 def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_memory():
@@ -184,45 +151,6 @@ def test_the_preempted_return_in_the_order_in_which_they_came():
         numbers = [s.number for s in scheduler.waiting]
         assert numbers == sorted(numbers)
     assert preempted[0] == 2 and all(len(s.logprobs) == 12 for s in sequences)
-
-
-def test_a_sequence_as_large_as_the_pool_runs_alone():
-    scheduler = make_scheduler(num_blocks=3)
-    add(scheduler, make_sequence(0, 6, max_tokens=6), make_sequence(1, 6, max_tokens=6))
-    while scheduler.has_work:
-        step(scheduler)
-    assert scheduler.pool.num_used == 0
-
-
-def test_a_known_prefix_is_not_computed_again():
-    scheduler = make_scheduler()
-    prompt = list(range(10))
-    add(scheduler, make_sequence(0, prompt, max_tokens=3))
-    while scheduler.has_work:
-        step(scheduler)
-    add(scheduler, make_sequence(1, prompt), make_sequence(2, [*prompt[:8], 99]), make_sequence(3, prompt[:8]))
-    # Two full blocks are known; the last token of a prompt is computed in any case, so the third request uses one.
-    assert step(scheduler)[0] == {1: 2, 2: 1, 3: 4}
-    assert scheduler.num_prefix_tokens == 8 + 8 + 4
-
-
-def test_the_next_turn_reuses_prompt_and_reply():
-    scheduler = make_scheduler()
-    first = make_sequence(0, 6, max_tokens=7)
-    add(scheduler, first)
-    while scheduler.has_work:
-        step(scheduler)
-    add(scheduler, make_sequence(1, [*first.tokens, 50, 51]))
-    assert step(scheduler)[0] == {1: 15 - 12}
-
-
-def test_the_members_of_a_group_compute_their_common_prompt_once():
-    scheduler = make_scheduler()
-    prompt = list(range(10))
-    add(scheduler, *(make_sequence(n, prompt) for n in range(4)), make_sequence(4, 5))
-    assert step(scheduler) == ({0: 10, 4: 5}, [], []), "a stranger does not wait for the group"
-    assert step(scheduler) == ({1: 2, 2: 2, 3: 2}, [0, 4], [])
-    assert scheduler.num_prefix_tokens == 3 * 8
 
 
 @pytest.mark.parametrize(("length", "num_blocks"), [(10, 2 + 4), (12, 3), (3, 4)])
@@ -272,37 +200,6 @@ def test_when_the_first_of_a_group_is_cancelled_the_next_computes():
     scheduler.remove(first)
     assert step(scheduler)[0] == {1: 4}
     assert scheduler.num_prefix_tokens == 4
-
-
-def test_new_weights_restart_everything():
-    scheduler = make_scheduler(max_sequences=2)
-    sequences = [make_sequence(n, list(range(9)), max_tokens=6) for n in range(3)]
-    add(scheduler, *sequences)
-    step(scheduler)
-    step(scheduler)
-    before = [len(s.logprobs) for s in sequences]
-    reused = scheduler.num_prefix_tokens
-    assert scheduler.new_version(1) == sequences[:2]
-    assert scheduler.pool.num_used == 0 and not scheduler.running
-    assert [s.number for s in scheduler.waiting] == [0, 1, 2]
-    assert step(scheduler)[0][0] == 9 + before[0], "all its tokens, and none from the old weights' cache"
-    assert scheduler.num_prefix_tokens == reused
-    while scheduler.has_work:
-        step(scheduler)
-    assert [s.runs for s in sequences] == [[[0, n], [1, 6 - n]] if n else [[1, 6]] for n in before]
-
-
-def test_remove_returns_the_blocks_in_every_state():
-    scheduler = make_scheduler(max_prefill_tokens=6, max_sequences=2)
-    decoding, prefilling, queued = make_sequence(0, 4), make_sequence(1, 10), make_sequence(2, 4)
-    add(scheduler, decoding, prefilling, queued)
-    step(scheduler)
-    assert decoding.is_decoding and prefilling.num_computed == 2 and queued in scheduler.waiting
-    for sequence in (queued, prefilling, decoding):
-        scheduler.remove(sequence)
-    assert not scheduler.has_work and scheduler.pool.num_used == 0
-    scheduler.remove(decoding)
-    assert scheduler.pool.num_used == 0, "removing twice does no harm"
 
 
 EVENTS = st.lists(

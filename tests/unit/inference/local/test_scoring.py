@@ -35,10 +35,6 @@ def test_a_batch_is_of_one_temperature_and_within_its_limits(limits, taken):
     assert len(queue) == len(waiting) - len(batch)
 
 
-def test_an_empty_queue_gives_an_empty_batch():
-    assert ScoringQueue(threading.Condition()).take(max_tokens=1, max_logits=1) == []
-
-
 def count_batches(engine: LocalEngine) -> list[int]:
     """How many texts go through the model together, from now on."""
     batches, make = [], engine._worker._make_runner

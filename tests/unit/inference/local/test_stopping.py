@@ -84,12 +84,6 @@ def test_a_stop_string_that_does_not_come_stops_nothing(stop):
     assert sequence.finish_reason is None and text_of(sequence) == "The quick brown fox jumps"
 
 
-def test_a_stop_token_ends_it_and_stays():
-    ids = encode("The quick brown fox")
-    sequence = write(ids, stop_ids=(ids[2],))
-    assert sequence.finish_reason == "stop" and sequence.completion == ids[:3]
-
-
 def test_a_stop_token_before_min_tokens_does_not_end_it():
     ids = [5, 6, 5, 6, 5]
     assert len(write(ids, stop_ids=(6,)).completion) == 2
@@ -162,16 +156,6 @@ def eager_to_end() -> Any:
 PROMPT = encode("What is the capital of France?")
 
 
-async def test_the_engine_stops_at_stop_tokens_and_keeps_the_logprob():
-    async with make_speaker() as engine:
-        free = await ask(engine, PROMPT, temperature=1.0, seed=1)
-        stopped = await ask(engine, PROMPT, temperature=1.0, seed=1, stop_token_ids=(tokens(free)[5],))
-    end = tokens(free).index(tokens(free)[5]) + 1
-    assert free.finish_reason == "length" and stopped.finish_reason == "stop"
-    assert tokens(stopped) == tokens(free)[:end] and len(stopped.completion_logprobs) == end
-    assert free.text == TOKENIZER.decode(tokens(free), skip_special_tokens=True)
-
-
 async def test_the_engine_stops_at_stop_strings_that_span_tokens():
     async with make_speaker() as engine:
         free = await ask(engine, PROMPT, temperature=1.0, seed=1, max_tokens=24)
@@ -200,13 +184,6 @@ async def test_eos_ends_a_completion_unless_it_is_to_be_ignored():
     assert [a.finish_reason for a in late].count("stop") > 1 and not any(EOS in tokens(a)[:9] for a in late)
     assert [tokens(a) for a in both] == [tokens(a) for a in ended]
     assert [a.finish_reason for a in both] == [a.finish_reason for a in ended]
-
-
-async def test_max_tokens_ends_a_completion_for_length():
-    async with make_speaker() as engine:
-        for count in (1, 2, 9):
-            answer = await ask(engine, PROMPT, max_tokens=count, ignore_eos=True)
-            assert len(answer.completion_token_ids) == count and answer.finish_reason == "length"
 
 
 async def test_end_tokens_of_model_and_tokenizer_both_count():

@@ -81,23 +81,6 @@ async def test_after_a_change_in_place_a_new_version_forgets_what_was_computed()
         assert engine.version == await engine.get_policy_version() == engine.stats["policy_version"] == 2
 
 
-async def test_an_optimizer_step_on_the_shared_model_is_served():
-    model = new_model()
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    async with make_engine(model) as engine:
-        for step in range(3):
-            answer = (await ask_all(engine, requests()))[1]
-            assert tokens(answer) == by_transformers(model)[1]
-            assert answer.version_runs == ((step, 6),)
-            ids = torch.tensor([PROMPTS[2]])
-            model(input_ids=ids, labels=ids).loss.backward()
-            with engine.updating():
-                optimizer.step()
-            optimizer.zero_grad()
-
-
 @pytest.mark.parametrize("version", [7, "7", None])
 async def test_a_version_can_be_named(version):
     async with make_engine(new_model(), version=3) as engine:
@@ -215,21 +198,6 @@ async def test_requests_survive_an_update_and_continue_under_the_new_weights(at_
         ]
         np.testing.assert_allclose(answer.completion_logprobs, plain, atol=1e-4)
     assert num_switched, "the update was to fall into the middle"
-
-
-async def test_many_updates_in_a_row_keep_run_lengths_that_add_up():
-    model = new_model()
-    async with make_engine(model, kv_tokens=120) as engine:
-        running = asyncio.create_task(ask_all(engine, [*requests(max_tokens=30), *requests(max_tokens=20)]))
-        while not running.done():
-            await asyncio.to_thread(engine.new_version)
-            await asyncio.sleep(0.001)
-        for answer in await running:
-            lengths = [run.length for run in answer.version_runs]
-            versions = [run.version for run in answer.version_runs]
-            assert sum(lengths) == len(answer.completion_token_ids) and min(lengths) > 0
-            assert versions == sorted(set(versions))
-    assert engine.version > 2
 
 
 async def test_a_paused_engine_samples_nothing():

@@ -1,6 +1,5 @@
 """Rows of several adapters in one pass: whatever plan serves them, each row has the bits that its adapter alone gives it."""
 
-import gc
 import platform
 
 import pytest
@@ -9,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ludic.models.adapters import AdapterSpec, LoraAdapter
-from ludic.models.adapters.forward import PackedAdapter, RowPlan
-from ludic.models.adapters.stack import AdapterStack
+from ludic.models.adapters.forward import PackedAdapter, _RowPlan
 
 pytestmark = pytest.mark.slow
 
@@ -39,12 +37,11 @@ def alone(one, out, x):
     bad=st.integers(0, 19),
 )
 def test_each_row_of_any_pass_has_the_bits_of_its_adapter_alone(passes, first, bad):
-    """Passes one after the other over the same stacks, whose slots change hands; one adapter holds NaN."""
+    """One adapter holds NaN."""
     kinds = [{}, {"rank": 5}, {"projections": ("q", "v")}]
     adapters = [adapter(seed, **kinds[0 if seed < 18 else seed - 17]) for seed in range(20)]
     with torch.no_grad():
         adapters[bad]._adapter.flat.fill_(float("nan"))
-    stacks = {}
     for number, owners in enumerate(passes):
         generator = torch.Generator().manual_seed(number)
         x, out = (torch.randn(len(owners), width, generator=generator) for width in (_WIDTH, sum(_SIZES)))
@@ -52,22 +49,9 @@ def test_each_row_of_any_pass_has_the_bits_of_its_adapter_alone(passes, first, b
         for row, owner in enumerate(owners):
             if owner >= 0 and row >= first:
                 expected[row] = alone(adapters[owner], out[row], x[row])
-        plan = RowPlan([(None if owner < 0 else adapters[owner], 1) for owner in owners], None, stacks)
+        plan = _RowPlan([(None if owner < 0 else adapters[owner], 1) for owner in owners])
         plan.add(out[first:], x[first:], _NAMES, _SIZES, first)
         # Other math libraries may round by the number of rows: a few units in the last place of the largest number.
         rounding = 32 * torch.finfo(torch.float32).eps * float(expected.nan_to_num(0.0).abs().max())
         tolerance = 0 if platform.machine() == "aarch64" else rounding
         torch.testing.assert_close(out, expected, rtol=0, atol=tolerance, equal_nan=True)
-
-
-def test_slots_of_deleted_adapters_are_taken_first_then_those_used_least_recently():
-    stack = AdapterStack()
-    adapters = [adapter(seed) for seed in range(18)]
-    assert stack.place(adapters[:16]) == list(range(16))
-    assert stack.place(adapters[4:8]) == [4, 5, 6, 7], "an adapter keeps its slot"
-    assert stack.place(adapters) is None, "more than there are slots"
-    assert stack.place(adapters[4:6] + adapters[16:17]) == [4, 5, 0]
-    adapters[10] = adapter(99)
-    gc.collect()
-    assert stack.place(adapters[10:12]) == [10, 11]
-    assert stack.place([adapters[4], adapters[15]]) is None, "eleven slots of others lie between them"

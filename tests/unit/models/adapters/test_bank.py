@@ -16,6 +16,7 @@ from ludic.models.head import hidden_states
 from ludic.models.packed_attention import PackedSequences
 from ludic.models.passes.routing import route_attention
 from ludic.types import ConfigError
+from ludic_tinker.server.targets import target_logps
 from tests.unit.inference.local.tiny_models import VOCAB, new_model
 
 pytest.importorskip("peft", reason="the lora extra is not installed")
@@ -53,8 +54,8 @@ def logps_of(bank, rows, adapters, slopes=None):
     predicting = torch.cat(
         [torch.arange(n - 1) + start for n, start in zip(lengths, np.cumsum([0, *lengths]), strict=False)]
     )
-    head = bank.target_logps(
-        hidden, spans, predicting, torch.cat([row[1:] for row in rows]), for_backward=slopes is not None
+    head = target_logps(
+        bank, hidden, spans, predicting, torch.cat([row[1:] for row in rows]), for_backward=slopes is not None
     )
     if slopes is not None:
         grad = head.backward(torch.cat(slopes))

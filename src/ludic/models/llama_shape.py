@@ -1,4 +1,4 @@
-"""What the members of the Llama family share and where they differ, without torch. A new member is a line of `MEMBERS`."""
+"""The members of the Llama family, and where they differ, without torch. A new member is a line of `MEMBERS`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -8,11 +8,11 @@ from ludic.types import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LlamaMember:
+class _LlamaMember:
     """One family of models that is computed as Llama is, but for these facts."""
 
     prefix: str
-    """How the names of transformers' classes of it begin."""
+    """The beginning of the names of transformers' classes."""
     qkv_bias: bool = False
     """Queries, keys and values have biases."""
     may_bias_all: bool = False
@@ -20,18 +20,18 @@ class LlamaMember:
     head_norms: bool = False
     """Queries and keys are normed head by head."""
     window: Literal["layer", "config"] | None = None
-    """Where the sliding window is set, if there may be one: on each attention layer, or in the config."""
+    """The place of the sliding window, if there may be one: on each attention layer, or in the config."""
 
 
-MEMBERS: Mapping[str, LlamaMember] = {
-    "llama": LlamaMember(prefix="Llama", may_bias_all=True),
-    "mistral": LlamaMember(prefix="Mistral", window="config"),
-    "qwen2": LlamaMember(prefix="Qwen2", qkv_bias=True, window="layer"),
-    "qwen3": LlamaMember(prefix="Qwen3", may_bias_all=True, head_norms=True, window="layer"),
+MEMBERS: Mapping[str, _LlamaMember] = {
+    "llama": _LlamaMember(prefix="Llama", may_bias_all=True),
+    "mistral": _LlamaMember(prefix="Mistral", window="config"),
+    "qwen2": _LlamaMember(prefix="Qwen2", qkv_bias=True, window="layer"),
+    "qwen3": _LlamaMember(prefix="Qwen3", may_bias_all=True, head_norms=True, window="layer"),
 }
 """`model_type` of a config → its member."""
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-"""What a config has to say."""
+"""The sizes that a config must name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class LlamaShape:
 
     name: str
     width: int
-    """Of the hidden state."""
+    """Size of the hidden state."""
     mlp_width: int
     layers: int
     heads: int
@@ -57,7 +57,7 @@ class LlamaShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *, name: str) -> "LlamaShape":
-        """From the contents of a transformers config.json. KeyError for another family or a size that is missing."""
+        """The shape in the contents of a transformers config.json. KeyError for another family or a size that is missing."""
         kind, heads = config["model_type"], config["num_attention_heads"]
         member = MEMBERS[kind]
         all_biased = member.may_bias_all and bool(config.get("attention_bias"))
@@ -93,7 +93,7 @@ class LlamaShape:
 
     @property
     def block_params(self) -> int:
-        """Of one decoder block."""
+        """Weights of one decoder block."""
         attention = self.width * (2 * self.q_width + 2 * self.kv_width)
         biases = self.qkv_bias * (self.q_width + 2 * self.kv_width) + self.out_bias * self.width
         biases += self.mlp_bias * (2 * self.mlp_width + self.width)
@@ -120,6 +120,6 @@ class LlamaShape:
         return 2 * self.layers * self.width * (self.q_width + 2 * self.kv_width + 2 * self.mlp_width)
 
     def lora_params(self, rank: int) -> int:
-        """Of an adapter on all linear layers of the blocks."""
+        """Weights of an adapter on all linear layers of the blocks."""
         d, q, kv, f = self.width, self.q_width, self.kv_width, self.mlp_width
         return self.layers * rank * ((d + q) + 2 * (d + kv) + (q + d) + 3 * (d + f))

@@ -3,12 +3,12 @@
 from typing import Any, NamedTuple
 
 from ludic.models.attention import AttentionRules
-from ludic.models.llama.shape import MEMBERS
+from ludic.models.llama_shape import MEMBERS
 from ludic.models.weights import forward_hooks
 
 
 def is_of_family(model: Any) -> bool:
-    """Whether the model is one of transformers' own of the Llama family, without hooks."""
+    """True if the model is one of transformers' own of the Llama family, without hooks."""
     return (
         type(model).__module__.startswith("transformers.models.")
         and type(model).__name__ in {f"{member.prefix}ForCausalLM" for member in MEMBERS.values()}

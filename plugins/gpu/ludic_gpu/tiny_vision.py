@@ -10,7 +10,8 @@ from ludic.models.loading import LoadedModel, character_tokenizer, no_progress_b
 
 _SPECIAL = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 _SPREAD = 0.08
-"""Of the random weights: with transformers' 0.02 attention is nearly uniform in so small a model, and it learns slowly."""
+"""Standard deviation of the random weights: with transformers' 0.02 attention of so small a model is nearly uniform, and
+it learns slowly."""
 _PART = (
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"

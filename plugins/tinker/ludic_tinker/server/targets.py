@@ -1,4 +1,4 @@
-"""Log-probabilities of targets at an output layer with LoRA adapters, and their gradient, for the Tinker server's training runs.
+"""Log-probabilities of targets at an output layer with LoRA adapters, and their gradient, for training runs.
 
 A loss that is a function of log-probabilities has its gradient before the decoder's backward pass begins. So the output layer is
 computed here by hand, outside autograd: logits that fit in memory are kept from the forward to the backward pass, tokens without a
@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ludic.models.adapters import AdapterBank
+from ludic.models.adapters.bank import Spans, row_spans
 from ludic.models.head import Head, chunks, raw_logits
 
 _CHUNK_ELEMENTS, _GPU_CHUNK_ELEMENTS = 1 << 24, 1 << 28
@@ -151,6 +153,18 @@ class TargetLogps:
         is_whole = len(used_U) == len(kept_CV)
         found_UV = kept_CV if is_whole else kept_CV.index_select(0, used_U)
         return found_UV.mul_((largest_C - normaliser_C).exp().index_select(0, used_U)[:, None])
+
+
+def target_logps(
+    bank: AdapterBank, hidden_TD: Tensor, spans: Spans, token_P: Tensor, target_P: Tensor, *, for_backward: bool
+) -> TargetLogps:
+    """Log-probabilities of pairs of a token and a target that it predicts, under the adapters of these spans."""
+    adapters = [
+        HeadAdapter(own.start, own.end, *pair, own.adapter.scale)
+        for own in row_spans(spans)[0]
+        if (pair := own.adapter.weights(bank.head_name)) is not None
+    ]
+    return TargetLogps(hidden_TD, bank.head, adapters, token_P, target_P, for_backward=for_backward)
 
 
 def _narrow(adapter: HeadAdapter, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -95,7 +95,7 @@ class _Moved:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """What autograd holds instead of a tensor."""
+    """The object that autograd holds instead of a tensor."""
 
     moved: _Moved
     dtype: torch.dtype
@@ -120,7 +120,7 @@ class HostTape:
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def pack(self, tensor: Tensor) -> "Tensor | _Saved":
-        """Start the copy to the host; a tensor that is no activation, or a small one, is returned as it is."""
+        """Start the copy to the host; a tensor that is not an activation, or a small one, is returned as it is."""
         if not self._is_moved(tensor):
             return tensor
         storage = tensor.untyped_storage()

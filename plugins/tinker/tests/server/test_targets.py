@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ludic.models.adapters import targets
-from ludic.models.adapters.targets import HeadAdapter, TargetLogps
 from ludic.models.head import Head
+from ludic_tinker.server import targets
+from ludic_tinker.server.targets import HeadAdapter, TargetLogps
 
 T, D, V, R = 11, 6, 17, 2
 

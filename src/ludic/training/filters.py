@@ -26,7 +26,7 @@ from ludic.types import (
     is_parse_failure,
     samples_by_session,
 )
-from ludic.types.samples import PER_TOKEN
+from ludic.types.columns import NOTHING_SAMPLED
 
 PreprocessFn: TypeAlias = Callable[[SAWBatch], SAWBatch]
 
@@ -229,12 +229,6 @@ def _check_eps(function: str, eps: float) -> None:
 # --- roles: hooks that choose by the message that a token came from ---
 
 
-_NOTHING_SAMPLED: dict[str, Any] = {
-    **dict.fromkeys(("actor_logps", "candidates", "temperature", "untrainable_sampling", *PER_TOKEN)),
-    "version_runs": (),
-}
-
-
 def train_on_messages(batch: SAWBatch, *, choose: Callable[[MessageSpan], bool]) -> SAWBatch:
     """The batch with other action tokens: the texts of the chosen messages; for imitation, which needs no sampler.
 
@@ -252,7 +246,7 @@ def train_on_messages(batch: SAWBatch, *, choose: Callable[[MessageSpan], bool])
                 mask[span.text_start : span.end] = True
         mask[:1] = False  # nothing comes before the first token that could predict it
         if mask.any():
-            attachments = replace(item.attachments, **_NOTHING_SAMPLED)
+            attachments = replace(item.attachments, **NOTHING_SAMPLED)
             items.append(replace(item, action_mask=mask, attachments=attachments))
     return SAWBatch(items=items, meta=dict(batch.meta))
 

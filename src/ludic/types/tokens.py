@@ -75,16 +75,20 @@ def float_array(values: Sequence[float] | npt.NDArray[Any], name: str = "values"
     return narrow
 
 
-def expert_array(values: npt.ArrayLike, num_tokens: int, name: str = "experts") -> ExpertArray:
-    """`values` as a read-only int16 array [num_tokens, layers, experts per token], or a ValueError that names the field."""
+def number_array(
+    values: npt.ArrayLike, dtype: npt.DTypeLike, shape: Sequence[str], name: str, num_tokens: int | None = None
+) -> npt.NDArray[Any]:
+    """`values` as a read-only array of whole numbers [tokens, *shape], -1 where not known, or a ValueError that names the field."""
     wide = np.asarray(values)
-    if wide.ndim != 3 or len(wide) != num_tokens or wide.dtype.kind not in "iu":
+    if wide.ndim != 1 + len(shape) or num_tokens not in (None, len(wide)) or wide.dtype.kind not in "iu":
+        tokens = "tokens" if num_tokens is None else f"{num_tokens} tokens"
         raise ValueError(
-            f"{name} must be whole numbers [{num_tokens} tokens, layers, experts per token]; they are {wide.dtype} {wide.shape}."
+            f"{name} must be whole numbers [{', '.join([tokens, *shape])}]; they are {wide.dtype} {wide.shape}."
         )
-    if wide.size and (wide.min() < -1 or wide.max() > np.iinfo(np.int16).max):
-        raise ValueError(f"{name} go from {wide.min()} to {wide.max()}; there are -1 (not known) to 32767.")
-    return _frozen(wide.astype(np.int16, copy=False))
+    largest = np.iinfo(np.dtype(dtype)).max
+    if wide.size and (wide.min() < -1 or wide.max() > largest):
+        raise ValueError(f"{name} go from {wide.min()} to {wide.max()}; there are -1 (not known) to {largest}.")
+    return _frozen(wide.astype(dtype, copy=False))
 
 
 def experts_to_dict(experts: ExpertArray) -> dict[str, Any]:
@@ -171,10 +175,10 @@ class CandidateSets:
         """Number of candidates of each token; 0 is the whole vocabulary."""
         return np.diff(self.ends, prepend=0)
 
-    def first(self, count: int) -> "CandidateSets":
-        """The candidates of the first `count` tokens."""
-        ends = self.ends[:count]
-        return CandidateSets(self.ids[: ends[-1] if len(ends) else 0], ends)
+    def only(self, kept: npt.NDArray[np.bool_]) -> "CandidateSets":
+        """The candidates of the kept tokens."""
+        lengths = self.lengths
+        return CandidateSets(self.ids[np.repeat(kept, lengths)], np.cumsum(lengths[kept], dtype=np.int64))
 
     def first_outside(self, tokens: TokenIds) -> int | None:
         """The first token that is not among its own candidates; None when all are."""
@@ -302,7 +306,7 @@ class TokenTrace:
         _put_candidates(self, candidates)
         _put_untrainable_sampling(self, untrainable_sampling)
         _put_images(self, tuple(images) if images else ())
-        _put_experts(self, None if experts is None else expert_array(experts, len(prompt) + num_tokens))
+        _put_experts(self, None if experts is None else _expert_array(experts, len(prompt) + num_tokens))
         _put_message_spans(self, _checked_spans(message_spans, len(prompt)) if message_spans else ())
 
     @property
@@ -422,6 +426,10 @@ def _checked_runs(runs: Sequence[tuple[int, int]], num_tokens: int) -> tuple[Ver
             f"but the completion has {num_tokens}."
         )
     return checked
+
+
+def _expert_array(experts: npt.ArrayLike, num_tokens: int) -> ExpertArray:
+    return number_array(experts, np.int16, ("layers", "experts per token"), "experts", num_tokens)
 
 
 def same_experts(a: ExpertArray | None, b: ExpertArray | None) -> bool:

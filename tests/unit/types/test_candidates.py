@@ -2,6 +2,7 @@
 
 import pickle
 
+import numpy as np
 import pytest
 
 from ludic.types import (
@@ -22,7 +23,7 @@ def listed(candidates):
 def test_each_token_has_its_own_candidates():
     candidates = CandidateSets.of([[3, 1], [], [7]])
     assert listed(candidates) == [[3, 1], [], [7]] and candidates.lengths.tolist() == [2, 0, 1]
-    assert listed(candidates.first(2)) == [[3, 1], []] and listed(candidates.first(0)) == []
+    assert listed(candidates.only(np.array([True, False, True]))) == [[3, 1], [7]]
     assert CandidateSets.from_dict(candidates.to_dict()) == candidates == pickle.loads(pickle.dumps(candidates))
     assert CandidateSets.of([[3, 1], [7], []]) != candidates
     assert not candidates.ids.flags.writeable and not candidates.ends.flags.writeable

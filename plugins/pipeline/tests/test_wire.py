@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import math
 import subprocess
 import sys
 
@@ -22,7 +23,7 @@ from ludic_pipeline.queue.wire import (
     encode_group,
     group_facts,
 )
-from ludic_pipeline.queue.wire_columns import PictureColumn, decode_pictures
+from ludic_pipeline.queue.wire_columns import GroupColumns
 from plugins.pipeline.tests.wire_items import PICTURES, as_constructed, facts, groups, plain_item
 
 pytestmark = pytest.mark.slow
@@ -64,7 +65,7 @@ def test_hundreds_of_turns_come_back_as_they_were():
     item = SAWItem(np.arange(4000), np.arange(4000) % 5 != 0, action, 1.0, {}, attached)
     data = encode_group([item, item])
     assert facts(decode_group(data)) == facts(frozen_masks([item, item]))
-    values = msgspec.msgpack.decode(data[HEADER:])["token_weights"]["values"]
+    values = msgspec.msgpack.decode(data[HEADER:])["columns"]["token_weights"]["values"]
     assert len(values) == 4 * 1200, "one value per run, not per token"
 
 
@@ -202,8 +203,8 @@ def with_attachments(**fields):
         ([plain_item(100)] * 4, "bytes; a learner reads at most 2000"),
         ([with_attachments(version_runs=[(v, int(v < 4)) for v in range(9)])], "9 version runs"),
         ([SAWItem([1, -1], None, [0, 1], 1.0)], "from -1 to 1; a learner reads 0 to 2147483647"),
-        ([with_attachments(temperature=float("nan"))], "Temperatures"),
-        ([with_attachments(temperature=-1.0)], "Temperatures"),
+        ([with_attachments(temperature=float("nan"))], "temperature .* are not all finite"),
+        ([with_attachments(temperature=-1.0)], "temperature .* are not all finite"),
         ([with_attachments(candidates=CandidateSets.of([[2, -1], [], [], []]))], "from -1 to 2; a learner reads 0"),
         ([with_attachments(version_runs=[(1, 6), (2, -2)])], "version_runs"),
         ([with_attachments(version_runs=[(2**63, 4)])], "version_runs"),
@@ -254,8 +255,10 @@ def with_version(data: bytes, major: int, minor: int) -> bytes:
 
 
 def with_fields(data: bytes, **changed) -> bytes:
+    """The message with other fields or columns."""
     fields = msgspec.msgpack.decode(data[HEADER:])
-    return data[:HEADER] + msgspec.msgpack.encode({**fields, **changed})
+    columns = {name: changed.pop(name) for name in GroupColumns.__struct_fields__ if name in changed}
+    return data[:HEADER] + msgspec.msgpack.encode({**fields, "columns": {**fields["columns"], **columns}, **changed})
 
 
 def test_a_newer_minor_version_is_read_and_its_new_fields_are_ignored():
@@ -265,40 +268,24 @@ def test_a_newer_minor_version_is_read_and_its_new_fields_are_ignored():
     assert facts(decode_group(newer)) == facts(frozen_masks(items))
 
 
-def test_a_newer_major_version_is_refused_with_what_to_do():
-    newer = with_version(encode_group([plain_item()]), MAJOR + 1, 4)
-    with pytest.raises(
-        UnreadableGroup, match=rf"wire format {MAJOR + 1}\.4.*reads {MAJOR}\.x.*Update ludic on the learner"
-    ):
-        decode_group(newer)
-
-
-def test_an_older_major_version_is_refused_with_what_to_do():
-    with pytest.raises(UnreadableGroup, match=r"wire format 0\.9.*Update ludic on the actor"):
-        decode_group(with_version(encode_group([plain_item()]), 0, 9))
+@pytest.mark.parametrize(
+    ("major", "minor", "message"),
+    [
+        (MAJOR + 1, 4, rf"wire format {MAJOR + 1}\.4.*reads {MAJOR}\.x.*Update ludic on the learner"),
+        (0, 9, r"wire format 0\.9.*Update ludic on the actor"),
+    ],
+)
+def test_another_major_version_is_refused_with_what_to_do(major, minor, message):
+    with pytest.raises(UnreadableGroup, match=message) as caught:
+        decode_group(with_version(encode_group([plain_item()]), major, minor))
+    assert isinstance(caught.value, LudicError) and isinstance(caught.value, ValueError)
 
 
 def test_an_unknown_flag_is_refused():
     data = bytearray(encode_group([plain_item()]))
     data[6] |= 8
-    with pytest.raises(UnreadableGroup, match="flags 0x8"):
+    with pytest.raises(UnreadableGroup, match="flags 0x9|flags 0x8"):
         decode_group(bytes(data))
-
-
-def test_a_reader_that_knows_nothing_of_what_was_cut_off_refuses_the_group_and_takes_others():
-    """Ignoring candidates as an unknown field would make its ratios wrong; so they come with a flag."""
-    told = [
-        with_attachments(candidates=CandidateSets.of([[2], [], [], [5, 6]])),
-        with_attachments(untrainable_sampling="top_p=0.9"),
-    ]
-    assert [encode_group([item])[6] for item in (plain_item(), *told)] == [0, 2, 2]
-    assert encode_group([plain_item(), told[0]], compress=True)[6] == 3
-
-
-def test_unreadable_group_is_a_ludic_error_and_a_value_error():
-    with pytest.raises(UnreadableGroup) as caught:
-        decode_group(b"")
-    assert isinstance(caught.value, LudicError) and isinstance(caught.value, ValueError)
 
 
 # --- what is refused by the reader ---
@@ -339,8 +326,14 @@ def origins(**columns):
         ),
         ({"token_rewards": {"values": b"\x00" * 4, "runs": u4(2**32 - 1)}}, "cover 4294967295 tokens of 4"),
         ({"token_rewards": {"values": b"", "items": b"\x00\x00"}}, "items of token_rewards has 2 bytes"),
-        ({"temperatures": floats(-1.0)}, "temperatures"),
-        ({"temperatures": floats(np.inf)}, "temperatures"),
+        ({"temperature": [-1.0]}, "temperature holds values that are negative"),
+        ({"temperature": [math.nan]}, "temperature holds values that are negative"),
+        ({"experts": {"values": b"", "shape": [2**62, 2**62]}}, "experts has the shape"),
+        ({"experts": {"values": b"", "shape": [2]}}, "experts has the shape"),
+        ({"experts": {"values": b"", "shape": [1, 2]}}, "experts has 0 bytes; 12 numbers"),
+        ({"experts": {"values": np.full(6, -2, "<i2").tobytes(), "shape": [1, 1]}}, "-1 .not known. is the least"),
+        ({"token_turns": {"values": b"", "shape": [1]}}, "token_turns has the shape"),
+        ({"columns": {"of_the_future": [1]}}, "unknown field `of_the_future`"),
         ({"candidates": {"ids": u4(2), "lengths": u4(1, 0, 0)}}, "lengths of candidates has 12 bytes"),
         ({"candidates": {"ids": u4(2), "lengths": u4(2, 0, 0, 0)}}, "1 ids, but their lengths add up to 2"),
         ({"candidates": {"ids": b"123", "lengths": u4(0, 0, 0, 0)}}, "ids of candidates has 3 bytes"),
@@ -348,8 +341,15 @@ def origins(**columns):
         ({"candidates": {"ids": u4(3), "lengths": u4(1, 0, 0, 0)}}, "not among the candidates"),
         ({"candidates": {"ids": b"", "lengths": b"", "items": b"12"}}, "items of candidates has 2 bytes"),
         ({"untrainable_sampling": ["a", None]}, "1 items, but 2 of untrainable_sampling"),
-        ({"run_lengths": u4(3)}, "cover 3 tokens, but it has 4"),
-        ({"run_counts": u4(2**32 - 1)}, "4294967295 version runs"),
+        ({"version_runs": {"counts": u4(1), "versions": bytes(8), "lengths": u4(3)}}, "cover 3 tokens, but it has 4"),
+        ({"version_runs": {"counts": u4(2**32 - 1), "versions": b"", "lengths": b""}}, "4294967295 version runs"),
+        *(
+            ({"images": {"files": [PICTURES[0].data], "spans": [[span]]}}, "outside its item")
+            for span in ((0, 5, 2), (1, 0, 2), (0, 0, 0))
+        ),
+        ({"images": {"files": [], "spans": []}}, "1 items, but 0 of images"),
+        ({"images": {"files": [b"no picture"], "spans": [[]]}}, "picture cannot be read"),
+        ({"message_spans": [[(0, "user", 0, 5, 0, 5)]]}, "do not cover its 6 tokens once each"),
         ({"origins": origins(rollout_id=["r", "s"])}, "1 items, but 2 of rollout_id"),
         ({"origins": origins(rollout_id=[3])}, "origins of its items cannot be read: Expected `str"),
         ({"origins": origins(rollout_id="r")}, "origins of its items cannot be read: Expected `array"),
@@ -429,20 +429,3 @@ else:
 def test_without_zstd_plain_groups_work_and_compressed_ones_say_what_to_install():
     compressed = encode_group([plain_item()], compress=True)
     subprocess.run([sys.executable, "-c", WITHOUT_ZSTD, compressed.hex()], check=True)
-
-
-@pytest.mark.parametrize(
-    "span, reason",
-    [
-        ((0, 5, 2), "outside its item"),
-        ((1, 0, 2), "outside its item"),
-        ((0, 0, 0), "outside its item"),
-        (None, "1 items, but pictures of 0"),
-    ],
-)
-def test_pictures_outside_their_item_are_refused(span, reason):
-    column = PictureColumn([PICTURES[0].data], [[span]] if span else [])
-    with pytest.raises(UnreadableGroup, match=reason):
-        decode_pictures(column, [6])
-    with pytest.raises(UnreadableGroup, match="cannot be read"):
-        decode_pictures(PictureColumn([b"no picture"], [[]]), [6])

@@ -49,7 +49,7 @@ class Column:
     name: str
     of: Literal["action tokens", "all tokens", "sampling", "sample"] = "action tokens"
     """What it is a fact of. "sampling": of how all action tokens were sampled. "sample": of the sample as a whole."""
-    dtype: npt.DTypeLike = np.float32
+    dtype: type[Any] = np.float32
     shape: tuple[str, ...] = ()
     """Names of the dimensions of each token's entry."""
     missing: float | None = None
@@ -80,6 +80,10 @@ class Column:
         found: npt.NDArray[Any] = value
         return found
 
+    def value(self, array: npt.NDArray[Any]) -> Any:
+        """Inverse of `array`."""
+        return array
+
     def checked(self, value: Any) -> Any:
         """The value as it is stored; ValueError or TypeError for a wrong one."""
         if self.dtype != np.float32:
@@ -105,6 +109,9 @@ class _LogpColumn(Column):
 
     def array(self, value: ActorTokenLogps) -> npt.NDArray[Any]:
         return value.token_logps
+
+    def value(self, array: npt.NDArray[Any]) -> ActorTokenLogps:
+        return ActorTokenLogps(array)
 
     def checked(self, value: Any) -> Any:
         return value

@@ -10,7 +10,7 @@ from ludic.interaction import (
     MultiAgentSyncProtocol,
     SingleAgentProtocol,
     TraceCollector,
-    run_or_record,
+    recorded,
 )
 from ludic.training.credit_assignment import GroupNormalizedReturn
 from ludic.types import AgentStep, ConfigError, EnvContractError, StepOutcome, StopReason, TokenTrace
@@ -367,7 +367,8 @@ async def test_every_agent_has_a_rollout_of_a_failed_episode():
             raise OSError("board lost")
 
     protocol = MultiAgentProtocol(agents(a=["<a>1</a>"], b=[]))
-    rollouts = await run_or_record(protocol, lambda: protocol.run(env=Breaks(3), max_steps=3), meta={})
+    with recorded(protocol, {}) as rollouts:
+        rollouts += await protocol.run(env=Breaks(3), max_steps=3)
     assert [(r.meta["agent_id"], r.failure.message) for r in rollouts] == [("a", "board lost"), ("b", "board lost")]
 
 

@@ -8,7 +8,7 @@ is bounded; after the last one the batch may be smaller. With `stragglers` a bat
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -67,11 +67,11 @@ class EpisodeRunner:
         self._run = partial(engine.run_episodes, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency)
         self.num_episodes = 0
 
-    async def run(self, groups: list[RequestGroup]) -> list[Episode]:
+    def run(self, groups: list[RequestGroup]) -> Awaitable[list[Episode]]:
         requests = [request for group in groups for request in group]
         first_index = self.num_episodes
         self.num_episodes += sum(request.num_episodes for request in requests)
-        return await self._run(requests, first_index=first_index)
+        return self._run(requests, first_index=first_index)
 
 
 class RolloutBatchSource:

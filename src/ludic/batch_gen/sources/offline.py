@@ -10,7 +10,7 @@ import random
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from ludic.batch_gen.build_batch import HasCreditAssigner, credit_of
 from ludic.batch_gen.message_spans import with_message_spans
 from ludic.batch_gen.stitching import stitch_rollouts
 from ludic.batch_gen.store import index_lines
+from ludic.compat import also_accepts, only_known
 from ludic.inference import ChatTemplate, HFChatTemplate
 from ludic.types import (
     AgentStep,
@@ -52,6 +53,12 @@ def acts_on_env(step: Step) -> bool:
     return step.kind == "env" or is_parse_failure(step)
 
 
+class _Spellings(TypedDict, total=False):
+    algorithm: HasCreditAssigner
+    """In place of `credit_assigner`: the algorithm's."""
+
+
+@also_accepts(_Spellings)
 class OfflineBatchSource:
     """Endless epochs over stored rollouts, shuffled per epoch.
 
@@ -71,11 +78,10 @@ class OfflineBatchSource:
         drop_last: bool = False,
         step_selector: StepSelector | None = None,
         *,
-        algorithm: HasCreditAssigner | None = None,
-        per_turn: bool = False,
         chunk_rollouts: int = 64,
         group_size: int | None = None,
         spans_by: ChatTemplate | None = None,
+        **also: Unpack[_Spellings],
     ) -> None:
         """`chunk_rollouts`: minimum number of rollouts that are credited, shuffled and held in memory at a time. `group_size`:
         leave out groups with another number of finished episodes, which rules that compare siblings refuse. `spans_by`: the
@@ -84,7 +90,8 @@ class OfflineBatchSource:
             raise ConfigError(f"batch_size={batch_size}, chunk_rollouts={chunk_rollouts}; both must be at least 1.")
         if step_selector is not None and step_to_item is None:
             raise ConfigError("step_selector picks steps for step_to_item; without that, whole rollouts become items.")
-        self._credit = credit_of(credit_assigner, algorithm)
+        only_known("OfflineBatchSource", also, _Spellings)
+        self._credit = credit_of(credit_assigner, also.get("algorithm"))
         self._step_to_item = step_to_item
         self._step_selector = step_selector or acts_on_env
         self._sample_filter = sample_filter
@@ -92,7 +99,6 @@ class OfflineBatchSource:
         self._shuffle = shuffle
         self._seed = seed
         self._drop_last = drop_last
-        self._per_turn = per_turn
         self._spans_by = spans_by
         self._chunk_rollouts = chunk_rollouts
         paths = [jsonl_paths] if isinstance(jsonl_paths, (str, Path)) else list(jsonl_paths)
@@ -190,7 +196,7 @@ class OfflineBatchSource:
         if to_item is None:
             if self._spans_by is not None:
                 rollouts = [with_message_spans(rollout, self._spans_by) for rollout in rollouts]
-            items = stitch_rollouts(rollouts, weights, per_turn=self._per_turn)
+            items = stitch_rollouts(rollouts, weights)
         else:
             items = [
                 to_item(rollout, step, weights[rollout.id, step.index])

@@ -52,7 +52,7 @@ class KeptEpisodes:
     """In order; every group is complete."""
     num_failed: int
     num_unscored: int
-    """Of the failed ones, those that a scorer failed."""
+    """Failed episodes that a scorer failed."""
     num_groups_dropped: int
     num_retried: int
 
@@ -153,7 +153,7 @@ def _rates_by_domain(sessions: Sequence[Sequence[Rollout]]) -> dict[str, float]:
 
 
 def _call_rates(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Of gateway sessions: calls per session, the share of the calls of each kind, and that of sessions whose agent raised."""
+    """Metrics of gateway sessions: calls per session, the share of calls of each kind, and of sessions whose agent raised."""
     sessions = [rollout.call_counts for rollout in rollouts if rollout.call_counts]
     totals = sum(map(Counter, sessions), Counter[str]())
     num_calls = totals.pop("calls", 0)

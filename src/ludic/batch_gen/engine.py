@@ -263,11 +263,11 @@ class RolloutEngine:
                         yield episode
 
     def scorer_metrics(self) -> dict[str, float]:
-        """What the scorers count of themselves, over all episodes so far."""
+        """The scorers' own metrics, over all episodes so far."""
         return {} if self.rewards is None else self.rewards.metrics()
 
     def scorer_mean_weights(self) -> dict[str, float]:
-        """Of those metrics the ones that are means, and over how many."""
+        """Number of values behind each scorer metric that is a mean."""
         return {} if self.rewards is None else self.rewards.mean_weights()
 
     @property

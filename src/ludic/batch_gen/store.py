@@ -233,7 +233,7 @@ class Resumed:
 
     plans: list[EpisodePlan]
     stored: dict[int, StoredEpisode] = field(default_factory=dict)
-    """By the plan's index."""
+    """Stored episodes by the index of their plan."""
 
 
 def resume_plans(

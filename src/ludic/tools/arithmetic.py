@@ -41,12 +41,12 @@ def parse(text: str) -> ast.expr:
 
 
 def is_small_power(base: int, exponent: int, max_bits: int) -> bool:
-    """Whether `base ** exponent` has about `max_bits` bits or fewer, so that it is computed at once."""
+    """True if `base ** exponent` has about `max_bits` bits or fewer, so that it is computed at once."""
     return (abs(base).bit_length() - 1) * abs(exponent) <= max_bits
 
 
 def is_python(text: str) -> bool:
-    """Whether `eval` would run the text."""
+    """True if `eval` would run the text."""
     try:
         parse(text.strip())
     except (SyntaxError, ValueError):

@@ -125,7 +125,7 @@ class Tool:
         return cls(name, description or summary_of(doc) or f"Call the tool {name}.", parameters, fn, timeout_s, types)
 
     def __call__(self, **arguments: Any) -> Any:
-        """What the callable returns, without the checks of `call`; an env may offer Tools among its callables."""
+        """The callable's result, without the checks of `call`; an env may offer Tools among its callables."""
         return self.fn(**arguments)
 
     @property

@@ -1,4 +1,4 @@
-"""Which samples are trained on: filters of single items, and preprocess hooks on whole batches.
+"""Filters of single samples, and preprocess hooks on whole batches.
 
 A filter reads `SAWItem.origin`; True keeps an item. An item whose origin does not state a fact is kept by the filters that
 drop, and dropped by those that keep. Every named filter is a predicate and a factory of itself, so `drop_truncated`,
@@ -159,7 +159,7 @@ def forget_temperature(batch: SAWBatch) -> SAWBatch:
 
 
 def _is_processed(attached: SampleAttachments) -> bool:
-    """Whether the sampler's log-probs are of another distribution than the model's own. Greedy ones are the model's own."""
+    """True if the sampler's log-probs are of another distribution than the model's own. Greedy ones are the model's own."""
     is_scaled = attached.temperature not in (None, 0, 1)
     return is_scaled or attached.candidates is not None or attached.untrainable_sampling is not None
 
@@ -211,7 +211,7 @@ def _profile(items: list[SAWItem], eps: float) -> FloatArray:
 
 
 def _weights(item: SAWItem) -> FloatArray:
-    """Of its action tokens, or the item's one weight."""
+    """Weights of its action tokens, or the item's one weight."""
     own = item.attachments.token_weights
     return own if own is not None else np.array([item.weight], dtype=np.float32)
 
@@ -321,7 +321,7 @@ def keep_few_per_group(batch: SAWBatch, *, max_rollouts: int) -> SAWBatch:
 
 
 def _total_reward(session: Sequence[SAWItem]) -> float:
-    """What the rollouts that the samples are of earned together."""
+    """Total reward of the rollouts these samples come from."""
     rewards = {item.origin.rollout_id: item.origin.total_reward for item in session}
     known = [reward for reward in rewards.values() if reward is not None]
     if len(known) < len(rewards):

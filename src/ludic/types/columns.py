@@ -48,7 +48,7 @@ class Column:
 
     name: str
     of: Literal["action tokens", "all tokens", "sampling", "sample"] = "action tokens"
-    """What it is a fact of. "sampling": of how all action tokens were sampled. "sample": of the sample as a whole."""
+    """The subject of the fact. "sampling": the sampling of all action tokens. "sample": the sample as a whole."""
     dtype: type[Any] = np.float32
     shape: tuple[str, ...] = ()
     """Names of the dimensions of each token's entry."""
@@ -61,9 +61,9 @@ class Column:
     repeats: bool = False
     """Neighbours usually have equal values, so it is sent as runs."""
     is_sent: bool = True
-    """Whether actors send it to a learner."""
+    """True if actors send it to a learner."""
     is_packed: bool = False
-    """Whether losses read it: packing makes a tensor of it."""
+    """True if losses read it: packing makes a tensor of it."""
 
     @property
     def nothing(self) -> Any:
@@ -72,7 +72,7 @@ class Column:
 
     @property
     def is_of_actions(self) -> bool:
-        """Whether it is meaningless for other action tokens than the sampled ones."""
+        """True if it is meaningless for other action tokens than the sampled ones."""
         return self.of in ("action tokens", "sampling")
 
     def array(self, value: Any) -> npt.NDArray[Any]:

@@ -64,7 +64,7 @@ class OutOfGPUMemory(LudicError, RuntimeError):
 
 
 def full_gpu(error: BaseException) -> str | None:
-    """What to tell a user whose GPU had no room where no `OutOfGPUMemory` explains it (loading, say); None for other errors."""
+    """Advice for a user whose GPU had no room, where no `OutOfGPUMemory` explains it (loading, say); None for other errors."""
     first = str(error).partition("\n")[0]
     if not isinstance(error, RuntimeError) or "CUDA" not in first or not re.search("out of memory|ALLOC_FAILED", first):
         return None
@@ -211,9 +211,9 @@ class Failure:
     traceback: str = ""
     """All of it, Ludic's frames included."""
     user_traceback: str = ""
-    """From the first frame of code that is neither Ludic's nor installed; empty if there is none."""
+    """Traceback from the first frame of code that is neither Ludic's nor installed; empty if there is none."""
     place: str = ""
-    """Where it was raised, `file.py:12 in name`: the deepest user frame, else the deepest frame; empty for Ludic's own errors."""
+    """Place that raised it, `file.py:12 in name`: the deepest user frame, else the deepest frame; empty for Ludic's own errors."""
     by_scorer: bool = False
     """True if the episode ended well and a judge or reward function failed on it: it has no reward."""
 
@@ -267,7 +267,7 @@ _INSTALLED = tuple(
 
 
 def is_users_file(name: str) -> bool:
-    """Whether a frame's file is neither Ludic's nor installed."""
+    """True if a frame's file is neither Ludic's nor installed."""
     return not name.startswith(("<", *_INSTALLED)) and not str(Path(name).resolve()).startswith(_INSTALLED)
 
 

@@ -20,7 +20,7 @@ NormalizeBy: TypeAlias = Literal["samples", "rollouts"]
 
 @dataclass(frozen=True, slots=True)
 class Reducer:
-    """How one metric is computed from records."""
+    """Computes one metric from records."""
 
     kind: ReducerKind
     """`mean` and `sum` of the values found, or how many of them are true."""

@@ -51,19 +51,19 @@ class SampleAttachments:
     temperature: float | None = None
     """Sampling temperature of the action tokens; the trainer's log-probs use the same. None means 1."""
     candidates: CandidateSets | None = None
-    """What each action token was drawn from, if the sampler ruled tokens out; the trainer's log-probs are over the same."""
+    """The candidates of each action token, if the sampler ruled tokens out; the trainer's log-probs are over the same."""
     untrainable_sampling: str | None = None
     """Sampling settings that a trainer cannot reproduce ("top_p=0.9"): no ratio can be taken."""
     version_runs: tuple[VersionRun, ...] = ()
-    """Which policy version sampled which action tokens, in order; empty if not known."""
+    """The policy versions that sampled the action tokens, in order; empty if not known."""
     proximal_logps: LogprobArray | None = None
     """Log-probability of each action token under the weights from before the batch's first update; the trainer computes it."""
     images: tuple[ImageSpan, ...] = ()
     """The pictures among its state tokens, in order."""
     experts: ExpertArray | None = None
-    """Of a mixture: the experts of every token of `SAWItem.input_ids`, not of action tokens alone; −1 where not known."""
+    """Experts of a mixture for every token of `SAWItem.input_ids`, not of action tokens alone; −1 where not known."""
     message_spans: tuple[MessageSpan, ...] = ()
-    """Which message each token of the sample came from; empty if not known."""
+    """The message that each token of the sample came from; empty if not known."""
     observed_roles: tuple[str, ...] | None = None
     """Roles whose messages count as observations; None: everything after the first action. An algorithm's preprocessing sets it."""
 
@@ -83,7 +83,7 @@ class SampleAttachments:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleOrigin:
-    """Where a sample comes from and how its part of the rollout ended. None: not known (a sample of a data set, for instance).
+    """The origin of a sample, and the end of its part of the rollout. None: not known (a sample of a data set, for instance).
 
     Stitching fills it in, batch sources add to it, the pipeline sends it along. Facts from an env or a user's request are in
     `SAWItem.meta` instead.
@@ -94,7 +94,7 @@ class SampleOrigin:
     episode: str | None = None
     """Samples with the same one are parts of one episode: those of its players, sub-agents and threads."""
     group_id: str | None = None
-    """Of the request; see `group`. None also for a replayed sample, whose group is incomplete."""
+    """Group of the request; see `group`. None also for a replayed sample, whose group is incomplete."""
     agent_id: str | None = None
     """The agent's id in the env (its player)."""
     delegate: str | None = None
@@ -104,7 +104,7 @@ class SampleOrigin:
     env_name: str | None = None
     """The env that was played."""
     domain: str | None = None
-    """As the request names it (`RolloutRequest.meta["domain"]`); chooses among teachers."""
+    """Name given by the request (`RolloutRequest.meta["domain"]`); chooses among teachers."""
     objective: str | None = None
     """The objective, if one batch mixes several; set by the request or a source of a mixture."""
     comparison: str | None = None
@@ -116,17 +116,17 @@ class SampleOrigin:
     segment: int = 0
     """Order among the samples of its rollout; stitching counts from 0."""
     step_index: int | None = None
-    """Of the last step of its last turn."""
+    """Index of the last step of its last turn."""
     step_kind: Literal["agent", "env"] | None = None
-    """Of that step: "env" where the turn reached the env, "agent" where it ended with a model call."""
+    """Kind of that step: "env" where the turn reached the env, "agent" where it ended with a model call."""
     num_turns: int | None = None
     """Number of turns that its action tokens belong to."""
     reward: float | None = None
-    """Of the turns that end in this sample."""
+    """Reward of the turns that end in this sample."""
     total_reward: float | None = None
-    """Of the whole rollout."""
+    """Reward of the whole rollout."""
     reward_components: dict[str, float] | None = None
-    """What each named component adds to `total_reward`."""
+    """Contribution of each named component to `total_reward`."""
     scores: dict[str, float] | None = None
     """The same before their weights; None where every weight is 1."""
     truncated: bool = False
@@ -136,7 +136,7 @@ class SampleOrigin:
     stop: StopReason | None = None
     """Why the rollout ended."""
     finish_reason: str | None = None
-    """Of its last completion; "length" where it ran out of tokens."""
+    """Finish reason of its last completion; "length" where it ran out of tokens."""
     num_parse_errors: int | None = None
     """Replies that could not be parsed."""
     num_cut_off: int = 0
@@ -192,7 +192,7 @@ class SampleOrigin:
 
     @property
     def parse_error(self) -> bool | None:
-        """Whether a reply could not be parsed; None if not known."""
+        """True if a reply could not be parsed; None if not known."""
         return None if self.num_parse_errors is None else self.num_parse_errors > 0
 
 

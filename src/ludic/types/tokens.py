@@ -21,11 +21,11 @@ FloatArray: TypeAlias = npt.NDArray[np.float32]
 LogprobArray: TypeAlias = FloatArray
 """One log-probability per token."""
 TurnNumbers: TypeAlias = FloatArray
-"""Which turn each token belongs to. Whole numbers, held as float32 like every other number per token."""
+"""The turn of each token. Whole numbers, held as float32 like every other number per token."""
 ExpertArray: TypeAlias = npt.NDArray[np.int16]
 """[tokens, mixture layers, experts per token]: which experts each token was sent to; −1 where that is not known."""
 TokenIds: TypeAlias = TokenArray | Sequence[int]
-"""What a constructor accepts; what it stores is a TokenArray."""
+"""Token ids as a constructor accepts them; it stores a TokenArray."""
 
 _ROUNDING = 8 * float(np.finfo(np.float32).eps)
 """Relative: a few float32 operations. A reward model or a weight is float32 even where a Python float holds it."""
@@ -92,7 +92,7 @@ def number_array(
 
 
 def experts_to_dict(experts: ExpertArray) -> dict[str, Any]:
-    """As JSON: a list would take several times the space."""
+    """JSON form of experts; a list would take several times the space."""
     data = base64.b64encode(zlib.compress(experts.astype("<i2").tobytes())).decode()
     return {"shape": list(experts.shape), "int16_zlib_base64": data}
 
@@ -127,7 +127,7 @@ class CandidateSets:
     ids: TokenArray
     """The candidates of all tokens, concatenated."""
     ends: npt.NDArray[np.int64]
-    """Where the candidates of each token end in `ids`. A token without any was drawn from the whole vocabulary."""
+    """End of each token's candidates in `ids`. A token without any was drawn from the whole vocabulary."""
 
     def __post_init__(self) -> None:
         ids = token_array(self.ids, "candidate ids")
@@ -257,19 +257,19 @@ class TokenTrace:
     finish_reason: str | None = None
     """Why the model stopped: "stop", "length", …"""
     version_runs: tuple[VersionRun, ...] = ()
-    """Which policy version sampled which part of the completion; empty if the client does not report it."""
+    """The policy version of each part of the completion; empty if the client does not report it."""
     temperature: float | None = None
     """Sampling temperature, so that a trainer can compute log-probs of the same distribution."""
     candidates: CandidateSets | None = None
-    """What each completion token was drawn from, if the sampler ruled tokens out and reports which."""
+    """The candidates of each completion token, if the sampler ruled tokens out and reports which."""
     untrainable_sampling: str | None = None
     """Settings that shaped the distribution and that a trainer cannot reproduce from this trace, such as "top_p=0.9"."""
     images: tuple[ImageSpan, ...] = ()
     """The pictures of the prompt, in order, and the tokens that stand for them."""
     experts: ExpertArray | None = None
-    """Of a mixture: the experts of each token of prompt and completion, if the server records them."""
+    """Experts of a mixture for each token of prompt and completion, if the server records them."""
     message_spans: tuple[MessageSpan, ...] = ()
-    """Which message each token of the prompt came from; empty if the request did not ask for it."""
+    """The message that each token of the prompt came from; empty if the request did not ask for it."""
 
     def __init__(
         self,
@@ -315,7 +315,7 @@ class TokenTrace:
         return min((run.version for run in self.version_runs), default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON; fields from `candidates` on only if they are set. A picture is named by its hash: its bytes are in the
+        """JSON form, with fields from `candidates` on only if they are set. A picture is named by its hash: its bytes are in the
         prompt's messages."""
         data = {
             "prompt_token_ids": self.prompt_token_ids.tolist(),
@@ -433,7 +433,7 @@ def _expert_array(experts: npt.ArrayLike, num_tokens: int) -> ExpertArray:
 
 
 def same_experts(a: ExpertArray | None, b: ExpertArray | None) -> bool:
-    """Whether both are missing or equal."""
+    """True if both are missing or equal."""
     return a is b or (a is not None and b is not None and np.array_equal(a, b))
 
 

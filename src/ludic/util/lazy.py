@@ -47,7 +47,7 @@ def lazy(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def _is_plugin(absent: str | None) -> bool:
-    """Whether a module that could not be imported is a plug-in as a whole: the one that has the name, or one that it imports."""
+    """True if a module that could not be imported is a plug-in as a whole: the one that has the name, or one that it imports."""
     return absent is not None and absent.startswith("ludic_") and "." not in absent
 
 

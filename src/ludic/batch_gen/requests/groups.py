@@ -99,7 +99,7 @@ class RequestStream:
         return self.take(self.num_next())
 
     def num_next(self) -> int:
-        """How many groups `take_draw` would return."""
+        """Number of groups that `take_draw` would return."""
         if not self._left:
             self._draw()
         return len(self._left)

@@ -1,4 +1,4 @@
-"""Which policy plays which role: `assign_roles` for one request, `AssignedRequests` for all requests of a batch."""
+"""Policies for the roles of an episode: `assign_roles` for one request, `AssignedRequests` for all requests of a batch."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

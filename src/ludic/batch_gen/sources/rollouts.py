@@ -161,7 +161,7 @@ class RolloutBatchSource:
     get_next_batch = next_batch
 
     async def _closed_batch(self, runner: StragglerRunner) -> SAWBatch:
-        """What is done of as many groups as the first draw has."""
+        """A batch of finished episodes, with as many groups as the first draw."""
         if not self._groups_per_batch:
             self._groups_per_batch = self._requests.num_next()
         try:
@@ -183,7 +183,7 @@ class RolloutBatchSource:
             await self._stragglers.close()
 
     async def _refilled_batch(self, settings: DynamicSampling) -> SAWBatch:
-        """As many groups with different rewards as the first draw has, or fewer after `max_rounds` rounds."""
+        """A batch of groups with different rewards: as many as the first draw has, or fewer after `max_rounds` rounds."""
         if not self._groups_per_batch:  # the first draw may be empty
             self._groups_per_batch = self._requests.num_next()
         num_groups = self._groups_per_batch

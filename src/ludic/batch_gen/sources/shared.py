@@ -32,7 +32,7 @@ class _Round:
     episodes: list[Episode]
     generation_s: float
     scorer_metrics: dict[str, float]
-    """What scorers say of themselves so far, such as what a judge has cost."""
+    """The scorers' own metrics so far, such as the cost of a judge."""
 
     @property
     def policies(self) -> list[str]:

@@ -87,7 +87,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_usual(record: Any, field: Any) -> bool:
-    """Whether a field is left out: it has its default, or is the mask of a sample in which every token counts."""
+    """True if a field is left out: it has its default, or is the mask of a sample in which every token counts."""
     value = getattr(record, field.name)
     if field.name == "attention_mask":
         return bool(value.all())

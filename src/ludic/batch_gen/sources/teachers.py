@@ -135,7 +135,7 @@ DomainOf: TypeAlias = Callable[[SAWItem], str]
 
 
 def domain_of(item: SAWItem) -> str:
-    """What the request said (`RolloutRequest.meta["domain"]`); without that, the name of the environment."""
+    """The domain of the request (`RolloutRequest.meta["domain"]`), else the name of the environment."""
     domain = item.origin.domain or item.origin.env_name
     if domain is None:
         raise ConfigError(

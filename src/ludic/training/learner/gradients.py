@@ -36,7 +36,7 @@ from ludic.types import ConfigError, SAWItem, spread_of
 
 
 def batch_facts(items: Sequence[SAWItem]) -> BatchFacts:
-    """What losses divide by and compare with."""
+    """The counts and statistics of a batch that losses divide by and compare with."""
     members: dict[str, list[SAWItem]] = {}
     for item in items:
         if (name := item.origin.objective) is not None:
@@ -161,7 +161,7 @@ def action_tokens(
     teacher: TrainedPolicy | None = None,
     pad_token_id: int = 0,
 ) -> ActionTokens:
-    """What the loss sees of one micro-batch."""
+    """The loss's view of one micro-batch."""
     entropy_mode: EntropyMode | None = "train" if loss.needs.entropy else "watch" if watch_entropy else None
     observations = batch.observations() if loss.needs.observations else None
     padded: tuple[Tensor, dict[str, Tensor]] | None = None
@@ -222,7 +222,7 @@ def with_proximal_logps(
 
 
 class DriftProbe:
-    """How far one update moves the policy: KL per token of one micro-batch between the weights before and after it.
+    """The step size of one update: KL per token of one micro-batch between the weights before and after it.
 
     The mismatch that every step logs (`kl_actor_policy`) is taken before the update: on-policy it is about 0 however fast the
     policy moves.

@@ -1,4 +1,4 @@
-"""From samples to tensors: micro-batches within a token budget, packed end to end, or padded.
+"""Micro-batches of samples within a token budget, as tensors: packed end to end, or padded.
 
 Packing wastes nothing: the budget counts real tokens. The padded form is for losses on whole logits and for models that cannot
 pack. Both have the same fields of every action token (`ActionFields`).
@@ -74,7 +74,7 @@ def truncated(item: SAWItem, length: int) -> SAWItem:
 
 
 PADDING_ITEM = SAWItem(np.zeros(2, dtype=np.int32), None, np.array([False, True]), 0.0)
-"""What a rank without samples computes while others still have some: as short as possible, and multiplied by zero."""
+"""The sample of a rank without samples while others still have some: as short as possible, and multiplied by zero."""
 
 
 def balanced_shares(items: Sequence[SAWItem], num_shares: int, *, share_prefixes: bool = False) -> list[list[SAWItem]]:
@@ -119,8 +119,8 @@ def _largest_first(items: Sequence[SAWItem], max_shared: int) -> list[tuple[list
 
 
 def token_keys(items: Sequence[SAWItem]) -> list[np.ndarray]:
-    """By what samples share a prefix: token ids, or numbers of (token, its experts) if experts were recorded, because a shared
-    token goes to one set of experts."""
+    """One array per sample, equal where samples share a prefix: token ids, or numbers of (token, its experts) where experts were
+    recorded, because a shared token goes to one set of experts."""
     if all(item.attachments.experts is None for item in items):
         return [item.input_ids for item in items]
     numbers: dict[tuple[int, bytes], int] = {}
@@ -182,26 +182,26 @@ def split_items_by_token_budget(
 # Letters: A action tokens of all samples, T flat tokens, B samples, L longest sample.
 @dataclass(frozen=True, slots=True)
 class ActionFields:
-    """What is known of every action token before the forward pass."""
+    """The facts of every action token that are known before the forward pass."""
 
     predictor_A: Tensor
     """Flat position of the token before it, whose hidden state predicts it."""
     target_A: Tensor
     item_A: Tensor
-    """Which sample of this micro-batch it belongs to."""
+    """Index of its sample in the micro-batch."""
     weight_A: Tensor
     inverse_temperature_A: Tensor
     num_items: int
     candidates: CandidateMask | None = None
-    """What each was drawn from, if a sampler excluded tokens."""
+    """The candidates of each token, if a sampler excluded tokens."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """The packed columns (`Column.is_packed`) that the samples have, one entry per token."""
     objectives: tuple[str | None, ...] = ()
-    """Of each sample; empty if no sample names one."""
+    """Objective of each sample; empty if no sample names one."""
     episodes: tuple[str | None, ...] = ()
-    """Of each sample."""
+    """Episode of each sample."""
     comparisons: tuple[str | None, ...] = ()
-    """Of each sample; empty if no sample names one."""
+    """Comparison of each sample; empty if no sample names one."""
     without_old_logps: tuple[int, ...] = ()
     """Samples whose old_logp_A is not known, if those of others are."""
 
@@ -234,13 +234,13 @@ class PackedBatch:
     actions: ActionFields
     items: list[SAWItem]
     paths: Sequence[np.ndarray]
-    """Where the tokens of each sample are in `ids_T`."""
+    """Places of each sample's tokens in `ids_T`."""
     is_padded: bool = False
     tree: TokenTree | None = None
     """If samples share prefixes: `ids_T` and `positions_T` are its tokens, each once."""
 
     def tokens_T(self) -> Tensor:
-        """How many samples each flat token counts for: 0 for padding, several in a tree."""
+        """Number of samples that each flat token belongs to: 0 for padding, several in a tree."""
         counts = np.zeros(len(self.ids_T), dtype=np.int64)
         for path, length in zip(self.paths, self.lengths, strict=True):
             counts[path[:length]] += 1

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from ludic.batch_gen.sources.stored_items import item_as_text, item_of_text
+from ludic.batch_gen.sources.mixed import item_as_text, item_of_text
 from ludic.types import (
     ActorTokenLogps,
     CandidateSets,

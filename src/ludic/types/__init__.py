@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ludic.util.lazy import lazy
 
 if TYPE_CHECKING:
+    from ludic.types.columns import ActorTokenLogps as ActorTokenLogps
     from ludic.types.errors import *  # noqa: F403
     from ludic.types.interfaces import *  # noqa: F403
     from ludic.types.messages import *  # noqa: F403

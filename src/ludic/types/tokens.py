@@ -91,13 +91,13 @@ def number_array(
     return _frozen(wide.astype(dtype, copy=False))
 
 
-def experts_to_dict(experts: ExpertArray) -> dict[str, Any]:
+def _experts_to_dict(experts: ExpertArray) -> dict[str, Any]:
     """JSON form of experts; a list would take several times the space."""
     data = base64.b64encode(zlib.compress(experts.astype("<i2").tobytes())).decode()
     return {"shape": list(experts.shape), "int16_zlib_base64": data}
 
 
-def experts_from_dict(data: Mapping[str, Any]) -> ExpertArray:
+def _experts_from_dict(data: Mapping[str, Any]) -> ExpertArray:
     flat = np.frombuffer(zlib.decompress(base64.b64decode(data["int16_zlib_base64"])), dtype="<i2")
     return flat.reshape(data["shape"]).astype(np.int16)
 
@@ -332,7 +332,7 @@ class TokenTrace:
         if self.images:
             data["images"] = [[span.image.sha256, span.start, span.length] for span in self.images]
         if self.experts is not None:
-            data["experts"] = experts_to_dict(self.experts)
+            data["experts"] = _experts_to_dict(self.experts)
         if self.message_spans:
             data["message_spans"] = [list(span) for span in self.message_spans]
         return data
@@ -353,7 +353,7 @@ class TokenTrace:
             candidates=None if data.get("candidates") is None else CandidateSets.from_dict(data["candidates"]),
             untrainable_sampling=data.get("untrainable_sampling"),
             images=_placed(data["images"], images) if data.get("images") else (),
-            experts=None if data.get("experts") is None else experts_from_dict(data["experts"]),
+            experts=None if data.get("experts") is None else _experts_from_dict(data["experts"]),
             message_spans=data.get("message_spans") or (),
         )
 
@@ -374,7 +374,7 @@ class TokenTrace:
             and np.array_equal(self.completion_token_ids, other.completion_token_ids)
             and _same_logprobs(self.completion_logprobs, other.completion_logprobs)
             and all(getattr(self, name) == getattr(other, name) for name in plain)
-            and same_experts(self.experts, other.experts)
+            and _same_experts(self.experts, other.experts)
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -432,7 +432,7 @@ def _expert_array(experts: npt.ArrayLike, num_tokens: int) -> ExpertArray:
     return number_array(experts, np.int16, ("layers", "experts per token"), "experts", num_tokens)
 
 
-def same_experts(a: ExpertArray | None, b: ExpertArray | None) -> bool:
+def _same_experts(a: ExpertArray | None, b: ExpertArray | None) -> bool:
     """True if both are missing or equal."""
     return a is b or (a is not None and b is not None and np.array_equal(a, b))
 

@@ -43,7 +43,6 @@ from ludic_pipeline.queue.wire_columns import (
 from ludic_pipeline.queue.wire_meta import decode_metas, decode_origins, encode_metas, encode_origins
 
 __all__ = [
-    "GroupFacts",
     "UnreadableGroup",
     "UnwritableGroup",
     "WireLimits",
@@ -61,7 +60,7 @@ _ZSTD = 1
 _LIMITS = WireLimits()
 
 
-class GroupFacts(NamedTuple):
+class _GroupFacts(NamedTuple):
     """Facts of a group that the queue stores beside the payload."""
 
     num_items: int
@@ -69,9 +68,9 @@ class GroupFacts(NamedTuple):
     """Oldest version of any token of any item; None if unknown."""
 
 
-def group_facts(items: Sequence[SAWItem]) -> GroupFacts:
+def group_facts(items: Sequence[SAWItem]) -> _GroupFacts:
     versions = [version for item in items if (version := item.oldest_version) is not None]
-    return GroupFacts(len(items), min(versions, default=None))
+    return _GroupFacts(len(items), min(versions, default=None))
 
 
 class _Group(msgspec.Struct, gc=False, omit_defaults=True):

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeAlias, TypedDict, Unpack
@@ -15,11 +16,10 @@ from typing import Any, TypeAlias, TypedDict, Unpack
 import numpy as np
 
 from ludic.batch_gen.build_batch import HasCreditAssigner, credit_of
-from ludic.batch_gen.message_spans import with_message_spans
 from ludic.batch_gen.stitching import stitch_rollouts
 from ludic.batch_gen.store import index_lines
 from ludic.compat import also_accepts, only_known
-from ludic.inference import ChatTemplate, HFChatTemplate
+from ludic.inference import ChatTemplate, Conversation, HFChatTemplate
 from ludic.types import (
     AgentStep,
     ConfigError,
@@ -41,6 +41,38 @@ from ludic.types import (
 from ludic.types.rollout_files import stored_rollout
 from ludic.util.files import Line
 
+
+def with_message_spans(rollout: Rollout, template: ChatTemplate) -> Rollout:
+    """The rollout with `TokenTrace.message_spans` in every model call; ConfigError if the template writes other prompts."""
+    calls = [step for step in rollout.steps if isinstance(step, AgentStep)]
+    if all(call.trace.message_spans for call in calls):
+        return rollout
+    conversation, traces = Conversation(template), {}
+    for position, call in enumerate(calls):
+        prompt = conversation.next_prompt(list(call.prompt_messages), with_spans=True)
+        if not np.array_equal(prompt.token_ids, call.trace.prompt_token_ids):
+            raise ConfigError(
+                f"Rollout {rollout.id} does not say which message its tokens came from, and the chat template writes the prompt "
+                f"of step {call.index} differently: another model played it, or its agent was shown tools. Play with --train-on, "
+                "which records it."
+            )
+        traces[id(call.trace)] = replace(call.trace, message_spans=prompt.message_spans)
+        conversation.record(call.trace.completion_token_ids, _kept_text(calls, position))
+    steps = [
+        step if step.trace is None else replace(step, trace=traces.get(id(step.trace), step.trace))
+        for step in rollout.steps
+    ]
+    return replace(rollout, steps=steps)
+
+
+def _kept_text(calls: list[AgentStep], position: int) -> str:
+    """The reply as the agent remembered it: in the next prompt, where there is one."""
+    own, num_sent = calls[position], len(calls[position].prompt_messages)
+    if position + 1 < len(calls) and len(calls[position + 1].prompt_messages) > num_sent:
+        return str(calls[position + 1].prompt_messages[num_sent]["content"])
+    return own.action
+
+
 logger = logging.getLogger(__name__)
 
 _ORDER, _WITHIN_CHUNK = 0, 1
@@ -48,7 +80,7 @@ StepToItem: TypeAlias = Callable[[Rollout, Step, float], SAWItem]
 """(rollout, one of its steps, the step's weight) -> item."""
 
 
-def acts_on_env(step: Step) -> bool:
+def _acts_on_env(step: Step) -> bool:
     """The default selector: env steps, and replies to the env that failed to parse."""
     return step.kind == "env" or is_parse_failure(step)
 
@@ -93,7 +125,7 @@ class OfflineBatchSource:
         only_known("OfflineBatchSource", also, _Spellings)
         self._credit = credit_of(credit_assigner, also.get("algorithm"))
         self._step_to_item = step_to_item
-        self._step_selector = step_selector or acts_on_env
+        self._step_selector = step_selector or _acts_on_env
         self._sample_filter = sample_filter
         self._batch_size = batch_size
         self._shuffle = shuffle

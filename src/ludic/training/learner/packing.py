@@ -21,7 +21,7 @@ from ludic.types.columns import COLUMNS
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class _Fitted:
     """The samples that can be trained on, and how many were cut or dropped."""
 
     items: list[SAWItem]
@@ -29,7 +29,7 @@ class Fitted:
     num_dropped: int = 0
 
 
-def fit_length(items: Sequence[SAWItem], max_seq_len: int, policy: LengthPolicy = "raise") -> Fitted:
+def fit_length(items: Sequence[SAWItem], max_seq_len: int, policy: LengthPolicy = "raise") -> _Fitted:
     """Raise, truncate or drop samples longer than `max_seq_len`. A truncated sample is kept if any action token is left."""
     if policy not in get_args(LengthPolicy):
         raise ConfigError(f"too_long={policy!r}; there are {', '.join(get_args(LengthPolicy))}.")
@@ -51,7 +51,7 @@ def fit_length(items: Sequence[SAWItem], max_seq_len: int, policy: LengthPolicy 
         else:
             num_truncated += 1
             kept.append(cut)
-    return Fitted(kept, num_truncated, num_dropped)
+    return _Fitted(kept, num_truncated, num_dropped)
 
 
 def without_padding(item: SAWItem) -> SAWItem:

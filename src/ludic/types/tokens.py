@@ -7,7 +7,7 @@ share one buffer (`TokenLog`), so that storing every call of an episode takes me
 import base64
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -297,17 +297,18 @@ class TokenTrace:
                 )
         if candidates is not None and len(candidates) != num_tokens:
             raise ValueError(f"TokenTrace has {num_tokens} completion tokens but {len(candidates)} candidate sets.")
-        _put_prompt(self, prompt)
-        _put_completion(self, completion)
-        _put_logprobs(self, completion_logprobs)
-        _put_finish_reason(self, finish_reason)
-        _put_version_runs(self, _checked_runs(version_runs, num_tokens) if version_runs else ())
-        _put_temperature(self, temperature)
-        _put_candidates(self, candidates)
-        _put_untrainable_sampling(self, untrainable_sampling)
-        _put_images(self, tuple(images) if images else ())
-        _put_experts(self, None if experts is None else _expert_array(experts, len(prompt) + num_tokens))
-        _put_message_spans(self, _checked_spans(message_spans, len(prompt)) if message_spans else ())
+        put = object.__setattr__
+        put(self, "prompt_token_ids", prompt)
+        put(self, "completion_token_ids", completion)
+        put(self, "completion_logprobs", completion_logprobs)
+        put(self, "finish_reason", finish_reason)
+        put(self, "version_runs", _checked_runs(version_runs, num_tokens) if version_runs else ())
+        put(self, "temperature", temperature)
+        put(self, "candidates", candidates)
+        put(self, "untrainable_sampling", untrainable_sampling)
+        put(self, "images", tuple(images) if images else ())
+        put(self, "experts", None if experts is None else _expert_array(experts, len(prompt) + num_tokens))
+        put(self, "message_spans", _checked_spans(message_spans, len(prompt)) if message_spans else ())
 
     @property
     def policy_version(self) -> int | None:
@@ -360,51 +361,16 @@ class TokenTrace:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TokenTrace):
             return NotImplemented
-        plain = (
-            "finish_reason",
-            "version_runs",
-            "temperature",
-            "candidates",
-            "untrainable_sampling",
-            "images",
-            "message_spans",
-        )
-        return (
-            np.array_equal(self.prompt_token_ids, other.prompt_token_ids)
-            and np.array_equal(self.completion_token_ids, other.completion_token_ids)
-            and _same_logprobs(self.completion_logprobs, other.completion_logprobs)
-            and all(getattr(self, name) == getattr(other, name) for name in plain)
-            and _same_experts(self.experts, other.experts)
-        )
+        return all(_are_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(TokenTrace))
 
     __hash__ = None  # type: ignore[assignment]
 
 
-# Half the time of `object.__setattr__`, the usual way to set the fields of a frozen class.
-_put_prompt, _put_completion, _put_logprobs, _put_finish_reason = (
-    getattr(TokenTrace, name).__set__
-    for name in ("prompt_token_ids", "completion_token_ids", "completion_logprobs", "finish_reason")
-)
-(
-    _put_version_runs,
-    _put_temperature,
-    _put_candidates,
-    _put_untrainable_sampling,
-    _put_images,
-    _put_experts,
-    _put_message_spans,
-) = (
-    getattr(TokenTrace, name).__set__
-    for name in (
-        "version_runs",
-        "temperature",
-        "candidates",
-        "untrainable_sampling",
-        "images",
-        "experts",
-        "message_spans",
-    )
-)
+def _are_equal(a: Any, b: Any) -> bool:
+    """True if two fields hold the same; NaN equals itself."""
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
+    return type(a) is type(b) and bool(a == b)
 
 
 def _placed(stored: Sequence[Sequence[Any]], images: Iterable[Image]) -> list[ImageSpan]:
@@ -432,20 +398,9 @@ def _expert_array(experts: npt.ArrayLike, num_tokens: int) -> ExpertArray:
     return number_array(experts, np.int16, ("layers", "experts per token"), "experts", num_tokens)
 
 
-def _same_experts(a: ExpertArray | None, b: ExpertArray | None) -> bool:
-    """True if both are missing or equal."""
-    return a is b or (a is not None and b is not None and np.array_equal(a, b))
-
-
 def _checked_spans(spans: Sequence[tuple[int, str, int, int, int, int]], num_tokens: int) -> tuple[MessageSpan, ...]:
     checked = tuple(MessageSpan(*span) for span in spans)
     starts, ends = [0, *(span.end for span in checked)], [*(span.start for span in checked), num_tokens]
     if starts != ends:
         raise ValueError(f"message_spans {[tuple(s) for s in checked[:8]]} do not cover {num_tokens} tokens once each.")
     return checked
-
-
-def _same_logprobs(a: LogprobArray | None, b: LogprobArray | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return np.array_equal(a, b, equal_nan=True)

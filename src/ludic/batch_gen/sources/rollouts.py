@@ -137,7 +137,8 @@ class RolloutBatchSource:
         self._builder = BatchBuilder(credit_assigner=credit, sample_filter=sample_filter)
         self._stateful_credit = credit if isinstance(credit, Stateful) else None
         self._dynamic_sampling = dynamic_sampling
-        self._policy, self._followers = (None, ()) if seat is None else (seat.policy, seat.followers)
+        self._policy = None if seat is None else seat.policy
+        self._followers = [] if seat is None else list(seat.followers)
         self._num_batches = self._groups_per_batch = 0
 
     async def next_batch(self) -> SAWBatch:

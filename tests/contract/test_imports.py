@@ -17,7 +17,7 @@ PLUGINS = sorted(folder.name for folder in (CHECKOUT / "plugins").iterdir())
 
 BASE = {"types", "tasks", "registry", "catalog", "plugins", "util", "compat"}
 MAY_IMPORT: dict[str, set[str]] = {
-    "util": {"types"},
+    "util": set(),
     "types": {"util"},
     "tasks": set(),
     "compat": {"types"},

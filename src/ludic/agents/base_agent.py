@@ -244,17 +244,11 @@ class Agent:
         untrainable_sampling = require_trainable_reply(request, response)
         if self._tokens_left is not None:
             self._tokens_left -= len(response.completion_token_ids)
-        trace = TokenTrace(
-            prompt.token_ids,
-            response.completion_token_ids,
-            completion_logprobs=response.completion_logprobs,
-            finish_reason=response.finish_reason,
-            version_runs=response.version_runs,
+        trace = response.to_trace(
+            prompt_token_ids=prompt.token_ids,
             temperature=sampling.temperature,
-            candidates=response.candidates,
             untrainable_sampling=untrainable_sampling,
             images=prompt.images,
-            experts=response.experts,
             message_spans=prompt.message_spans,
         )
         info = {key: value for key, value in client_info.items() if key not in _TOO_BIG_FOR_INFO} if client_info else {}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ludic.types.errors import ConfigError
-from ludic.types.messages import JSON, ImageSpan
+from ludic.types.messages import JSON, ImageSpan, MessageSpan
 from ludic.types.tokens import CandidateSets, ExpertArray, TokenArray, TokenTrace, VersionRun, token_array
 
 logger = logging.getLogger(__name__)
@@ -242,17 +242,28 @@ class ChatResponse:
     def merge_into_info(self, info: Mapping[str, Any]) -> dict[str, Any]:
         return {**info, **self.to_info()}
 
-    def to_trace(self, *, temperature: float | None = None, images: tuple[ImageSpan, ...] = ()) -> TokenTrace:
+    def to_trace(
+        self,
+        *,
+        prompt_token_ids: TokenArray | None = None,
+        temperature: float | None = None,
+        untrainable_sampling: str | None = None,
+        images: tuple[ImageSpan, ...] = (),
+        message_spans: tuple[MessageSpan, ...] = (),
+    ) -> TokenTrace:
+        """The call in token space, with facts of its request."""
         return TokenTrace(
-            prompt_token_ids=self.prompt_token_ids,
-            completion_token_ids=self.completion_token_ids,
+            self.prompt_token_ids if prompt_token_ids is None else prompt_token_ids,
+            self.completion_token_ids,
             completion_logprobs=self.completion_logprobs,
             finish_reason=self.finish_reason,
             version_runs=self.version_runs,
             temperature=temperature,
             candidates=self.candidates,
+            untrainable_sampling=untrainable_sampling,
             images=images,
             experts=self.experts,
+            message_spans=message_spans,
         )
 
 

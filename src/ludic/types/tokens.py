@@ -368,9 +368,9 @@ class TokenTrace:
 
 def _are_equal(a: Any, b: Any) -> bool:
     """True if two fields hold the same; NaN equals itself."""
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        return np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
-    return type(a) is type(b) and bool(a == b)
+    if not isinstance(a, np.ndarray) or not isinstance(b, np.ndarray):
+        return a is b or (not isinstance(a, np.ndarray) and not isinstance(b, np.ndarray) and bool(a == b))
+    return np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
 
 
 def _placed(stored: Sequence[Sequence[Any]], images: Iterable[Image]) -> list[ImageSpan]:

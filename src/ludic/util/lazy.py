@@ -1,9 +1,11 @@
-"""The `__getattr__` of modules whose names are imported on first use: lighter, and a missing plug-in is named. Loads nothing."""
+"""The `__getattr__` of modules whose names are imported on first use: lighter, and a missing plug-in is named."""
 
 import importlib
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from ludic.util.errors import MissingPlugin
 
 
 def forward(shim: str, package: str) -> Callable[[str], Any]:
@@ -53,6 +55,4 @@ def _is_plugin(absent: str | None) -> bool:
 
 def missing(package: str, what: str) -> Exception:
     """The error for a plug-in of Ludic that is not installed."""
-    from ludic.types.errors import MissingPlugin
-
     return MissingPlugin(package, what)

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-DISTRIBUTION = "ludic-rl"
-"""A copy of the name in ludic.types.errors, which `ludic --help` would have to load for it."""
+from ludic.util.errors import DISTRIBUTION
+
 _CHECKOUT = Path(__file__).parents[3]
 
 

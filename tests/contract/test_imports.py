@@ -15,11 +15,12 @@ CHECKOUT = Path(__file__).parents[2]
 ROOT = CHECKOUT / "src" / "ludic"
 PLUGINS = sorted(package.parent.name for package in CHECKOUT.glob("plugins/*/ludic_*"))
 
-BASE = {"types", "tasks", "registry", "catalog", "plugins", "util"}
+BASE = {"types", "tasks", "registry", "catalog", "plugins", "util", "compat"}
 MAY_IMPORT: dict[str, set[str]] = {
-    "util": {"types"},
+    "util": set(),
     "types": {"util"},
     "tasks": set(),
+    "compat": {"types"},
     "catalog": set(),
     "plugins": {"types", "util"},
     "registry": {"types", "catalog", "plugins"},

@@ -11,6 +11,7 @@ from ludic.context import SummarisedDialog
 from ludic.interaction import SingleAgentProtocol
 from ludic.training.credit_assignment import GAE, EpisodicReturn
 from ludic.training.critic.gae import TokenGAE, TurnGAE
+from ludic.training.learner.packing import truncated
 from ludic.types import ConfigError, InferenceSpec, ReturnSpec, SampleAttachments, SampleOrigin, SAWItem, StopReason
 from tests.fakes import CountingEnv, make_agent
 from tests.unit.training.samples import random_items
@@ -195,5 +196,5 @@ def test_a_duplicate_sample_is_refused():
 
 def test_a_sample_that_was_cut_keeps_the_turns_of_what_is_left():
     given = item([0, 1, 2], turns=[0, 0, 1])
-    assert given.attachments.first(2).token_turns.tolist() == [0, 0]
+    assert truncated(given, len(given.input_ids) - 1).attachments.token_turns.tolist() == [0, 0]
     assert replace(given).attachments.token_turns.tolist() == [0, 0, 1]

@@ -134,7 +134,7 @@ def test_samples_share_a_prefix_only_as_far_as_their_experts_agree():
     assert batch.tree is not None and len(batch.ids_T) == len(first.input_ids) + len(second.input_ids) - 17
     for item, path in zip([first, changed], batch.paths, strict=True):
         assert np.array_equal(batch.ids_T.numpy()[path], item.input_ids)
-        assert np.array_equal(batch.experts_TLK().numpy()[path], item.attachments.experts)
+        assert np.array_equal(batch.column_T("experts").numpy()[path], item.attachments.experts)
 
 
 def test_a_frozen_reference_on_the_same_modules_chooses_its_own_experts():

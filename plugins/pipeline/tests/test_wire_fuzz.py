@@ -196,7 +196,12 @@ def test_messages_with_inconsistent_fields_are_refused(fuzz):
 def lying(rng: random.Random) -> bytes:
     changed = dict(rng.choice(FIELDS))
     for _ in range(rng.choice([1, 1, 2])):
-        name = rng.choice([*changed, "token_values", "run_counts", "attention_runs", "temperatures", "unknown"])
+        if rng.random() < 0.6 and isinstance(changed.get("columns"), dict):
+            changed["columns"] = columns = dict(changed["columns"])
+            name = rng.choice([*columns, "token_values", "version_runs", "experts", "temperature", "unknown"])
+            columns[name] = lie(columns.get(name, b""), rng)
+            continue
+        name = rng.choice([*changed, "attention_runs", "unknown"])
         changed[name] = lie(changed.get(name, b""), rng)
         if rng.random() < 0.05:
             del changed[name]
@@ -207,7 +212,7 @@ def lying(rng: random.Random) -> bytes:
 def lie(value, rng: random.Random):
     """Something like `value` that it is not."""
     if isinstance(value, dict) and value and rng.random() < 0.8:
-        name = rng.choice([*value, "runs", "items", "values"])
+        name = rng.choice([*value, "runs", "items", "values", "shape"])
         return {**value, name: lie(value.get(name, b""), rng)}
     if isinstance(value, bytes) and rng.random() < 0.8:
         return wrong_array(value, rng)
@@ -264,6 +269,10 @@ def with_origins(origins: bytes) -> bytes:
     return PLAIN + msgspec.msgpack.encode({**FIELDS[-1], "origins": origins})
 
 
+def with_columns(**columns) -> bytes:
+    return PLAIN + msgspec.msgpack.encode({**FIELDS[-1], "columns": {**FIELDS[-1]["columns"], **columns}})
+
+
 ATTACKS = {
     "origins of four billion": with_origins(b"\x81\xaarollout_id\xdd\xff\xff\xff\xff"),
     "a field of an origin of four billion bytes": with_origins(b"\x81\xaarollout_id\x94\xdb\xff\xff\xff\xff"),
@@ -287,12 +296,14 @@ ATTACKS = {
     "lists of lists of four billion": with_metas(b"\x91\x81\xa1a" + b"\xdd\xff\xff\xff\xff" * 30),
     "masks of four billion tokens": PLAIN
     + msgspec.msgpack.encode({**FIELDS[-1], "action_runs": struct.pack("<3I", 2**32 - 1, 2**32 - 1, 26)}),
-    "values repeated four billion times": PLAIN
-    + msgspec.msgpack.encode(
-        {**FIELDS[-1], "token_values": {"values": bytes(4), "runs": struct.pack("<I", 2**32 - 1)}}
+    "values repeated four billion times": with_columns(
+        token_rewards={"values": bytes(4), "runs": struct.pack("<I", 2**32 - 1)}
     ),
+    "experts of a huge shape": with_columns(experts={"values": b"", "shape": [2**62, 2**62]}),
     "items of four billion tokens": PLAIN + msgspec.msgpack.encode({**FIELDS[-1], "lengths": b"\xff" * 16}),
-    "version runs of four billion": PLAIN + msgspec.msgpack.encode({**FIELDS[-1], "run_counts": b"\xff" * 16}),
+    "version runs of four billion": with_columns(
+        version_runs={"counts": b"\xff" * 16, "versions": b"", "lengths": b""}
+    ),
 }
 
 

@@ -103,7 +103,7 @@ def images(draw, length: int) -> tuple[ImageSpan, ...]:
 
 @st.composite
 def experts(draw, length: int) -> np.ndarray:
-    """Of two mixture layers, three for each token."""
+    """Three experts in each of two mixture layers."""
     flat = draw(st.lists(st.integers(-1, 2**15 - 1), min_size=6 * length, max_size=6 * length))
     return np.array(flat, dtype=np.int16).reshape(length, 2, 3)
 

@@ -6,10 +6,9 @@ tool_agent.py.
 
 from ludic.agents.base_agent import Agent, AgentActResult, AgentActStep
 from ludic.agents.branching_agent import BranchingAgent
-from ludic.agents.call_agent import CallAgent
 from ludic.agents.folding_agent import FoldingAgent, FoldingReActAgent
 from ludic.agents.react_agent import ReActAgent, ReToolAgent
-from ludic.agents.tool_agent import ToolAgent, ToolScope
+from ludic.agents.tool_agent import CallAgent, ToolAgent, ToolScope
 
 __all__ = [
     "Agent", "ToolAgent", "CallAgent", "ReActAgent", "ReToolAgent", "BranchingAgent", "FoldingAgent", "FoldingReActAgent",

@@ -228,29 +228,28 @@ class Agent:
         sampling = inference.sampling
         prompt = self._conversation.next_prompt(self._messages(), tools=tools, with_spans=inference.message_spans)
         self._check_prompt(prompt)
-        # Positional arguments here and below: Python passes keywords to a class in a dict, which doubles the time.
         request = TokenCompletionRequest(
-            self.model, prompt.token_ids, prompt.text, sampling, inference.return_, sampling_seed, inference.extensions,
-            prompt.images,
-        )  # fmt: skip
+            model=self.model,
+            prompt_token_ids=prompt.token_ids,
+            prompt_text=prompt.text,
+            sampling=sampling,
+            return_=inference.return_,
+            seed=sampling_seed,
+            extensions=inference.extensions,
+            images=prompt.images,
+        )
         answer = self.client.complete_tokens(request)
         response, client_info = await (answer if timeout_s is None else self._in_time(answer, timeout_s))
         self._check_response(request, response)
         untrainable_sampling = require_trainable_reply(request, response)
         if self._tokens_left is not None:
             self._tokens_left -= len(response.completion_token_ids)
-        trace = TokenTrace(
-            prompt.token_ids,
-            response.completion_token_ids,
-            response.completion_logprobs,
-            response.finish_reason,
-            response.version_runs,
-            sampling.temperature,
-            response.candidates,
-            untrainable_sampling,
-            prompt.images,
-            response.experts,
-            prompt.message_spans,
+        trace = response.to_trace(
+            prompt_token_ids=prompt.token_ids,
+            temperature=sampling.temperature,
+            untrainable_sampling=untrainable_sampling,
+            images=prompt.images,
+            message_spans=prompt.message_spans,
         )
         info = {key: value for key, value in client_info.items() if key not in _TOO_BIG_FOR_INFO} if client_info else {}
         if response.finish_reason is not None:

@@ -21,7 +21,7 @@ BRANCH, RETURN = "branch", "return_result"
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Where a branch begins: after the reply that calls it."""
+    """Start of a branch: after the reply that calls it."""
 
     call_id: str
     num_messages: int

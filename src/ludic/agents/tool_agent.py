@@ -5,6 +5,7 @@ agent also runs the tools that an env offers for one episode (a search over its 
 Tool errors are reported to the model and do not end the episode.
 """
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -13,6 +14,7 @@ from ludic.inference.templates.chat import READABLE_CALLS, ToolParseResult, requ
 from ludic.parsers import ParseResult
 from ludic.tools import Tool, ToolResult, as_tool
 from ludic.types import ActionTarget, ConfigError, InferenceSpec, Info, Observation, OutOfRoom, ToolCall, derive_seed
+from ludic.util.files import parse_json
 
 ToolScope: TypeAlias = Literal["internal", "external"]
 ToolLike: TypeAlias = Tool | Callable[..., Any]
@@ -201,3 +203,31 @@ class ToolAgent(Agent):
 
 def _by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
     return {tool.name: tool for tool in tools}
+
+
+class CallAgent(ToolAgent):
+    """One model call per turn. The action is a JSON list of the calls, `[{"name": …, "arguments": {…}}, …]`; the text of a
+    reply without a call is read by the parser, as that of any agent."""
+
+    name = "call_agent"
+
+    def __init__(self, *, tool_parse_error_penalty: float = 0.0, **agent_kwargs: Any) -> None:
+        super().__init__(tool_parse_error_penalty=tool_parse_error_penalty, max_model_calls=1, **agent_kwargs)
+
+    async def _step_of(self, call: ModelCall, loop_index: int, is_last: bool) -> AgentActStep:
+        parsed = self.chat_template.parse_tool_calls(call.text)
+        if self._is_cut_off(call) or not (parsed.parse_error or parsed.tool_calls):
+            self._remember(call)
+            return self._action_step(call, loop_index)
+        if parsed.parse_error:
+            self._remember(call)
+            failure = ParseResult(None, self.tool_parse_error_penalty, self.tool_parse_error_feedback)
+            info = {**call.info, "tool_parse_error": True}
+            return self._step(call, loop_index=loop_index, parse_result=failure, info=info)
+        calls = self._remember_calls(call, parsed)
+        functions = [each["function"] for each in calls]
+        action = json.dumps(
+            [{"name": each["name"], "arguments": parse_json(each["arguments"])} for each in functions],
+            ensure_ascii=False,
+        )
+        return self._step(call, loop_index=loop_index, parse_result=ParseResult(action, 0.0, None), tool_calls=calls)

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from ludic.batch_gen.requests.curriculum import *  # noqa: F403
     from ludic.batch_gen.requests.dataset import *  # noqa: F403
     from ludic.batch_gen.requests.groups import *  # noqa: F403
-    from ludic.batch_gen.requests.roles import *  # noqa: F403
     from ludic.batch_gen.sources.asynchronous import *  # noqa: F403
     from ludic.batch_gen.sources.mixed import *  # noqa: F403
     from ludic.batch_gen.sources.offline import *  # noqa: F403
@@ -34,8 +33,7 @@ _NAMES_BY_MODULE = {
     "TaskCurriculum UniformCurriculum",
     "requests.dataset": "DatasetRequests MixedRequests RequestsFn make_dataset_queue_requests_fn "
     "make_dataset_sequence_requests_fn make_requests_fn_from_queue",
-    "requests.groups": "GRPORequestStrategy IdentityStrategy RequestStrategy",
-    "requests.roles": "AssignedRequests assign_roles",
+    "requests.groups": "assign_roles AssignedRequests GRPORequestStrategy IdentityStrategy RequestStrategy",
     "sources.asynchronous": "AsyncRolloutBatchSource",
     "sources.mixed": "MixedBatchSource MixedPart ReplayBatchSource",
     "sources.offline": "OfflineBatchSource make_chat_template_step_to_item",

@@ -45,14 +45,14 @@ def credit_of(credit_assigner: CreditAssigner | None, algorithm: HasCreditAssign
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeptEpisodes:
+class _KeptEpisodes:
     """The episodes that get credit, and counts of the dropped ones."""
 
     episodes: list[Episode]
     """In order; every group is complete."""
     num_failed: int
     num_unscored: int
-    """Of the failed ones, those that a scorer failed."""
+    """Failed episodes that a scorer failed."""
     num_groups_dropped: int
     num_retried: int
 
@@ -60,7 +60,7 @@ class KeptEpisodes:
     def rollouts(self) -> list[Rollout]:
         return [rollout for episode in self.episodes for rollout in episode.rollouts if rollout.failure is None]
 
-    def played_by(self, policy: str) -> "KeptEpisodes":
+    def played_by(self, policy: str) -> "_KeptEpisodes":
         """The same episodes with only this policy's rollouts."""
         return replace(
             self,
@@ -68,11 +68,11 @@ class KeptEpisodes:
         )
 
 
-def drop_failed_groups(episodes: Sequence[Episode]) -> KeptEpisodes:
+def _drop_failed_groups(episodes: Sequence[Episode]) -> _KeptEpisodes:
     """Drop failed episodes and the groups they belong to."""
     failed = [episode for episode in episodes if episode.failure is not None]
     broken = {episode.plan.group_id for episode in failed} - {None}
-    return KeptEpisodes(
+    return _KeptEpisodes(
         episodes=[e for e in episodes if e.failure is None and e.plan.group_id not in broken],
         num_failed=len(failed),
         num_unscored=sum(episode.failure is not None and episode.failure.by_scorer for episode in failed),
@@ -88,21 +88,17 @@ class BatchBuilder:
     credit_assigner: CreditAssigner
     sample_filter: SampleFilter | None = None
     """True keeps an item."""
-    per_turn: bool = False
-    """One item per turn instead of one per append-only stretch of the conversation."""
 
     def batch(self, episodes: Sequence[Episode], *, policy: str | None = None) -> SAWBatch:
         """`policy`: build items only from this policy's rollouts; failures of any policy drop the episode or group."""
-        settled = drop_failed_groups(episodes) if policy is None else drop_failed_groups(episodes).played_by(policy)
+        settled = _drop_failed_groups(episodes) if policy is None else _drop_failed_groups(episodes).played_by(policy)
         rollouts = settled.rollouts
         weights = self.credit_assigner.compute(rollouts) if rollouts else {}
         items = [
             item
             for episode in settled.episodes
             for rollout in episode.rollouts
-            for item in stitch_rollout(
-                rollout, weights, per_turn=self.per_turn, require_logprobs=_asked_for_logprobs(episode)
-            )
+            for item in stitch_rollout(rollout, weights, require_logprobs=_asked_for_logprobs(episode))
         ]
         kept = items if self.sample_filter is None else [item for item in items if self.sample_filter(item)]
         return SAWBatch(items=kept, meta=_meta(episodes, settled, items, kept))
@@ -114,7 +110,7 @@ def _asked_for_logprobs(episode: Episode) -> bool:
 
 
 def _meta(
-    episodes: Sequence[Episode], settled: KeptEpisodes, items: Sequence[SAWItem], kept: Sequence[SAWItem]
+    episodes: Sequence[Episode], settled: _KeptEpisodes, items: Sequence[SAWItem], kept: Sequence[SAWItem]
 ) -> dict[str, Any]:
     sessions = by_session(settled.rollouts)  # a thread counts for its session
     counts = {
@@ -157,7 +153,7 @@ def _rates_by_domain(sessions: Sequence[Sequence[Rollout]]) -> dict[str, float]:
 
 
 def _call_rates(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Of gateway sessions: calls per session, the share of the calls of each kind, and that of sessions whose agent raised."""
+    """Metrics of gateway sessions: calls per session, the share of calls of each kind, and of sessions whose agent raised."""
     sessions = [rollout.call_counts for rollout in rollouts if rollout.call_counts]
     totals = sum(map(Counter, sessions), Counter[str]())
     num_calls = totals.pop("calls", 0)

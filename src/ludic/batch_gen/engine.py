@@ -25,9 +25,9 @@ from ludic.batch_gen.episodes import (
     FailureLimit,
     FailureLog,
     RunningEpisode,
+    episode_meta,
     num_sampled_tokens,
     plan_episodes,
-    run_episode,
 )
 from ludic.batch_gen.store import (
     FinishedEpisodes,
@@ -37,7 +37,8 @@ from ludic.batch_gen.store import (
     request_key,
     resume_plans,
 )
-from ludic.interaction import score_or_record
+from ludic.envs.threads import opened, time_limit
+from ludic.interaction import recorded, score_or_record
 from ludic.rewards import Rewards
 from ludic.tasks import Job, as_finished
 from ludic.types import ConfigError, CreditAssigner, Rollout, RolloutRequest, SampleFilter, SAWBatch
@@ -186,12 +187,9 @@ class RolloutEngine:
         sample_filter: SampleFilter | None = None,
         *,
         algorithm: HasCreditAssigner | None = None,
-        per_turn: bool = False,
     ) -> SAWBatch:
         """Run the episodes, drop incomplete groups, assign credit, build items, filter them."""
-        builder = BatchBuilder(
-            credit_assigner=credit_of(credit_assigner, algorithm), sample_filter=sample_filter, per_turn=per_turn
-        )
+        builder = BatchBuilder(credit_assigner=credit_of(credit_assigner, algorithm), sample_filter=sample_filter)
         episodes = await self.run_episodes(requests, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency)
         return builder.batch(episodes)
 
@@ -265,11 +263,11 @@ class RolloutEngine:
                         yield episode
 
     def scorer_metrics(self) -> dict[str, float]:
-        """What the scorers count of themselves, over all episodes so far."""
+        """The scorers' own metrics, over all episodes so far."""
         return {} if self.rewards is None else self.rewards.metrics()
 
     def scorer_mean_weights(self) -> dict[str, float]:
-        """Of those metrics the ones that are means, and over how many."""
+        """Number of values behind each scorer metric that is a mean."""
         return {} if self.rewards is None else self.rewards.mean_weights()
 
     @property
@@ -304,9 +302,38 @@ class RolloutEngine:
         )
 
     async def _run_episode(self, plan: EpisodePlan, limits: EpisodeLimits, counts: _EpisodeCounts) -> list[Episode]:
+        """Play the episode, again if it fails, then score and store it."""
         counts.running[plan.index] = running = RunningEpisode(plan)
         try:
-            episode = await run_episode(plan, self._factories, limits, self._failures, running, self.rewards)
+            for num_attempts in range(1, limits.max_retries + 2):
+                running.protocol = protocol = self._factories.make_protocol(plan.request)
+                protocol.env_timeout_s = limits.env_timeout_s
+                env_made = opened(
+                    partial(self._factories.make_env, plan.request),
+                    on_loop=self._factories.makes_env_on_loop(plan.request),
+                    timeout_s=limits.env_timeout_s,
+                )
+                with recorded(protocol, episode_meta(plan, limits)) as rollouts:
+                    async with (
+                        time_limit(limits.episode_timeout_s, "The episode", "episode_timeout_s"),
+                        env_made as env,
+                    ):
+                        rollouts += await protocol.run(
+                            env=env,
+                            max_steps=min(limits.max_steps, protocol.max_steps or limits.max_steps),
+                            env_seed=plan.env_seed,
+                            sampling_seed=plan.sampling_seed,
+                            inference=plan.request.inference,
+                            timeout_s=limits.timeout_s,
+                        )
+                episode = Episode(plan=plan, rollouts=rollouts, num_attempts=num_attempts)
+                if episode.failure is None:
+                    break
+                self._failures.add(plan, episode.failure, is_retried=num_attempts <= limits.max_retries)
+            if self.rewards is not None and episode.failure is None:
+                await score_or_record(rollouts, partial(self.rewards.score_episode, rollouts))
+                if episode.failure is not None:  # not retried: the episode itself is fine, and would be the same again
+                    self._failures.add(plan, episode.failure, is_retried=False)
         finally:
             del counts.running[plan.index]
         if episode.failure is not None or not self._compares_siblings:  # others are written with their group

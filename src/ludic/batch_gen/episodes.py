@@ -1,8 +1,4 @@
-"""Runs one episode of a request: derives its seeds, builds a fresh env and protocol, enforces deadlines, retries failures.
-
-`ludic.interaction.run_or_record` turns a failure into data; this module decides how often an episode is retried and which facts
-its rollouts record.
-"""
+"""The parts of an episode that `RolloutEngine` runs: its seeds, its fresh env and protocol, its limits, and its failures."""
 
 import inspect
 import logging
@@ -10,15 +6,12 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from ludic import registry
 from ludic.envs import LudicEnv
-from ludic.envs.threads import opened, time_limit
-from ludic.interaction import InteractionProtocol, run_or_record, score_or_record
+from ludic.interaction import InteractionProtocol
 from ludic.interaction.base import AnyEnv
-from ludic.rewards import Rewards
 from ludic.types import ConfigError, Failure, LudicError, Rollout, RolloutRequest, UnknownName, derive_seed, new_id
 from ludic.types.rollout import plain_fields
 
@@ -295,58 +288,8 @@ def num_sampled_tokens(rollout: Rollout) -> int:
     return sum(len(step.trace.completion_token_ids) for step in rollout.agent_steps)
 
 
-async def run_episode(
-    plan: EpisodePlan,
-    factories: Factories,
-    limits: EpisodeLimits,
-    failures: FailureLog | None = None,
-    running: RunningEpisode | None = None,
-    rewards: Rewards | None = None,
-) -> Episode:
-    """Run the episode of a plan, retry it if it fails, and return the last attempt, scored. `running` exposes its progress."""
-    failures, running = failures or FailureLog(), running or RunningEpisode(plan)
-    num_attempts = 0
-    while True:
-        num_attempts += 1
-        rollouts = await _run_once(running, factories, limits)
-        episode = Episode(plan=plan, rollouts=rollouts, num_attempts=num_attempts)
-        if episode.failure is None:
-            break
-        is_retried = num_attempts <= limits.max_retries
-        failures.add(plan, episode.failure, is_retried=is_retried)
-        if not is_retried:
-            return episode
-    if rewards is not None:
-        await score_or_record(rollouts, partial(rewards.score_episode, rollouts))
-        if episode.failure is not None:  # not retried: the episode itself is fine, and would be the same again
-            failures.add(plan, episode.failure, is_retried=False)
-    return episode
-
-
-async def _run_once(running: RunningEpisode, factories: Factories, limits: EpisodeLimits) -> list[Rollout]:
-    plan = running.plan
-    running.protocol = protocol = factories.make_protocol(plan.request)
-    protocol.env_timeout_s = limits.env_timeout_s
-    make, on_loop = partial(factories.make_env, plan.request), factories.makes_env_on_loop(plan.request)
-
-    async def run() -> list[Rollout]:
-        async with (
-            time_limit(limits.episode_timeout_s, "The episode", "episode_timeout_s"),
-            opened(make, on_loop=on_loop, timeout_s=limits.env_timeout_s) as env,
-        ):
-            return await protocol.run(
-                env=env,
-                max_steps=min(limits.max_steps, protocol.max_steps or limits.max_steps),
-                env_seed=plan.env_seed,
-                sampling_seed=plan.sampling_seed,
-                inference=plan.request.inference,
-                timeout_s=limits.timeout_s,
-            )
-
-    return await run_or_record(protocol, run, meta=_meta(plan, limits))
-
-
-def _meta(plan: EpisodePlan, limits: EpisodeLimits) -> dict[str, Any]:
+def episode_meta(plan: EpisodePlan, limits: EpisodeLimits) -> dict[str, Any]:
+    """Facts from the engine for the rollouts of one attempt."""
     request = plan.request
     return {
         **request.meta,

@@ -13,23 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ludic.types import (
-    ActorTokenLogps,
-    CandidateSets,
-    ExpertArray,
     FloatArray,
-    MessageSpan,
     Rollout,
     RolloutStepKey,
     SampleAttachments,
     SampleOrigin,
     SAWItem,
     Step,
-    TokenTrace,
-    VersionRun,
     is_parse_failure,
     was_rejected_as_cut_off,
 )
-from ludic.types.messages import spans_with_reply
+from ludic.types.columns import joined
 from ludic.types.segments import ModelCall, model_calls, segments_of
 
 MAX_INFO_TEXT = 256
@@ -104,7 +98,6 @@ def _item(
         mask[start : start + length] = True
     token_rewards = np.zeros(lengths.sum(), dtype=np.float32)
     token_rewards[lengths.cumsum() - 1] = [rewards[call.step.id] for call in calls]  # at the last token of each call
-    logprobs = [found for call in calls if (found := call.trace.completion_logprobs) is not None]
     weight, token_weights = _weights([_weight(rollout, call, weights) for call in calls], lengths)
     return SAWItem(
         input_ids=ids,
@@ -113,19 +106,10 @@ def _item(
         weight=weight,
         meta={**small_facts(calls[-1].turn.last), "request_meta": rollout.request_meta},
         attachments=SampleAttachments(
-            actor_logps=ActorTokenLogps(np.concatenate(logprobs)) if logprobs else None,
+            **joined([call.trace for call in calls]),
             token_weights=token_weights,
             token_rewards=token_rewards,
             token_turns=np.repeat(np.array([call.turn.number for call in calls], dtype=np.float32), lengths),
-            temperature=last.temperature,
-            candidates=_candidates(calls),
-            untrainable_sampling=next(
-                (u for call in calls if (u := call.trace.untrainable_sampling) is not None), None
-            ),
-            version_runs=_version_runs(calls),
-            images=last.images,
-            experts=_experts(calls),
-            message_spans=_message_spans(last),
         ),
         origin=_origin(origin, calls, number),
     )
@@ -152,30 +136,6 @@ def _weight(rollout: Rollout, call: ModelCall, weights: Mapping[RolloutStepKey, 
     return weight
 
 
-def _candidates(calls: list[ModelCall]) -> CandidateSets | None:
-    traces = [call.trace for call in calls]
-    if all(trace.candidates is None for trace in traces):
-        return None
-    return CandidateSets.joined(
-        len(trace.completion_token_ids) if trace.candidates is None else trace.candidates for trace in traces
-    )
-
-
-def _experts(calls: list[ModelCall]) -> ExpertArray | None:
-    """Of each token as first recorded: that is what its log-prob and those after it were computed with. A later call fills in
-    tokens that were not known, such as the last one of a completion."""
-    found: ExpertArray | None = None
-    for trace in (call.trace for call in calls):
-        if trace.experts is None:
-            return None
-        now = trace.experts.copy()
-        if found is not None:
-            is_known = (found >= 0).all(axis=(1, 2))
-            now[: len(found)][is_known] = found[is_known]
-        found = now
-    return found
-
-
 def _require_logprobs(rollout: Rollout, calls: Sequence[ModelCall]) -> None:
     missing = [call.step.index for call in calls if call.trace.completion_logprobs is None]
     if missing:
@@ -183,23 +143,6 @@ def _require_logprobs(rollout: Rollout, calls: Sequence[ModelCall]) -> None:
             f"Log-probs of the sampled tokens were asked for, but steps {missing} of rollout {rollout.id} have none. Use a "
             "client that returns them, or a ReturnSpec without return_chosen_logprobs."
         )
-
-
-def _version_runs(calls: list[ModelCall]) -> tuple[VersionRun, ...]:
-    merged: list[VersionRun] = []
-    for run in (run for call in calls for run in call.trace.version_runs):
-        if merged and merged[-1].version == run.version:
-            merged[-1] = VersionRun(run.version, merged[-1].length + run.length)
-        else:
-            merged.append(run)
-    return tuple(merged)
-
-
-def _message_spans(last: TokenTrace) -> tuple[MessageSpan, ...]:
-    """Of the whole item: the last prompt contains the calls before it."""
-    if not last.message_spans:
-        return ()
-    return tuple(spans_with_reply(last.message_spans, len(last.completion_token_ids)))
 
 
 def _origin(whole: SampleOrigin, calls: list[ModelCall], number: int) -> SampleOrigin:

@@ -107,7 +107,7 @@ class _Write:
 # --- reading back ---
 
 
-class LineHead(msgspec.Struct):
+class _LineHead(msgspec.Struct):
     """The fields of a stored rollout that an index needs; the decoder skips the rest of the line."""
 
     id: str
@@ -119,9 +119,9 @@ class LineHead(msgspec.Struct):
         return request_meta_in(self.meta).get("group_id")
 
 
-def index_lines(path: Path) -> Iterator[tuple[Line, LineHead]]:
+def index_lines(path: Path) -> Iterator[tuple[Line, _LineHead]]:
     """Position and head of every rollout in a file, read as a stream."""
-    decode = msgspec.json.Decoder(LineHead).decode
+    decode = msgspec.json.Decoder(_LineHead).decode
     for number, (line, text) in enumerate(read_lines(path), start=1):
         if not text.strip():
             continue
@@ -228,22 +228,22 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(slots=True)
-class Resumed:
+class _Resumed:
     """The plans of a resumed run, and those of its episodes that are in the file."""
 
     plans: list[EpisodePlan]
     stored: dict[int, StoredEpisode] = field(default_factory=dict)
-    """By the plan's index."""
+    """Stored episodes by the index of their plan."""
 
 
 def resume_plans(
     plans: Iterable[EpisodePlan], finished: FinishedEpisodes, *, max_steps: int, rewards: Rewards | None = None
-) -> Resumed:
+) -> _Resumed:
     """Match plans with finished episodes.
 
     A plan takes over the group id in the file: ids are new in every run, and a group may be finished over two runs.
     """
-    resumed = Resumed(list(plans))
+    resumed = _Resumed(list(plans))
     names: dict[str | None, str] = {}
     for plan in resumed.plans:
         key = request_key(plan, max_steps=max_steps, rewards=rewards)

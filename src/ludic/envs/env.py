@@ -26,7 +26,7 @@ class LudicEnv(ABC, Generic[AgentID, Obs, Action]):
     """Multi-agent by default; SingleAgentEnv is the convenient special case."""
 
     blocking: bool = True
-    """Whether `reset` and `step` run in the env's own thread. False is for envs that answer within microseconds: they run on the
+    """True if `reset` and `step` run in the env's own thread. False is for envs that answer within microseconds: they run on the
     event loop, which saves under 0.1 ms per call; one that hangs there stops every episode. Not inherited."""
     full_reward: float | None = None
     """Total reward that `reference_action` earns; None when the env has no reference solution."""

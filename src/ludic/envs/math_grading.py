@@ -37,7 +37,7 @@ _MAX_CHARS = 2_000
 
 
 def is_equivalent(answer: str, gold: str, *, timeout_s: float = 5.0) -> bool:
-    """Whether `answer` (a bare answer: number, words or LaTeX) means the same as the reference `gold`.
+    """True if `answer` (a bare answer: number, words or LaTeX) means the same as the reference `gold`.
 
     Blocks for at most `timeout_s`; an answer that takes longer is not equivalent.
     """

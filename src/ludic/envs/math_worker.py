@@ -29,7 +29,7 @@ class MathWorker(worker.Workers):
         super().__init__(one, num=num, quick_s=_QUICK_S)
 
     def check(self, answer: str, gold: str, *, timeout_s: float) -> bool:
-        """Whether the LaTeX `answer` equals `gold`; False for an answer that takes too long or ends the child."""
+        """True if the LaTeX `answer` equals `gold`; False for an answer that takes too long or ends the child."""
         question = {"answer": answer, "gold": gold}
         return self.ask(question, answer=answer, reference=gold, timeout_s=timeout_s) is True
 

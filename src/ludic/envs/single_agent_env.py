@@ -98,7 +98,7 @@ class SingleAgentEnv(LudicEnv[str, Observation, str]):
 
 
 def is_plain(kind: type[LudicEnv[Any, Any, Any]]) -> bool:
-    """Whether the awaitable methods only call `reset` and `step`."""
+    """True if the awaitable methods only call `reset` and `step`."""
     if issubclass(kind, SingleAgentEnv):
         inherited, base = ("async_reset", "async_step", "async_env_reset", "async_env_step"), SingleAgentEnv
         return all(getattr(kind, name) is getattr(base, name) for name in inherited)

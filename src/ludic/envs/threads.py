@@ -26,7 +26,7 @@ T = TypeVar("T")
 E = TypeVar("E", bound="LudicEnv[Any, Any, Any]")
 
 _FINISH_S, _INTERRUPTED_S = 1.0, 2.0
-"""How long an abandoned call may take to end: by itself, and then after it was interrupted."""
+"""Seconds that an abandoned call may take to end: by itself, and then after it was interrupted."""
 _HEARTBEAT_S = 1.0
 _CLOSE_S = 60.0
 """For an env's `async_close`."""

@@ -13,7 +13,7 @@ from itertools import permutations
 import numpy as np
 import numpy.typing as npt
 
-from ludic.batch_gen.requests.roles import assign_roles
+from ludic.batch_gen.requests.groups import assign_roles
 from ludic.eval.statistics import Z95
 from ludic.types import ConfigError, Rollout, RolloutRequest, derive_seed
 

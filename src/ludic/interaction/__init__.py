@@ -9,7 +9,7 @@ from ludic.interaction.base import (
     InteractionProtocol,
     TraceCollector,
     merge_step_info,
-    run_or_record,
+    recorded,
     score_or_record,
     split_parser_reward,
 )
@@ -20,7 +20,7 @@ from ludic.interaction.single_agent import SingleAgentProtocol, SingleAgentSyncP
 __all__ = [
     "InteractionProtocol", "SingleAgentProtocol", "SingleAgentSyncProtocol", "MultiAgentProtocol",
     "MultiAgentSyncProtocol", "DelegatingProtocol", "Delegate", "TaskEnv",
-    "TraceCollector", "run_or_record", "score_or_record", "ExternalToolHandler", "merge_step_info", "split_parser_reward",
+    "TraceCollector", "recorded", "score_or_record", "ExternalToolHandler", "merge_step_info", "split_parser_reward",
     "RESERVED_INFO_KEYS", "Policies", "VersionedPolicies", "RoleAssignment",
 ]  # fmt: skip
 

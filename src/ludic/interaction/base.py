@@ -3,7 +3,8 @@
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
@@ -148,42 +149,40 @@ def split_parser_reward(parse_result: ParseResult | None) -> tuple[float, float]
     return (parse_result.reward, 0.0) if parse_result.action is None else (0.0, parse_result.reward)
 
 
-async def run_or_record(
-    protocol: InteractionProtocol, run: Callable[[], Awaitable[list[Rollout]]], *, meta: dict[str, Any]
-) -> list[Rollout]:
-    """The rollouts of an episode; if it raises, the rollouts collected so far, marked as failed. The one place that does so.
+@contextmanager
+def recorded(protocol: InteractionProtocol, meta: Mapping[str, Any]) -> Iterator[list[Rollout]]:
+    """The list to which the body adds the rollouts of an episode of `protocol`. If the body raises, the list gets the rollouts
+    collected so far, marked as failed. This is the one place where a broken episode becomes data.
 
     The caller logs the failure. ConfigError is re-raised, because every other episode would fail the same way, and so is
     PolicyGone (no policy server is left). SystemExit is a failure: code of an episode must not end the program.
     """
+    rollouts: list[Rollout] = []
     try:
-        rollouts = await run()
+        yield rollouts
     except BaseException as error:
         if not _is_failure(error):
             raise
         if isinstance(error, asyncio.CancelledError):
             what = "Something inside the episode was cancelled, and the episode with it."
             error = RuntimeError(what).with_traceback(error.__traceback__)
-        rollouts = protocol.unfinished
+        rollouts[:] = protocol.unfinished
         for rollout in rollouts:
             if rollout.stop is None:
                 rollout.stop, rollout.failure = StopReason.FAILED, Failure.from_exception(error)
         if not any(rollout.failure for rollout in rollouts):
-            rollouts = [Rollout.failed(error), *rollouts]
+            rollouts.insert(0, Rollout.failed(error))
     for rollout in rollouts:
         rollout.meta = {**meta, **rollout.meta}
-    return rollouts
 
 
 async def score_or_record(rollouts: Sequence[Rollout], score: Callable[[], Awaitable[None]]) -> None:
-    """Await `score`, which adds rewards to finished rollouts; if it raises, mark them as failed by a scorer. Only ConfigError is
-    re-raised."""
+    """Await `score`, which adds rewards to finished rollouts; if it raises, mark them as failed by a scorer. ConfigError is
+    re-raised, but PolicyGone is a failure: a judge's server may be gone while the policy's is not."""
     try:
         await score()
     except BaseException as error:
-        if not _is_failure(error) and not isinstance(
-            error, PolicyGone
-        ):  # a judge's server may be gone, the policy's is not
+        if not _is_failure(error) and not isinstance(error, PolicyGone):
             raise
         failure = replace(Failure.from_exception(error), by_scorer=True)
         for rollout in rollouts:

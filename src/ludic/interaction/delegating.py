@@ -14,7 +14,7 @@ from typing import Any, Literal
 from ludic.agents import Agent
 from ludic.envs import LudicEnv, SingleAgentEnv
 from ludic.envs.threads import opened
-from ludic.interaction.base import AnyEnv, ToolAnswers, run_or_record
+from ludic.interaction.base import AnyEnv, ToolAnswers, recorded
 from ludic.interaction.session import ExternalTools
 from ludic.interaction.single_agent import SingleAgentProtocol
 from ludic.tasks import all_or_none
@@ -210,7 +210,8 @@ class DelegatingProtocol(SingleAgentProtocol):
         delegate = self.delegates[order.delegate]
         protocol = self._child_protocol(delegate)
         link = {"delegate": order.delegate, "parent_step_id": order.parent_step_id, "depth": self.depth + 1}
-        family = await run_or_record(protocol, lambda: self._child_episode(protocol, delegate, order), meta={})
+        with recorded(protocol, {}) as family:
+            family += await self._child_episode(protocol, delegate, order)
         family[0].meta.update(link)
         if (failure := family[0].failure) is not None:
             logger.warning("The sub-agent %r failed: %s", order.delegate, failure.summary)

@@ -48,10 +48,6 @@ ExternalTools = Callable[[list[ToolCall], AgentStep], Awaitable[ToolAnswers]]
 
 _NO_REPLY_READ = "Invalid action."
 
-# Every model call makes one of each. Python passes keyword arguments to a class in a dict, but to a function directly: half the
-# time for a record of many fields. With more than 14 keywords the compiler makes a dict here too.
-_new, _init_agent_step, _init_env_step = object.__new__, AgentStep.__init__, EnvironmentStep.__init__
-
 
 @dataclass(slots=True)
 class TurnResult:
@@ -172,9 +168,7 @@ class AgentSession:
             info["parse_error"] = failed
             if failed:
                 info["parse_feedback_obs"] = (parsed.obs if parsed else None) or _NO_REPLY_READ
-        step = _new(AgentStep)
-        _init_agent_step(
-            step,
+        step = AgentStep(
             index=number,
             prompt_messages=act.prompt_messages,
             action=act.action,
@@ -324,9 +318,7 @@ class AgentSession:
         components, number = {"env": transition.reward}, len(self._steps)
         if turn.parser_reward:
             components["parser"] = turn.parser_reward
-        step = _new(EnvironmentStep)
-        _init_env_step(
-            step,
+        step = EnvironmentStep(
             index=number,
             prev_obs=transition.prev_obs,
             action="",

@@ -60,30 +60,29 @@ class SingleAgentProtocol(InteractionProtocol):
         opening = await self._call_env(env, "reset", env.async_reset(seed=env_seed))
         session.start(opening_for(env, session.agent_id, opening), env)
         try:
-            session.finish(await self._run_turns(env, session, max_steps))
+            num_turns = 0
+            while session.stop is None:
+                if session.agent_id not in env.active_agents:
+                    session.finish(StopReason.NOBODY_ACTIVE)
+                    break
+                if num_turns == max_steps:
+                    session.finish(StopReason.MAX_STEPS)
+                    break
+                num_turns += 1
+                turn = await session.take_turn()
+                if turn.out_of_room is not None:
+                    session.finish(turn.out_of_room)
+                elif turn.action is not None:
+                    moved = await self._call_env(env, "step", env.async_step({session.agent_id: turn.action}))
+                    outcomes = check_outcomes(env, moved, (session.agent_id,))
+                    session.observe(outcome_for(env, session.agent_id, outcomes), turn)
+                else:
+                    session.reject(turn)
+                    if self.stop_on_parse_error:
+                        session.finish(StopReason.PARSE_ERROR)
         finally:
             session.close()
         return collector.extract_rollouts_with_per_agent_status()
-
-    async def _run_turns(self, env: AnyEnv, session: AgentSession, max_steps: int) -> StopReason:
-        """Take turns until the episode ends; returns the stop reason."""
-        for _ in range(max_steps):
-            if session.agent_id not in env.active_agents:
-                return StopReason.NOBODY_ACTIVE
-            turn = await session.take_turn()
-            if turn.out_of_room is not None:
-                return turn.out_of_room
-            if turn.action is None:
-                session.reject(turn)
-                if self.stop_on_parse_error:
-                    return StopReason.PARSE_ERROR
-                continue
-            moved = await self._call_env(env, "step", env.async_step({session.agent_id: turn.action}))
-            outcomes = check_outcomes(env, moved, (session.agent_id,))
-            session.observe(outcome_for(env, session.agent_id, outcomes), turn)
-            if session.stop is not None:
-                return session.stop
-        return StopReason.MAX_STEPS if env.active_agents else StopReason.NOBODY_ACTIVE
 
     @staticmethod
     def _only_agent_id(env: AnyEnv) -> str:

@@ -18,6 +18,7 @@ from ludic.batch_gen import (
     RolloutBatchSource,
 )
 from ludic.batch_gen.requests.dataset import WeightedPart, WeightedRequests
+from ludic.batch_gen.sources.rollouts import TrainedSeat
 from ludic.batch_gen.sources.stragglers import Stragglers
 from ludic.inference import ChatTemplate
 from ludic.run.features.core import features_on
@@ -87,8 +88,7 @@ def make_source(
         if rollouts.dynamic_sampling
         else None,
         stragglers=_stragglers(run),
-        policy=None if league is None else CURRENT,
-        followers=() if league is None else (league,),
+        seat=None if league is None else TrainedSeat(CURRENT, (league,)),
     )
 
 

@@ -47,7 +47,7 @@ def is_async(fn: Any) -> bool:
 
 def described_parameters(fn: Any, name: str, doc: str) -> tuple[dict[str, Any], dict[str, Any], Callable[..., Any]]:
     """The parameters' JSON schema, their Python types, and the callable, which takes them all by keyword."""
-    described = described_arguments(doc)
+    described = _described_arguments(doc)
     properties: dict[str, Any] = {}
     types: dict[str, Any] = {}
     required, positional = [], []
@@ -211,7 +211,7 @@ def summary_of(doc: str) -> str:
     return " ".join(lines)
 
 
-def described_arguments(doc: str) -> dict[str, str]:
+def _described_arguments(doc: str) -> dict[str, str]:
     """Parameter descriptions from a Google-style `Args:` block."""
     found: dict[str, str] = {}
     lines = doc.splitlines()

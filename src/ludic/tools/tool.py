@@ -41,7 +41,7 @@ _MAX_DETAIL = 1000  # characters of an error message in the prompt
 _GRACE_S = 1.0  # time for the clean-up of a cancelled async tool
 
 
-async def in_daemon_thread(work: Callable[[], Any], *, name: str) -> Any:
+async def _in_daemon_thread(work: Callable[[], Any], *, name: str) -> Any:
     """Run `work`, which must not raise, in a daemon thread.
 
     The interpreter joins the threads of the default executor on exit, so there a hung tool would hang the run.
@@ -125,7 +125,7 @@ class Tool:
         return cls(name, description or summary_of(doc) or f"Call the tool {name}.", parameters, fn, timeout_s, types)
 
     def __call__(self, **arguments: Any) -> Any:
-        """What the callable returns, without the checks of `call`; an env may offer Tools among its callables."""
+        """The callable's result, without the checks of `call`; an env may offer Tools among its callables."""
         return self.fn(**arguments)
 
     @property
@@ -164,7 +164,7 @@ class Tool:
             if is_async(self.fn):
                 value = await self.fn(**kwargs)
             else:
-                value = await in_daemon_thread(lambda: self._run_sync(kwargs), name=f"ludic-tool-{self.name}")
+                value = await _in_daemon_thread(lambda: self._run_sync(kwargs), name=f"ludic-tool-{self.name}")
             while inspect.isawaitable(value):
                 value = await value
             return _as_result(value)

@@ -1,4 +1,4 @@
-"""Which samples are trained on: filters of single items, and preprocess hooks on whole batches.
+"""Filters of single samples, and preprocess hooks on whole batches.
 
 A filter reads `SAWItem.origin`; True keeps an item. An item whose origin does not state a fact is kept by the filters that
 drop, and dropped by those that keep. Every named filter is a predicate and a factory of itself, so `drop_truncated`,
@@ -26,7 +26,7 @@ from ludic.types import (
     is_parse_failure,
     samples_by_session,
 )
-from ludic.types.samples import PER_TOKEN
+from ludic.types.columns import NOTHING_SAMPLED
 
 PreprocessFn: TypeAlias = Callable[[SAWBatch], SAWBatch]
 
@@ -159,7 +159,7 @@ def forget_temperature(batch: SAWBatch) -> SAWBatch:
 
 
 def _is_processed(attached: SampleAttachments) -> bool:
-    """Whether the sampler's log-probs are of another distribution than the model's own. Greedy ones are the model's own."""
+    """True if the sampler's log-probs are of another distribution than the model's own. Greedy ones are the model's own."""
     is_scaled = attached.temperature not in (None, 0, 1)
     return is_scaled or attached.candidates is not None or attached.untrainable_sampling is not None
 
@@ -211,7 +211,7 @@ def _profile(items: list[SAWItem], eps: float) -> FloatArray:
 
 
 def _weights(item: SAWItem) -> FloatArray:
-    """Of its action tokens, or the item's one weight."""
+    """Weights of its action tokens, or the item's one weight."""
     own = item.attachments.token_weights
     return own if own is not None else np.array([item.weight], dtype=np.float32)
 
@@ -227,12 +227,6 @@ def _check_eps(function: str, eps: float) -> None:
 
 
 # --- roles: hooks that choose by the message that a token came from ---
-
-
-_NOTHING_SAMPLED: dict[str, Any] = {
-    **dict.fromkeys(("actor_logps", "candidates", "temperature", "untrainable_sampling", *PER_TOKEN)),
-    "version_runs": (),
-}
 
 
 def train_on_messages(batch: SAWBatch, *, choose: Callable[[MessageSpan], bool]) -> SAWBatch:
@@ -252,7 +246,7 @@ def train_on_messages(batch: SAWBatch, *, choose: Callable[[MessageSpan], bool])
                 mask[span.text_start : span.end] = True
         mask[:1] = False  # nothing comes before the first token that could predict it
         if mask.any():
-            attachments = replace(item.attachments, **_NOTHING_SAMPLED)
+            attachments = replace(item.attachments, **NOTHING_SAMPLED)
             items.append(replace(item, action_mask=mask, attachments=attachments))
     return SAWBatch(items=items, meta=dict(batch.meta))
 
@@ -327,7 +321,7 @@ def keep_few_per_group(batch: SAWBatch, *, max_rollouts: int) -> SAWBatch:
 
 
 def _total_reward(session: Sequence[SAWItem]) -> float:
-    """What the rollouts that the samples are of earned together."""
+    """Total reward of the rollouts these samples come from."""
     rewards = {item.origin.rollout_id: item.origin.total_reward for item in session}
     known = [reward for reward in rewards.values() if reward is not None]
     if len(known) < len(rewards):

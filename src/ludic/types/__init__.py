@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ludic.util.lazy import lazy
 
 if TYPE_CHECKING:
+    from ludic.types.columns import ActorTokenLogps as ActorTokenLogps
     from ludic.types.errors import *  # noqa: F403
     from ludic.types.interfaces import *  # noqa: F403
     from ludic.types.messages import *  # noqa: F403
@@ -37,7 +38,8 @@ _NAMES_BY_MODULE = {
     "requests": "CtxSpec derive_seed EnvSpec prompt_key ProtocolSpec RolloutRequest",
     "rollout": "by_session GroupKey Rollout",
     "rollout_files": "load_rollouts save_rollouts",
-    "samples": "ActorTokenLogps has_actor_logps HasActorLogps RolloutStepKey SampleAttachments SampleOrigin "
+    "columns": "ActorTokenLogps",
+    "samples": "has_actor_logps HasActorLogps RolloutStepKey SampleAttachments SampleOrigin "
     "samples_by_session SAWBatch SAWItem",
     "sampling": "BackendExtensions ChatResponse InferenceSpec require_trainable_reply ReturnSpec SamplingConfig "
     "SamplingParams TokenChunk TokenCompletionRequest ToolRequest untrainable_settings VLLMExtensions",

@@ -14,8 +14,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ludic.util.errors import DISTRIBUTION as DISTRIBUTION
 from ludic.util.errors import ConfigError as ConfigError
 from ludic.util.errors import LudicError as LudicError
+from ludic.util.errors import MissingExtra as MissingExtra
+from ludic.util.errors import MissingPackage as MissingPackage
+from ludic.util.errors import MissingPlugin as MissingPlugin
+from ludic.util.errors import how_to_install as how_to_install
+from ludic.util.errors import how_to_install_package as how_to_install_package
 
 
 def encodable(text: str) -> str:
@@ -64,62 +70,12 @@ class OutOfGPUMemory(LudicError, RuntimeError):
 
 
 def full_gpu(error: BaseException) -> str | None:
-    """What to tell a user whose GPU had no room where no `OutOfGPUMemory` explains it (loading, say); None for other errors."""
+    """Advice for a user whose GPU had no room, where no `OutOfGPUMemory` explains it (loading, say); None for other errors."""
     first = str(error).partition("\n")[0]
     if not isinstance(error, RuntimeError) or "CUDA" not in first or not re.search("out of memory|ALLOC_FAILED", first):
         return None
     first = first.partition(" If reserved but unallocated")[0].rstrip(".")
     return f"The GPU has no room. {first}. `nvidia-smi` shows who holds its memory, `ludic plan` what a run needs."
-
-
-DISTRIBUTION = "ludic-rl"
-"""The distribution's name. It is on no package index: `ludic` on PyPI is another project."""
-
-
-class MissingExtra(LudicError, ImportError):
-    """An optional part is not installed. `extras`: names of pyproject's optional dependencies, separated by commas."""
-
-    def __init__(self, extras: str, needed_for: str) -> None:
-        names = [repr(name) for name in extras.split(",")]
-        needed = f"the {names[0]} extra" if len(names) == 1 else f"the extras {' and '.join(names)}"
-        super().__init__(f"{needed_for} needs {needed}. {how_to_install(extras)}")
-        self.extras = extras
-
-
-class MissingPlugin(MissingExtra):
-    """A plug-in of Ludic is not installed; `package` is its import name."""
-
-    def __init__(self, package: str, needed_for: str) -> None:
-        extra = package.removeprefix("ludic_")
-        LudicError.__init__(
-            self, f"{needed_for} is in the plug-in {package}, which is not installed. {how_to_install(extra)}"
-        )
-        self.package, self.extras = package, extra
-
-
-class MissingPackage(LudicError, ImportError):
-    """A package that is no extra of Ludic, because it is heavy or pins old versions, is not installed."""
-
-    def __init__(self, package: str, needed_for: str, how: str) -> None:
-        super().__init__(f"{needed_for} needs the package {package!r}: {how}.")
-        self.package = package
-
-
-def how_to_install(extras: str) -> str:
-    """The pip command, in a clone and elsewhere."""
-    return (
-        f"In a clone of Ludic: pip install -e '.[{extras}]'; elsewhere: pip install '{DISTRIBUTION}[{extras}] @ "
-        "git+<repository URL>'."
-    )
-
-
-def how_to_install_package(name: str) -> str:
-    """The pip command for a package in environments/: `ludic-game-boy` is in environments/game_boy."""
-    folder = f"environments/{name.removeprefix('ludic-').replace('-', '_')}"
-    return (
-        f"In a clone of Ludic: pip install -e {folder}; elsewhere: pip install '{name} @ "
-        f"git+<repository URL>#subdirectory={folder}'."
-    )
 
 
 def retry_wait_s(num_failures: int, first_s: float, longest_s: float) -> float:
@@ -211,9 +167,9 @@ class Failure:
     traceback: str = ""
     """All of it, Ludic's frames included."""
     user_traceback: str = ""
-    """From the first frame of code that is neither Ludic's nor installed; empty if there is none."""
+    """Traceback from the first frame of code that is neither Ludic's nor installed; empty if there is none."""
     place: str = ""
-    """Where it was raised, `file.py:12 in name`: the deepest user frame, else the deepest frame; empty for Ludic's own errors."""
+    """Place that raised it, `file.py:12 in name`: the deepest user frame, else the deepest frame; empty for Ludic's own errors."""
     by_scorer: bool = False
     """True if the episode ended well and a judge or reward function failed on it: it has no reward."""
 
@@ -267,7 +223,7 @@ _INSTALLED = tuple(
 
 
 def is_users_file(name: str) -> bool:
-    """Whether a frame's file is neither Ludic's nor installed."""
+    """True if a frame's file is neither Ludic's nor installed."""
     return not name.startswith(("<", *_INSTALLED)) and not str(Path(name).resolve()).startswith(_INSTALLED)
 
 

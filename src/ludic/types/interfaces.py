@@ -85,7 +85,7 @@ class TeacherScorer(Protocol):
 
 
 class BatchSource(Protocol):
-    """Where a trainer gets its next batch."""
+    """A trainer's source of batches."""
 
     async def next_batch(self) -> SAWBatch: ...
 
@@ -111,7 +111,7 @@ def load_into(part: object, state: dict[str, Any]) -> None:
 
 
 def is_saved(part: object) -> bool:
-    """Whether checkpoints hold the state of a user's object. Weights of a torch module, such as a reward model, are none of it."""
+    """True if checkpoints hold the state of a user's object. Weights of a torch module, such as a reward model, are none of it."""
     return isinstance(part, Stateful) and not (hasattr(part, "parameters") and hasattr(part, "forward"))
 
 
@@ -164,7 +164,7 @@ def _attributes(part: object) -> dict[Any, Any]:
 
 
 def _digests(part: object) -> dict[Any, str]:
-    """Of each attribute."""
+    """State of each attribute."""
     found = {}
     for name, value in _attributes(part).items():
         digest = hashlib.blake2b()
@@ -241,7 +241,7 @@ class Scorer(Protocol):
     """Gives rewards to finished episodes: a judge, a reward function, a penalty. `ludic.rewards.Rewards` applies it."""
 
     name: str
-    """Of its components: a scorer "judge" returns {"judge": 0.5}, or {"judge/style": 1.0, "judge/fact": 0.0}."""
+    """Scores of its components: a scorer "judge" returns {"judge": 0.5}, or {"judge/style": 1.0, "judge/fact": 0.0}."""
     by_group: bool
     """True: it sees all siblings of a group at once; False: the rollouts of one episode."""
 
@@ -269,7 +269,7 @@ class ReportsMeans(Protocol):
 
 
 class CreditAssigner(Protocol):
-    """From finished rollouts to one weight per step; it sees a whole batch, so siblings can be compared."""
+    """Gives each step of finished rollouts one weight; it sees a whole batch, so siblings can be compared."""
 
     def compute(self, rollouts: Sequence[Rollout]) -> dict[RolloutStepKey, float]: ...
 

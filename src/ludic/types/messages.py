@@ -31,7 +31,7 @@ Message: TypeAlias = dict[str, Any]
 Part: TypeAlias = dict[str, Any]
 """`{"type": "text", "text": …}` or `{"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}`."""
 Content: TypeAlias = str | list[Part]
-"""Of a message, and of an observation: text, or texts and pictures in their order."""
+"""Content of a message or an observation: text, or texts and pictures in their order."""
 
 ToolCall: TypeAlias = dict[str, Any]
 """`{"id", "type": "function", "function": {"name", "arguments": <JSON string>}}`."""
@@ -87,7 +87,7 @@ class MessageSpan(NamedTuple):
     message: int
     """Position of the message in the conversation. -1: tokens that the template writes for no message (a header of tools)."""
     role: str
-    """Of the message; `TEMPLATE` where there is none. The opening of a reply belongs to the reply's message."""
+    """Role of the message; `TEMPLATE` where there is none. The opening of a reply belongs to the reply's message."""
     start: int
     end: int
     """The first token behind the span."""
@@ -146,11 +146,11 @@ class Image:
     data: bytes
     media_type: str
     sha256: str
-    """Of the bytes, in hex; identifies the picture in traces and caches."""
+    """Hash of the bytes, in hex; identifies the picture in traces and caches."""
 
     @classmethod
     def of(cls, source: "Image | bytes | str | Path | npt.NDArray[Any] | Any") -> "Image":
-        """From a file's path or bytes (PNG or JPEG), an array [height, width] or [height, width, 3] of uint8, or a PIL image."""
+        """Reads a file's path or bytes (PNG or JPEG), an array [height, width] or [height, width, 3] of uint8, or a PIL image."""
         if isinstance(source, Image):
             return source
         if isinstance(source, (str, Path)):

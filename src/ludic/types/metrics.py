@@ -20,7 +20,7 @@ NormalizeBy: TypeAlias = Literal["samples", "rollouts"]
 
 @dataclass(frozen=True, slots=True)
 class Reducer:
-    """How one metric is computed from records."""
+    """Computes one metric from records."""
 
     kind: ReducerKind
     """`mean` and `sum` of the values found, or how many of them are true."""
@@ -67,7 +67,7 @@ def _follow(record: Record, path: str) -> Any:
     return value
 
 
-def was_cut_off(finish_reason: str) -> bool:
+def _was_cut_off(finish_reason: str) -> bool:
     """True for a completion that ran out of tokens."""
     return finish_reason == "length"
 
@@ -76,7 +76,7 @@ def default_reducers() -> dict[str, Reducer]:
     """The rates of samples cut by the server's token limit and by the trainer's `max_seq_len`."""
     return {
         "completion_truncated_rate": Reducer(
-            kind="count_true", source="finish_reason", transform=was_cut_off, normalize_by="samples", as_percent=True
+            kind="count_true", source="finish_reason", transform=_was_cut_off, normalize_by="samples", as_percent=True
         ),
         "seq_len_truncated_rate": Reducer(
             kind="count_true", source="seq_len_truncated", normalize_by="samples", as_percent=True

@@ -10,7 +10,7 @@ from ludic.types.sampling import InferenceSpec
 
 @dataclass(frozen=True, slots=True)
 class EnvSpec:
-    """Which environment, by registered name."""
+    """The environment, by registered name."""
 
     kind: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -18,7 +18,7 @@ class EnvSpec:
 
 @dataclass(frozen=True, slots=True)
 class ProtocolSpec:
-    """Which interaction protocol, by registered name."""
+    """The interaction protocol, by registered name."""
 
     kind: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class ProtocolSpec:
 
 @dataclass(frozen=True, slots=True)
 class CtxSpec:
-    """Which context strategy, by registered name."""
+    """The context strategy, by registered name."""
 
     kind: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class CtxSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutRequest:
-    """Which episodes to run, and how."""
+    """The episodes to run, and their settings."""
 
     env: EnvSpec
     protocol: ProtocolSpec

@@ -37,7 +37,7 @@ THREAD = "thread"
 
 
 class GroupKey(NamedTuple):
-    """Which rollouts are compared with each other: those of one agent id in the episodes of one group.
+    """The group of rollouts that are compared with each other: those of one agent id in the episodes of one group.
 
     Credit rules, group filters and dynamic sampling all use this definition. Agents of one episode are different players, so
     they are never compared, although they share a group id.
@@ -51,8 +51,8 @@ class GroupKey(NamedTuple):
 
 
 def with_threads(parts: Iterable[tuple[Hashable, Hashable, bool]]) -> list[Hashable]:
-    """What each rollout (or sample) is judged as: (its own id, its agent's part in an episode, whether it is a thread) → the id
-    of its episode's main rollout if it is a thread, else its own. Threads without a main rollout are one together."""
+    """The session that each rollout or sample is judged with, by the id of its main rollout. Each is given as (its own id, its
+    agent's part in an episode, whether it is a thread); threads without a main rollout are one together."""
     listed = list(parts)
     mains: dict[Hashable, Hashable] = {}
     for own, part, is_thread in listed:
@@ -124,7 +124,7 @@ class Rollout:
 
     @property
     def call_counts(self) -> Mapping[str, int]:
-        """How the model calls of a gateway session continued each other; empty for others."""
+        """Counts of the ways in which model calls of a gateway session continued each other; empty for others."""
         given = self.meta.get("gateway")
         return given if isinstance(given, Mapping) else {}
 
@@ -150,7 +150,7 @@ class Rollout:
 
     @property
     def env_seed(self) -> int | None:
-        """From the rollout engine, else from the protocol."""
+        """The env's seed from the rollout engine, else from the protocol."""
         return self.engine_facts.get("env_seed", self.meta.get("env_seed"))
 
     @property
@@ -177,7 +177,7 @@ class Rollout:
 
     @property
     def domain(self) -> str | None:
-        """As the request names it: chooses among teachers, separates metrics."""
+        """Name given by the request: chooses among teachers, separates metrics."""
         named = self.request_meta.get("domain")
         return None if named is None else str(named)
 
@@ -216,7 +216,7 @@ class Rollout:
 
     @property
     def reward_components(self) -> dict[str, float]:
-        """What each named component adds to `total_reward`."""
+        """Contribution of each named component to `total_reward`."""
         return self._summed(components_of)
 
     @property

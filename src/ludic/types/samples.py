@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeGuard, runtime_checkab
 import numpy as np
 import numpy.typing as npt
 
+from ludic.types.columns import COLUMNS, ActorTokenLogps
 from ludic.types.errors import ConfigError
 from ludic.types.messages import ImageSpan, MessageSpan
 from ludic.types.rollout import THREAD, GroupKey, Rollout, with_threads
@@ -23,8 +24,6 @@ from ludic.types.tokens import (
     TokenArray,
     TurnNumbers,
     VersionRun,
-    expert_array,
-    float_array,
     token_array,
 )
 
@@ -32,27 +31,9 @@ RolloutStepKey: TypeAlias = tuple[str, int]
 """(rollout id, step index)."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ActorTokenLogps:
-    """Log-probability of every action token under the policy that sampled it."""
-
-    token_logps: LogprobArray
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "token_logps", float_array(self.token_logps, "token_logps"))
-
-    def __len__(self) -> int:
-        return len(self.token_logps)
-
-
-PER_TOKEN = (
-    "token_weights", "token_rewards", "token_values", "token_returns", "teacher_logps", "token_turns", "proximal_logps",
-)  # fmt: skip
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleAttachments:
-    """Optional data of a sample."""
+    """Optional data of a sample. `ludic.types.columns` says what is done with each field."""
 
     actor_logps: ActorTokenLogps | None = None
     token_weights: FloatArray | None = None
@@ -70,50 +51,39 @@ class SampleAttachments:
     temperature: float | None = None
     """Sampling temperature of the action tokens; the trainer's log-probs use the same. None means 1."""
     candidates: CandidateSets | None = None
-    """What each action token was drawn from, if the sampler ruled tokens out; the trainer's log-probs are over the same."""
+    """The candidates of each action token, if the sampler ruled tokens out; the trainer's log-probs are over the same."""
     untrainable_sampling: str | None = None
     """Sampling settings that a trainer cannot reproduce ("top_p=0.9"): no ratio can be taken."""
     version_runs: tuple[VersionRun, ...] = ()
-    """Which policy version sampled which action tokens, in order; empty if not known."""
+    """The policy versions that sampled the action tokens, in order; empty if not known."""
     proximal_logps: LogprobArray | None = None
     """Log-probability of each action token under the weights from before the batch's first update; the trainer computes it."""
     images: tuple[ImageSpan, ...] = ()
     """The pictures among its state tokens, in order."""
     experts: ExpertArray | None = None
-    """Of a mixture: the experts of every token of `SAWItem.input_ids`, not of action tokens alone; −1 where not known."""
+    """Experts of a mixture for every token of `SAWItem.input_ids`, not of action tokens alone; −1 where not known."""
     message_spans: tuple[MessageSpan, ...] = ()
-    """Which message each token of the sample came from; empty if not known."""
+    """The message that each token of the sample came from; empty if not known."""
     observed_roles: tuple[str, ...] | None = None
     """Roles whose messages count as observations; None: everything after the first action. An algorithm's preprocessing sets it."""
 
     def __post_init__(self) -> None:
-        for name in PER_TOKEN:
-            values = getattr(self, name)
-            if values is not None:
-                array = float_array(values, name)
-                if not np.isfinite(array).all():
-                    raise ValueError(f"{name} holds values that are not finite.")
-                object.__setattr__(self, name, array)
-        object.__setattr__(self, "version_runs", tuple(VersionRun(*run) for run in self.version_runs))
+        for column in COLUMNS:
+            if (value := getattr(self, column.name)) is not None:
+                object.__setattr__(self, column.name, column.checked(value))
 
-    def first(self, count: int) -> "SampleAttachments":
-        """The attachments of the first `count` action tokens. `experts`, which are of all tokens, stay whole."""
-        runs, left = [], count
-        for version, length in self.version_runs:
-            if left > 0:
-                runs.append(VersionRun(version, min(length, left)))
-            left -= length
-        per_token: dict[str, Any] = {
-            name: None if (a := getattr(self, name)) is None else a[:count] for name in PER_TOKEN
-        }
-        logps = None if self.actor_logps is None else ActorTokenLogps(self.actor_logps.token_logps[:count])
-        candidates = None if self.candidates is None else self.candidates.first(count)
-        return replace(self, actor_logps=logps, version_runs=tuple(runs), candidates=candidates, **per_token)
+    def only(self, kept: npt.NDArray[np.bool_], kept_actions: npt.NDArray[np.bool_]) -> "SampleAttachments":
+        """The attachments of some tokens of the sample, and of some of its action tokens."""
+        changed: dict[str, Any] = {}
+        for column in COLUMNS:
+            if (value := getattr(self, column.name)) is not None:
+                changed[column.name] = column.only(value, kept_actions if column.is_of_actions else kept)
+        return replace(self, **changed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleOrigin:
-    """Where a sample comes from and how its part of the rollout ended. None: not known (a sample of a data set, for instance).
+    """The origin of a sample, and the end of its part of the rollout. None: not known (a sample of a data set, for instance).
 
     Stitching fills it in, batch sources add to it, the pipeline sends it along. Facts from an env or a user's request are in
     `SAWItem.meta` instead.
@@ -124,7 +94,7 @@ class SampleOrigin:
     episode: str | None = None
     """Samples with the same one are parts of one episode: those of its players, sub-agents and threads."""
     group_id: str | None = None
-    """Of the request; see `group`. None also for a replayed sample, whose group is incomplete."""
+    """Group of the request; see `group`. None also for a replayed sample, whose group is incomplete."""
     agent_id: str | None = None
     """The agent's id in the env (its player)."""
     delegate: str | None = None
@@ -134,7 +104,7 @@ class SampleOrigin:
     env_name: str | None = None
     """The env that was played."""
     domain: str | None = None
-    """As the request names it (`RolloutRequest.meta["domain"]`); chooses among teachers."""
+    """Name given by the request (`RolloutRequest.meta["domain"]`); chooses among teachers."""
     objective: str | None = None
     """The objective, if one batch mixes several; set by the request or a source of a mixture."""
     comparison: str | None = None
@@ -146,17 +116,17 @@ class SampleOrigin:
     segment: int = 0
     """Order among the samples of its rollout; stitching counts from 0."""
     step_index: int | None = None
-    """Of the last step of its last turn."""
+    """Index of the last step of its last turn."""
     step_kind: Literal["agent", "env"] | None = None
-    """Of that step: "env" where the turn reached the env, "agent" where it ended with a model call."""
+    """Kind of that step: "env" where the turn reached the env, "agent" where it ended with a model call."""
     num_turns: int | None = None
     """Number of turns that its action tokens belong to."""
     reward: float | None = None
-    """Of the turns that end in this sample."""
+    """Reward of the turns that end in this sample."""
     total_reward: float | None = None
-    """Of the whole rollout."""
+    """Reward of the whole rollout."""
     reward_components: dict[str, float] | None = None
-    """What each named component adds to `total_reward`."""
+    """Contribution of each named component to `total_reward`."""
     scores: dict[str, float] | None = None
     """The same before their weights; None where every weight is 1."""
     truncated: bool = False
@@ -166,7 +136,7 @@ class SampleOrigin:
     stop: StopReason | None = None
     """Why the rollout ended."""
     finish_reason: str | None = None
-    """Of its last completion; "length" where it ran out of tokens."""
+    """Finish reason of its last completion; "length" where it ran out of tokens."""
     num_parse_errors: int | None = None
     """Replies that could not be parsed."""
     num_cut_off: int = 0
@@ -222,7 +192,7 @@ class SampleOrigin:
 
     @property
     def parse_error(self) -> bool | None:
-        """Whether a reply could not be parsed; None if not known."""
+        """True if a reply could not be parsed; None if not known."""
         return None if self.num_parse_errors is None else self.num_parse_errors > 0
 
 
@@ -267,8 +237,6 @@ class SAWItem:
         attention = np.ones(len(ids), dtype=np.bool_) if self.attention_mask is None else self.attention_mask
         put(self, "attention_mask", _mask_array(attention, "attention_mask", len(ids)))
         put(self, "action_mask", _mask_array(self.action_mask, "action_mask", len(ids)))
-        if (experts := self.attachments.experts) is not None:
-            put(self, "attachments", replace(self.attachments, experts=expert_array(experts, len(ids))))
         if not np.isfinite(self.weight):
             raise ValueError(f"SAWItem.weight={self.weight}; a weight must be finite.")
         _check_lengths(self)
@@ -318,6 +286,17 @@ class SAWItem:
             mask[span.text_start : span.text_end] = True
         return mask
 
+    def only(self, kept: npt.NDArray[np.bool_]) -> "SAWItem":
+        """The sample with some of its tokens."""
+        assert self.attention_mask is not None, "the constructor fills it in"
+        return replace(
+            self,
+            input_ids=self.input_ids[kept],
+            attention_mask=self.attention_mask[kept],
+            action_mask=self.action_mask[kept],
+            attachments=self.attachments.only(kept, kept[self.action_mask]),
+        )
+
     def record(self) -> dict[str, Any]:
         """Meta and origin as one mapping, for reducers. Known facts of the origin win over keys of meta."""
         num_actions = self.num_action_tokens
@@ -331,17 +310,18 @@ class SAWItem:
 
 
 def _check_lengths(item: SAWItem) -> None:
-    """Raise unless every per-token attachment has one entry per action token."""
-    attached = item.attachments
-    arrays = {name: getattr(attached, name) for name in PER_TOKEN}
-    lengths = {name: None if array is None else len(array) for name, array in arrays.items()}
-    lengths["actor_logps"] = None if attached.actor_logps is None else len(attached.actor_logps)
-    lengths["candidates"] = None if attached.candidates is None else len(attached.candidates)
-    lengths["version_runs"] = sum(run.length for run in attached.version_runs) if attached.version_runs else None
-    num_actions = item.num_action_tokens
-    wrong = {name: length for name, length in lengths.items() if length not in (None, num_actions)}
+    """Raise unless every attachment has one entry per token that it is of."""
+    attached, num_actions, num_tokens = item.attachments, item.num_action_tokens, len(item.input_ids)
+    wrong = {}
+    for column in COLUMNS:
+        value = getattr(attached, column.name)
+        length = None if value is None else column.num_tokens(value)
+        if length not in (None, num_actions if column.is_of_actions else num_tokens):
+            wrong[column.name] = length
     if wrong:
-        raise ValueError(f"SAWItem has {num_actions} action tokens, but attachments of the lengths {wrong}.")
+        raise ValueError(
+            f"SAWItem has {num_tokens} tokens with {num_actions} action tokens, but attachments of the lengths {wrong}."
+        )
     if attached.candidates is not None:
         outside = attached.candidates.first_outside(item.input_ids[item.action_mask])
         if outside is not None:

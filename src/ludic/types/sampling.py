@@ -1,4 +1,4 @@
-"""What goes to a policy server and what comes back.
+"""Requests to a policy server, and its answers.
 
 Requests are token ids in, responses token ids out. Tool schemas never travel: the chat template writes them
 into the prompt.
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ludic.types.errors import ConfigError
-from ludic.types.messages import JSON, ImageSpan
+from ludic.types.messages import JSON, ImageSpan, MessageSpan
 from ludic.types.tokens import CandidateSets, ExpertArray, TokenArray, TokenTrace, VersionRun, token_array
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_TOKEN_IDS = 32, 256, 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How the next tokens are drawn. No accepted value turns finite logits into NaN, infinity or an empty choice."""
+    """Settings of sampling. No accepted value turns finite logits into NaN, infinity or an empty choice."""
 
     temperature: float = 0.7
     """Logits are divided by it while sampling; 0 is greedy."""
@@ -86,7 +86,7 @@ class SamplingParams:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether tokens are drawn from a part of the vocabulary only."""
+        """True if tokens are drawn from a part of the vocabulary only."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     def to_openai_kwargs(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ SamplingConfig = SamplingParams
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReturnSpec:
-    """What the server returns besides the text."""
+    """Data that the server returns besides the text."""
 
     return_token_ids: bool = True
     return_chosen_logprobs: bool = False
@@ -176,7 +176,7 @@ class VLLMExtensions(BackendExtensions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InferenceSpec:
-    """How a run talks to its policy; carried by a RolloutRequest."""
+    """Settings of a run's requests to its policy; carried by a RolloutRequest."""
 
     sampling: SamplingParams = SamplingParams()
     return_: ReturnSpec = ReturnSpec()
@@ -220,9 +220,9 @@ class ChatResponse:
     finish_reason: str | None = None
     version_runs: tuple[VersionRun, ...] = ()
     candidates: CandidateSets | None = None
-    """What each completion token was drawn from, if the request truncates the distribution and the server reports it."""
+    """The candidates of each completion token, if the request truncates the distribution and the server reports it."""
     experts: ExpertArray | None = None
-    """Of a mixture: the experts of each token of prompt and completion, if the server records them."""
+    """Experts of a mixture for each token of prompt and completion, if the server records them."""
 
     def __post_init__(self) -> None:
         logprobs = self.completion_logprobs
@@ -242,17 +242,28 @@ class ChatResponse:
     def merge_into_info(self, info: Mapping[str, Any]) -> dict[str, Any]:
         return {**info, **self.to_info()}
 
-    def to_trace(self, *, temperature: float | None = None, images: tuple[ImageSpan, ...] = ()) -> TokenTrace:
+    def to_trace(
+        self,
+        *,
+        prompt_token_ids: TokenArray | None = None,
+        temperature: float | None = None,
+        untrainable_sampling: str | None = None,
+        images: tuple[ImageSpan, ...] = (),
+        message_spans: tuple[MessageSpan, ...] = (),
+    ) -> TokenTrace:
+        """The call in token space, with facts of its request."""
         return TokenTrace(
-            prompt_token_ids=self.prompt_token_ids,
-            completion_token_ids=self.completion_token_ids,
+            self.prompt_token_ids if prompt_token_ids is None else prompt_token_ids,
+            self.completion_token_ids,
             completion_logprobs=self.completion_logprobs,
             finish_reason=self.finish_reason,
             version_runs=self.version_runs,
             temperature=temperature,
             candidates=self.candidates,
+            untrainable_sampling=untrainable_sampling,
             images=images,
             experts=self.experts,
+            message_spans=message_spans,
         )
 
 
@@ -287,7 +298,7 @@ def untrainable_settings(
 
 
 def _is_plain(sampling: SamplingParams) -> bool:
-    """Whether only the temperature shapes the distribution."""
+    """True if only the temperature shapes the distribution."""
     return (
         sampling.top_p == 1.0
         and not (sampling.top_k or sampling.min_p or sampling.min_tokens)

@@ -1,4 +1,4 @@
-"""Which model calls of a rollout form one training item. `ludic.batch_gen.stitching` makes the items, `ludic view` shows
+"""The model calls of a rollout that form one training item. `ludic.batch_gen.stitching` makes the items, `ludic view` shows
 what was computed of them.
 
 Consecutive calls belong together as long as each prompt extends the previous prompt and completion exactly, across turns and tool
@@ -22,7 +22,7 @@ class ModelCall:
     step: Step
     turn: Turn
     ends_turn: bool
-    """Whether it is the last call of its turn."""
+    """True if it is the last call of its turn."""
 
     @property
     def trace(self) -> TokenTrace:

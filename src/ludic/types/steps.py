@@ -84,7 +84,7 @@ ActionTarget: TypeAlias = Literal["internal", "external", "env"]
 
 @dataclass(slots=True)
 class StepOutcome:
-    """What one agent learns from one transition of the environment."""
+    """The outcome of one transition of the environment for one agent."""
 
     obs: Observation
     reward: float
@@ -130,7 +130,7 @@ class AgentStep:
     trace: TokenTrace
     action_target: ActionTarget = "env"
     loop_index: int = 0
-    """Which call of the turn this was."""
+    """Number of the call within its turn."""
     reward: float = 0.0
     """Format penalty of a failed parse; a successful parse moves its reward to the environment step."""
     truncated: bool = False
@@ -244,5 +244,5 @@ class Turn:
 
     @property
     def total_reward(self) -> float:
-        """What the turn adds to `Rollout.total_reward`."""
+        """Contribution of the turn to `Rollout.total_reward`."""
         return sum(step.reward for step in self.steps if step.kind == "env" or is_parse_failure(step))

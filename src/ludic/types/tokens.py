@@ -7,7 +7,7 @@ share one buffer (`TokenLog`), so that storing every call of an episode takes me
 import base64
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -21,11 +21,11 @@ FloatArray: TypeAlias = npt.NDArray[np.float32]
 LogprobArray: TypeAlias = FloatArray
 """One log-probability per token."""
 TurnNumbers: TypeAlias = FloatArray
-"""Which turn each token belongs to. Whole numbers, held as float32 like every other number per token."""
+"""The turn of each token. Whole numbers, held as float32 like every other number per token."""
 ExpertArray: TypeAlias = npt.NDArray[np.int16]
 """[tokens, mixture layers, experts per token]: which experts each token was sent to; −1 where that is not known."""
 TokenIds: TypeAlias = TokenArray | Sequence[int]
-"""What a constructor accepts; what it stores is a TokenArray."""
+"""Token ids as a constructor accepts them; it stores a TokenArray."""
 
 _ROUNDING = 8 * float(np.finfo(np.float32).eps)
 """Relative: a few float32 operations. A reward model or a weight is float32 even where a Python float holds it."""
@@ -75,25 +75,29 @@ def float_array(values: Sequence[float] | npt.NDArray[Any], name: str = "values"
     return narrow
 
 
-def expert_array(values: npt.ArrayLike, num_tokens: int, name: str = "experts") -> ExpertArray:
-    """`values` as a read-only int16 array [num_tokens, layers, experts per token], or a ValueError that names the field."""
+def number_array(
+    values: npt.ArrayLike, dtype: npt.DTypeLike, shape: Sequence[str], name: str, num_tokens: int | None = None
+) -> npt.NDArray[Any]:
+    """`values` as a read-only array of whole numbers [tokens, *shape], -1 where not known, or a ValueError that names the field."""
     wide = np.asarray(values)
-    if wide.ndim != 3 or len(wide) != num_tokens or wide.dtype.kind not in "iu":
+    if wide.ndim != 1 + len(shape) or num_tokens not in (None, len(wide)) or wide.dtype.kind not in "iu":
+        tokens = "tokens" if num_tokens is None else f"{num_tokens} tokens"
         raise ValueError(
-            f"{name} must be whole numbers [{num_tokens} tokens, layers, experts per token]; they are {wide.dtype} {wide.shape}."
+            f"{name} must be whole numbers [{', '.join([tokens, *shape])}]; they are {wide.dtype} {wide.shape}."
         )
-    if wide.size and (wide.min() < -1 or wide.max() > np.iinfo(np.int16).max):
-        raise ValueError(f"{name} go from {wide.min()} to {wide.max()}; there are -1 (not known) to 32767.")
-    return _frozen(wide.astype(np.int16, copy=False))
+    largest = np.iinfo(np.dtype(dtype)).max
+    if wide.size and (wide.min() < -1 or wide.max() > largest):
+        raise ValueError(f"{name} go from {wide.min()} to {wide.max()}; there are -1 (not known) to {largest}.")
+    return _frozen(wide.astype(dtype, copy=False))
 
 
-def experts_to_dict(experts: ExpertArray) -> dict[str, Any]:
-    """As JSON: a list would take several times the space."""
+def _experts_to_dict(experts: ExpertArray) -> dict[str, Any]:
+    """JSON form of experts; a list would take several times the space."""
     data = base64.b64encode(zlib.compress(experts.astype("<i2").tobytes())).decode()
     return {"shape": list(experts.shape), "int16_zlib_base64": data}
 
 
-def experts_from_dict(data: Mapping[str, Any]) -> ExpertArray:
+def _experts_from_dict(data: Mapping[str, Any]) -> ExpertArray:
     flat = np.frombuffer(zlib.decompress(base64.b64decode(data["int16_zlib_base64"])), dtype="<i2")
     return flat.reshape(data["shape"]).astype(np.int16)
 
@@ -123,7 +127,7 @@ class CandidateSets:
     ids: TokenArray
     """The candidates of all tokens, concatenated."""
     ends: npt.NDArray[np.int64]
-    """Where the candidates of each token end in `ids`. A token without any was drawn from the whole vocabulary."""
+    """End of each token's candidates in `ids`. A token without any was drawn from the whole vocabulary."""
 
     def __post_init__(self) -> None:
         ids = token_array(self.ids, "candidate ids")
@@ -171,10 +175,10 @@ class CandidateSets:
         """Number of candidates of each token; 0 is the whole vocabulary."""
         return np.diff(self.ends, prepend=0)
 
-    def first(self, count: int) -> "CandidateSets":
-        """The candidates of the first `count` tokens."""
-        ends = self.ends[:count]
-        return CandidateSets(self.ids[: ends[-1] if len(ends) else 0], ends)
+    def only(self, kept: npt.NDArray[np.bool_]) -> "CandidateSets":
+        """The candidates of the kept tokens."""
+        lengths = self.lengths
+        return CandidateSets(self.ids[np.repeat(kept, lengths)], np.cumsum(lengths[kept], dtype=np.int64))
 
     def first_outside(self, tokens: TokenIds) -> int | None:
         """The first token that is not among its own candidates; None when all are."""
@@ -253,19 +257,19 @@ class TokenTrace:
     finish_reason: str | None = None
     """Why the model stopped: "stop", "length", …"""
     version_runs: tuple[VersionRun, ...] = ()
-    """Which policy version sampled which part of the completion; empty if the client does not report it."""
+    """The policy version of each part of the completion; empty if the client does not report it."""
     temperature: float | None = None
     """Sampling temperature, so that a trainer can compute log-probs of the same distribution."""
     candidates: CandidateSets | None = None
-    """What each completion token was drawn from, if the sampler ruled tokens out and reports which."""
+    """The candidates of each completion token, if the sampler ruled tokens out and reports which."""
     untrainable_sampling: str | None = None
     """Settings that shaped the distribution and that a trainer cannot reproduce from this trace, such as "top_p=0.9"."""
     images: tuple[ImageSpan, ...] = ()
     """The pictures of the prompt, in order, and the tokens that stand for them."""
     experts: ExpertArray | None = None
-    """Of a mixture: the experts of each token of prompt and completion, if the server records them."""
+    """Experts of a mixture for each token of prompt and completion, if the server records them."""
     message_spans: tuple[MessageSpan, ...] = ()
-    """Which message each token of the prompt came from; empty if the request did not ask for it."""
+    """The message that each token of the prompt came from; empty if the request did not ask for it."""
 
     def __init__(
         self,
@@ -293,17 +297,18 @@ class TokenTrace:
                 )
         if candidates is not None and len(candidates) != num_tokens:
             raise ValueError(f"TokenTrace has {num_tokens} completion tokens but {len(candidates)} candidate sets.")
-        _put_prompt(self, prompt)
-        _put_completion(self, completion)
-        _put_logprobs(self, completion_logprobs)
-        _put_finish_reason(self, finish_reason)
-        _put_version_runs(self, _checked_runs(version_runs, num_tokens) if version_runs else ())
-        _put_temperature(self, temperature)
-        _put_candidates(self, candidates)
-        _put_untrainable_sampling(self, untrainable_sampling)
-        _put_images(self, tuple(images) if images else ())
-        _put_experts(self, None if experts is None else expert_array(experts, len(prompt) + num_tokens))
-        _put_message_spans(self, _checked_spans(message_spans, len(prompt)) if message_spans else ())
+        put = object.__setattr__
+        put(self, "prompt_token_ids", prompt)
+        put(self, "completion_token_ids", completion)
+        put(self, "completion_logprobs", completion_logprobs)
+        put(self, "finish_reason", finish_reason)
+        put(self, "version_runs", _checked_runs(version_runs, num_tokens) if version_runs else ())
+        put(self, "temperature", temperature)
+        put(self, "candidates", candidates)
+        put(self, "untrainable_sampling", untrainable_sampling)
+        put(self, "images", tuple(images) if images else ())
+        put(self, "experts", None if experts is None else _expert_array(experts, len(prompt) + num_tokens))
+        put(self, "message_spans", _checked_spans(message_spans, len(prompt)) if message_spans else ())
 
     @property
     def policy_version(self) -> int | None:
@@ -311,7 +316,7 @@ class TokenTrace:
         return min((run.version for run in self.version_runs), default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON; fields from `candidates` on only if they are set. A picture is named by its hash: its bytes are in the
+        """JSON form, with fields from `candidates` on only if they are set. A picture is named by its hash: its bytes are in the
         prompt's messages."""
         data = {
             "prompt_token_ids": self.prompt_token_ids.tolist(),
@@ -328,7 +333,7 @@ class TokenTrace:
         if self.images:
             data["images"] = [[span.image.sha256, span.start, span.length] for span in self.images]
         if self.experts is not None:
-            data["experts"] = experts_to_dict(self.experts)
+            data["experts"] = _experts_to_dict(self.experts)
         if self.message_spans:
             data["message_spans"] = [list(span) for span in self.message_spans]
         return data
@@ -349,58 +354,23 @@ class TokenTrace:
             candidates=None if data.get("candidates") is None else CandidateSets.from_dict(data["candidates"]),
             untrainable_sampling=data.get("untrainable_sampling"),
             images=_placed(data["images"], images) if data.get("images") else (),
-            experts=None if data.get("experts") is None else experts_from_dict(data["experts"]),
+            experts=None if data.get("experts") is None else _experts_from_dict(data["experts"]),
             message_spans=data.get("message_spans") or (),
         )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TokenTrace):
             return NotImplemented
-        plain = (
-            "finish_reason",
-            "version_runs",
-            "temperature",
-            "candidates",
-            "untrainable_sampling",
-            "images",
-            "message_spans",
-        )
-        return (
-            np.array_equal(self.prompt_token_ids, other.prompt_token_ids)
-            and np.array_equal(self.completion_token_ids, other.completion_token_ids)
-            and _same_logprobs(self.completion_logprobs, other.completion_logprobs)
-            and all(getattr(self, name) == getattr(other, name) for name in plain)
-            and same_experts(self.experts, other.experts)
-        )
+        return all(_are_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(TokenTrace))
 
     __hash__ = None  # type: ignore[assignment]
 
 
-# Half the time of `object.__setattr__`, the usual way to set the fields of a frozen class.
-_put_prompt, _put_completion, _put_logprobs, _put_finish_reason = (
-    getattr(TokenTrace, name).__set__
-    for name in ("prompt_token_ids", "completion_token_ids", "completion_logprobs", "finish_reason")
-)
-(
-    _put_version_runs,
-    _put_temperature,
-    _put_candidates,
-    _put_untrainable_sampling,
-    _put_images,
-    _put_experts,
-    _put_message_spans,
-) = (
-    getattr(TokenTrace, name).__set__
-    for name in (
-        "version_runs",
-        "temperature",
-        "candidates",
-        "untrainable_sampling",
-        "images",
-        "experts",
-        "message_spans",
-    )
-)
+def _are_equal(a: Any, b: Any) -> bool:
+    """True if two fields hold the same; NaN equals itself."""
+    if not isinstance(a, np.ndarray) or not isinstance(b, np.ndarray):
+        return a is b or (not isinstance(a, np.ndarray) and not isinstance(b, np.ndarray) and bool(a == b))
+    return np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
 
 
 def _placed(stored: Sequence[Sequence[Any]], images: Iterable[Image]) -> list[ImageSpan]:
@@ -424,9 +394,8 @@ def _checked_runs(runs: Sequence[tuple[int, int]], num_tokens: int) -> tuple[Ver
     return checked
 
 
-def same_experts(a: ExpertArray | None, b: ExpertArray | None) -> bool:
-    """Whether both are missing or equal."""
-    return a is b or (a is not None and b is not None and np.array_equal(a, b))
+def _expert_array(experts: npt.ArrayLike, num_tokens: int) -> ExpertArray:
+    return number_array(experts, np.int16, ("layers", "experts per token"), "experts", num_tokens)
 
 
 def _checked_spans(spans: Sequence[tuple[int, str, int, int, int, int]], num_tokens: int) -> tuple[MessageSpan, ...]:
@@ -435,9 +404,3 @@ def _checked_spans(spans: Sequence[tuple[int, str, int, int, int, int]], num_tok
     if starts != ends:
         raise ValueError(f"message_spans {[tuple(s) for s in checked[:8]]} do not cover {num_tokens} tokens once each.")
     return checked
-
-
-def _same_logprobs(a: LogprobArray | None, b: LogprobArray | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return np.array_equal(a, b, equal_nan=True)

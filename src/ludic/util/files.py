@@ -45,7 +45,7 @@ class NotWritten(LudicError, OSError):
     """A file cannot be written; the message says why and what to do."""
 
     advice: ClassVar[str] = "free some, or choose another disk (ludic train: --runs)"
-    """What to do where the room is too little."""
+    """Advice where the room is too little."""
 
     @classmethod
     def of(cls, path: Path, error: Exception, state: str = "") -> Self:

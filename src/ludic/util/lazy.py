@@ -1,9 +1,11 @@
-"""The `__getattr__` of modules whose names are imported on first use: lighter, and a missing plug-in is named. Loads nothing."""
+"""The `__getattr__` of modules whose names are imported on first use: lighter, and a missing plug-in is named."""
 
 import importlib
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from ludic.util.errors import MissingPlugin
 
 
 def forward(shim: str, package: str) -> Callable[[str], Any]:
@@ -47,12 +49,10 @@ def lazy(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def _is_plugin(absent: str | None) -> bool:
-    """Whether a module that could not be imported is a plug-in as a whole: the one that has the name, or one that it imports."""
+    """True if a module that could not be imported is a plug-in as a whole: the one that has the name, or one that it imports."""
     return absent is not None and absent.startswith("ludic_") and "." not in absent
 
 
 def missing(package: str, what: str) -> Exception:
     """The error for a plug-in of Ludic that is not installed."""
-    from ludic.types.errors import MissingPlugin
-
     return MissingPlugin(package, what)

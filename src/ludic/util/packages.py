@@ -1,4 +1,4 @@
-"""Which packages of Ludic's extras are installed, and the pip command that installs the others. Standard library only."""
+"""The packages of Ludic's extras that are installed, and the pip command that installs the others. Standard library only."""
 
 import functools
 import importlib.metadata
@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-DISTRIBUTION = "ludic-rl"
-"""As in ludic.types.errors, which `ludic --help` would have to load for it."""
+from ludic.util.errors import DISTRIBUTION
+
 _CHECKOUT = Path(__file__).parents[3]
 
 
@@ -56,7 +56,7 @@ def version_of(package: str) -> str:
 
 
 def problems(extras: Iterable[str]) -> list[str]:
-    """What the extras need and this Python lacks: `not installed: torch, peft`, `numpy is 1.2, but needed is 1.26 or later`."""
+    """Requirements of the extras that this Python lacks: `not installed: torch`, `numpy is 1.2, but needed is 1.26 or later`."""
     absent, old = [], []
     for requirement in dict.fromkeys(line for extra in extras for line in requirements().get(extra, ())):
         name = re.split(r"[\[<>=!~ ]", requirement)[0]
@@ -90,7 +90,7 @@ def install(extras: Iterable[str]) -> str:
 
 
 def _origin() -> dict[str, Any]:
-    """Where pip installed Ludic from: the file direct_url.json."""
+    """Source from which pip installed Ludic, by the file direct_url.json."""
     try:
         found: dict[str, Any] = json.loads(
             importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json") or "{}"

@@ -1,4 +1,4 @@
-"""How often a process may be restarted, for supervisors of processes."""
+"""Limit of restarts, for supervisors of processes."""
 
 import time
 from collections import deque
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class RestartLimit:
-    """How often a process may be restarted."""
+    """Number of restarts of a process within a time."""
 
     max_restarts: int = 5
     """Deaths within `within_s`; one more is too many."""
@@ -38,7 +38,7 @@ class Restarts:
         return None if is_over else self.limit.delay_s * 2 ** (self.num_deaths - 1)
 
     def too_many(self) -> str:
-        """How often it has died, for a message."""
+        """Number of its deaths, for a message."""
         return (
             f"has died {self.num_deaths} times within {self.limit.within_s:g} s, more than max_restarts = "
             f"{self.limit.max_restarts} allows"

@@ -39,7 +39,7 @@ def shown_url(url: str) -> str:
 
 
 def holds_login(url: str) -> bool:
-    """Whether it contains something that may be secret: a user (often a password is written there), a password, a key."""
+    """True if it contains something that may be secret: a user (often a password is written there), a password, a key."""
     names = (pair.partition("=")[0] for pair in url.partition("?")[2].split("&"))
     return "@" in url or any(_SECRET.search(name) and not name.endswith(("file", "certs")) for name in names)
 
@@ -88,13 +88,13 @@ def origin_of(url: str) -> str:
 
 
 def is_same_secret(given: str | bytes, wanted: str | bytes) -> bool:
-    """Whether both are the same bytes, compared in constant time. A client may send any text: nothing raises."""
+    """True if both are the same bytes, compared in constant time. A client may send any text: nothing raises."""
     one, other = (each if isinstance(each, bytes) else each.encode(errors="surrogatepass") for each in (given, wanted))
     return hmac.compare_digest(one, other)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that listens on `host`."""
+    """True if only this machine can reach a server that listens on `host`."""
     try:
         if host == "localhost":  # /etc/hosts can point it anywhere
             places = [str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]

@@ -20,8 +20,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ludic.types import MissingExtra
 from ludic.util.die_with_parent import kill_with_parent
+from ludic.util.errors import MissingExtra
 from ludic.util.files import parse_json
 
 _START_S = 120

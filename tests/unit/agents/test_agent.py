@@ -10,9 +10,7 @@ from ludic.inference import ByteTemplate, InferenceSpec, ReturnSpec, SamplingPar
 from ludic.parsers import ParseResult
 from ludic.types import (
     ChatResponse,
-    ConfigError,
     ContextError,
-    ParserContractError,
     PromptTooLong,
     TokenMismatch,
 )
@@ -58,24 +56,6 @@ async def test_a_reply_cut_off_by_the_token_limit_is_rejected_but_kept_in_the_co
     assert agent.ctx.messages[-1] == {"role": "assistant", "content": "<a>"}
 
 
-async def test_rejection_of_cut_off_replies_can_be_turned_off():
-    agent = ready(["<a>x</a>yz"], reject_incomplete_completions=False)
-    step = (await agent.act(InferenceSpec(sampling=SamplingParams(max_tokens=9)))).final_step
-    assert step.parse_result.action == "x" and step.trace.finish_reason == "length"
-
-
-def test_a_missing_chat_template_is_refused():
-    with pytest.raises(TypeError, match="chat_template"):
-        Agent(client=ScriptedClient([]), model="m", ctx=FullDialog(), parser=lambda raw: None)
-    with pytest.raises(ConfigError, match="chat_template"):
-        make_agent([], chat_template=None)
-
-
-async def test_a_parser_that_returns_none_is_a_contract_error():
-    with pytest.raises(ParserContractError, match="NoneType.*ParseResult"):
-        await ready(["x"], parser=lambda raw: None).act()
-
-
 async def test_a_prompt_above_max_prompt_tokens_is_refused():
     with pytest.raises(PromptTooLong, match="limit is 5"):
         await ready(["x"], max_prompt_tokens=5).act()
@@ -104,22 +84,6 @@ async def test_a_slow_model_times_out():
 
     with pytest.raises(TimeoutError):
         await ready(Slow([])).act(timeout_s=0.01)
-
-
-async def test_agent_can_act_again_after_a_timeout():
-    class SlowOnce(ScriptedClient):
-        slow = True
-
-        async def complete_tokens(self, request):
-            if self.slow:
-                self.slow = False
-                await asyncio.sleep(60)
-            return await super().complete_tokens(request)
-
-    agent = ready(SlowOnce(["<a>x</a>"]))
-    with pytest.raises(TimeoutError):
-        await agent.act(timeout_s=0.01)
-    assert (await agent.act(timeout_s=60)).final_step.parse_result.action == "x"
 
 
 async def test_large_client_facts_are_dropped_from_step_info():
@@ -171,19 +135,6 @@ async def test_a_declared_rewrite_starts_a_new_segment(ctx, replies):
         rendered = template.apply(list(step.prompt_messages)).prompt_token_ids
         assert step.trace.prompt_token_ids.tolist() == rendered.tolist()
         agent.on_after_step(f"obs{turn}", {})
-
-
-async def test_reset_clears_the_conversation():
-    agent = ready(["<a>x</a>", "<a>y</a>"])
-    first = (await agent.act()).final_step.trace.prompt_token_ids.tolist()
-    agent.reset("be good")
-    agent.on_env_reset("obs", {})
-    assert (await agent.act()).final_step.trace.prompt_token_ids.tolist() == first
-
-
-async def test_push_policy_update_needs_a_client_with_sync_weights():
-    with pytest.raises(RuntimeError, match="no weights"):
-        await ready([]).push_policy_update({})
 
 
 async def test_a_context_that_edits_messages_in_place_is_refused():

@@ -9,13 +9,12 @@ import torch
 from ludic.agents import BranchingAgent
 from ludic.batch_gen import GRPORequestStrategy, RolloutBatchSource, RolloutEngine
 from ludic.batch_gen.stitching import stitch_rollout
-from ludic.context import FullDialog, SlidingWindow
 from ludic.inference import ScriptedClient
 from ludic.interaction import SingleAgentProtocol
 from ludic.models.prefix_tree import TokenTree
 from ludic.training import make_fold_grpo
 from ludic.training.credit_assignment import EpisodicReturn, fold_penalties
-from ludic.types import ConfigError, EnvSpec, InferenceSpec, ProtocolSpec, ReturnSpec, RolloutRequest, SamplingParams
+from ludic.types import EnvSpec, InferenceSpec, ProtocolSpec, ReturnSpec, RolloutRequest, SamplingParams
 from tests.fakes import CountingEnv, RecordingClient, make_agent
 from tests.unit.training.bandit import hand_trainer, tiny_llama
 
@@ -45,15 +44,6 @@ BRANCHED = [
     "thinking " + call("return_result", result="it is 4"),
     "<a>6</a>",
 ]
-
-
-async def test_after_a_return_only_the_result_is_left():
-    agent = branching(BRANCHED)
-    *_, final = (await agent.act()).steps
-    messages = [(m["role"], m["content"]) for m in final.prompt_messages]
-    assert messages[-4:] == [("assistant", ""), ("tool", "2"), ("assistant", ""), ("tool", "it is 4")]
-    assert not any(content == "4" or "thinking" in content for _, content in messages)
-    assert final.parse_result.action == "6"
 
 
 async def test_the_branch_sees_everything_before_it():
@@ -114,23 +104,6 @@ async def test_a_branch_lasts_over_turns_of_the_env():
 async def test_a_wrong_call_is_told(replies, said):
     *_, final = (await branching(replies, max_branches=1).act()).steps
     assert any(said in m["content"] for m in final.prompt_messages if m["role"] == "tool")
-
-
-async def test_a_new_episode_has_no_open_branch():
-    agent = branching([call("branch", task="t"), "<a>1</a>", call("branch", task="u"), "<a>2</a>"])
-    await agent.act()
-    agent.reset()
-    agent.on_env_reset("obs", {})
-    steps = (await agent.act()).steps
-    assert "You are in a branch now" in steps[-1].prompt_messages[-1]["content"]
-
-
-def test_settings_that_cannot_work_are_refused():
-    with pytest.raises(ConfigError, match="max_branches=0"):
-        make_agent([], cls=BranchingAgent, max_branches=0)
-    with pytest.raises(ConfigError, match="SlidingWindow"):
-        make_agent([], cls=BranchingAgent, ctx=SlidingWindow(max_turns=2))
-    assert make_agent([], cls=BranchingAgent, ctx=FullDialog()).max_branches == 8
 
 
 # --- training ---

@@ -10,7 +10,7 @@ import pytest
 from ludic.agents import FoldingAgent, FoldingReActAgent
 from ludic.agents.folding_agent import without_thinking
 from ludic.batch_gen import stitch_rollout
-from ludic.context import FullDialog, SummarisedDialog
+from ludic.context import SummarisedDialog
 from ludic.inference import ByteTemplate, HermesToolParser, HFChatTemplate
 from ludic.interaction import SingleAgentProtocol
 from ludic.training.credit_assignment import (
@@ -23,7 +23,7 @@ from ludic.training.credit_assignment import (
     TurnGroupReturn,
     TurnLeaveOneOutReturn,
 )
-from ludic.types import ConfigError, InferenceSpec, ReturnSpec, Rollout, SamplingParams
+from ludic.types import InferenceSpec, ReturnSpec, Rollout, SamplingParams
 from tests.chat_templates import make_tokenizer
 from tests.fakes import CountingEnv, RecordingClient, ScriptedClient, make_agent
 
@@ -69,15 +69,6 @@ async def test_agent_folds_when_the_next_prompt_exceeds_fold_at_tokens():
     assert [step.index for step in folds(tight)] == [4]
 
 
-async def test_a_dialogue_without_new_replies_is_not_folded_again():
-    """The limit is below any prompt: it folds before every call but the first, and each time a call follows."""
-    rollout = await play(
-        folding(["<a>inc</a>", "x", "<a>inc</a>", "y", "<a>inc</a>"], max_turns=None, fold_at_tokens=1)
-    )
-    assert [bool(step.info.get("summary")) for step in rollout.agent_steps] == [False, True, False, True, False]
-    assert rollout.stop == "terminated"
-
-
 @pytest.mark.parametrize(
     ("reply", "written"),
     [
@@ -91,17 +82,6 @@ async def test_a_dialogue_without_new_replies_is_not_folded_again():
 )
 def test_thinking_is_removed_from_a_summary(reply, written):
     assert without_thinking(reply) == written
-
-
-@pytest.mark.parametrize("cls", [FoldingAgent, FoldingReActAgent])
-async def test_a_summary_of_thinking_alone_is_marked_empty(cls):
-    replies = ["<a>inc</a>", "<think>hm</think>", "<a>inc</a>"]
-    rollout = await play(folding(replies, cls=cls, max_turns=1), target=2)
-    (fold,) = folds(rollout)
-    assert fold.info["summary_empty"] and fold.action == "<think>hm</think>", "the record keeps what was sampled"
-    assert rollout.agent_steps[2].prompt_messages[-1]["content"] == (
-        "What you wrote down before:\n(nothing)\n\ncount=1"
-    )
 
 
 async def test_a_cut_off_summary_is_used():
@@ -121,13 +101,6 @@ async def test_summaries_count_towards_the_token_budget():
     assert sum(item.num_action_tokens for item in items) == 22, "the summary is trained though no action followed"
 
 
-async def test_summaries_have_separate_seeds():
-    client = RecordingClient(ScriptedClient(lambda request: "<a>inc</a>"))
-    await play(folding(client, max_turns=1), target=4)
-    seeds = [request.seed for request in client.requests]
-    assert len(seeds) == 7 and len(set(seeds)) == 7
-
-
 async def test_folding_inside_a_tool_loop_keeps_the_call_count():
     call = f"<tool_call>{json.dumps({'name': 'look', 'arguments': {}})}</tool_call>"
 
@@ -144,15 +117,6 @@ async def test_folding_inside_a_tool_loop_keeps_the_call_count():
     assert len({step.turn_id for step in rollout.steps}) == 1
     last = rollout.agent_steps[-1].prompt_messages[-1]["content"]
     assert last.startswith("What you wrote down before:\ntwice I saw x\n\ncount=0\n\nYou have no tool calls left.")
-
-
-def test_settings_that_never_fold_are_refused():
-    with pytest.raises(ConfigError, match="would never fold"):
-        folding([], max_turns=None)
-    with pytest.raises(ConfigError, match="fold_at_tokens=0"):
-        folding([], fold_at_tokens=0)
-    with pytest.raises(ConfigError, match="--context summarised"):
-        make_agent([], cls=FoldingAgent, ctx=FullDialog())
 
 
 # --- every sampled token is trained exactly once ---

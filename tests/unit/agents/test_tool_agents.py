@@ -3,10 +3,9 @@ import json
 
 import pytest
 
-from ludic.agents import ReActAgent, ToolAgent
-from ludic.context import FullDialog
-from ludic.inference import ByteTemplate, HermesToolParser, InferenceSpec, SamplingParams, ScriptedClient, XMLToolParser
-from ludic.tools import Tool, calculator
+from ludic.agents import ReActAgent
+from ludic.inference import ByteTemplate, HermesToolParser, ScriptedClient, XMLToolParser
+from ludic.tools import Tool
 from ludic.types import ConfigError
 from tests.fakes import RecordingClient, make_agent
 
@@ -84,12 +83,6 @@ async def test_a_malformed_tool_call_is_a_failed_action_with_tool_parse_error_pe
     assert step.info["tool_parse_error"] is True and "could not be read" in step.parse_result.obs
 
 
-async def test_a_call_cut_off_by_the_token_limit_counts_as_cut_off():
-    agent = react([call("add", a=1, b=2)])
-    (step,) = (await agent.act(InferenceSpec(sampling=SamplingParams(max_tokens=20)))).steps
-    assert step.info["incomplete_completion"] is True and "tool_parse_error" not in step.info
-
-
 @pytest.mark.parametrize(
     ("arguments", "reply"),
     [
@@ -142,51 +135,9 @@ async def test_tool_call_ids_do_not_repeat_within_an_episode():
     assert agent._num_tool_calls == 0
 
 
-async def test_every_model_call_of_the_loop_has_a_different_seed():
-    client = RecordingClient(ScriptedClient([call("add", a=1, b=1), "<a>x</a>"]))
-    await react(client).act(sampling_seed=11)
-    seeds = [request.seed for request in client.requests]
-    assert len(set(seeds)) == 2 and None not in seeds
-
-
-async def test_tool_agent_loops_without_a_final_prompt():
-    agent = react([call("calculator", expression="6*7"), "<a>42</a>"], cls=ToolAgent, tools=[calculator])
-    first, final = (await agent.act()).steps
-    assert first.tool_results[0]["content"] == "42" and shown(final)[-1] == ("tool", "42")
-
-
-async def test_an_agent_without_tools_is_a_plain_agent():
-    agent = react(["<tool_call>x</tool_call><a>y</a>"], tools=[])
-    (step,) = (await agent.act()).steps
-    assert step.parse_result.action == "y"
-
-
-def test_two_tools_of_one_name_are_refused():
-    with pytest.raises(ConfigError, match="share a name"):
-        react([], tools=[add], external_tools=[add])
-    with pytest.raises(ConfigError, match="share a name"):
-        react([], tools=[add, add])
-
-
 def test_tools_need_a_template_that_can_read_calls():
     with pytest.raises(ConfigError, match="tool_parser"):
         react([], chat_template=ByteTemplate())
-
-
-def test_tools_need_a_context_that_supports_them():
-    class Plain(FullDialog):
-        supports_tools = False
-
-    with pytest.raises(TypeError, match="Plain"):
-        react([], ctx=Plain())
-
-
-@pytest.mark.parametrize("kwargs", [{"max_react_steps": 0}])
-def test_a_turn_needs_at_least_one_model_call(kwargs):
-    with pytest.raises(ConfigError, match="max_react_steps=0"):
-        react([], **kwargs)
-    with pytest.raises(ConfigError, match="max_model_calls=0"):
-        react([], cls=ToolAgent, max_model_calls=0)
 
 
 async def test_calls_of_one_message_run_in_order():

@@ -3,10 +3,9 @@ import json
 
 import pytest
 
-from ludic.batch_gen import AsyncRolloutBatchSource, RequestsExhausted, RolloutBatchSource
+from ludic.batch_gen import AsyncRolloutBatchSource, RequestsExhausted
 from ludic.types import ConfigError, SAWBatch
-from tests.unit.batch_gen.parts import TotalReward, make_engine, other_tasks
-from tests.unit.batch_gen.test_batch_sources import content, dataset
+from tests.unit.batch_gen.parts import other_tasks
 
 
 class Numbered:
@@ -159,15 +158,6 @@ async def test_closing_cancels_what_is_being_generated():
         await source.next_batch()
 
 
-async def test_closing_in_the_middle_of_real_episodes_leaves_no_task():
-    inner = RolloutBatchSource(make_engine(), requests_fn=dataset(), credit_assigner=TotalReward(), max_steps=1)
-    source = AsyncRolloutBatchSource(inner, max_lag=3)
-    await source.next_batch()
-    await asyncio.sleep(0)
-    await source.close()
-    assert not other_tasks()
-
-
 async def test_batches_made_ahead_are_made_again_after_a_resume():
     inner = Numbered()
     async with AsyncRolloutBatchSource(inner, max_lag=3, max_batches=9) as source:
@@ -180,16 +170,6 @@ async def test_batches_made_ahead_are_made_again_after_a_resume():
         assert batch.meta["number"] == 4 and batch.meta["generated_at_version"] == 4
         with pytest.raises(ConfigError, match="before the first"):
             resumed.load_state_dict(state)
-
-
-async def test_with_real_episodes_it_gives_the_batches_of_its_source():
-    def source():
-        return RolloutBatchSource(make_engine(), requests_fn=dataset(), credit_assigner=TotalReward(), max_steps=1)
-
-    plain = source()
-    async with AsyncRolloutBatchSource(source(), max_lag=2) as ahead:
-        for _ in range(4):
-            assert content(await ahead.next_batch()) == content(await plain.next_batch())
 
 
 @pytest.mark.parametrize("wrong", [{"max_lag": -1}, {"max_batches": 0}, {"versions_per_batch": 0}])

@@ -108,18 +108,6 @@ async def test_a_resumed_source_numbers_its_episodes_on_so_that_derived_seeds_go
     assert content(await resumed.next_batch()) == content(await whole.next_batch()) != first
 
 
-async def test_a_strategy_expands_and_its_count_is_kept():
-    def source():
-        requests_fn = lambda: [request(meta={"sample_index": 0})]  # noqa: E731
-        return make_source(requests_fn=requests_fn, strategy=GRPORequestStrategy(5))
-
-    whole = source()
-    assert len(await whole.next_batch()) == 5
-    resumed = source()
-    resumed.load_state_dict(whole.state_dict())
-    assert content(await whole.next_batch()) == content(await resumed.next_batch())
-
-
 async def test_the_end_of_the_requests_reaches_the_trainer():
     def exhausted():
         raise RequestsExhausted("no more")
@@ -246,12 +234,6 @@ async def test_an_empty_first_draw_does_not_set_the_batch_size():
     source = make_source(requests_fn=lambda: next(draws), dynamic_sampling=DynamicSampling(max_rounds=1))
     assert len(await source.next_batch()) == 0
     assert len(await source.next_batch()) > 0
-
-
-@pytest.mark.parametrize("wrong", [{"max_rounds": 0}, {"eps": -1.0}])
-def test_impossible_sampling_settings_are_refused(wrong):
-    with pytest.raises(ConfigError):
-        DynamicSampling(**wrong)
 
 
 # --- curriculum ---

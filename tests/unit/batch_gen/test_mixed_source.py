@@ -86,14 +86,3 @@ def test_mixtures_that_cannot_work_are_refused():
         MixedPart(name="a", source=Numbered(1), share=0)
     with pytest.raises(ConfigError, match=r"parts \['a'\], this one \['demos', 'play', 'teacher'\]"):
         mixture().load_state_dict(MixedBatchSource([part]).state_dict())
-
-
-class Accounting(Numbered):
-    def notify_trained(self, step, num_items): ...
-
-    def notify_saved(self, step): ...
-
-
-def test_a_source_that_keeps_accounts_is_refused():
-    with pytest.raises(ConfigError, match="given a Accounting, which must know which of its samples were trained on"):
-        MixedPart(name="a", source=Accounting(1), share=1)

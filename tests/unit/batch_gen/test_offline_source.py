@@ -4,7 +4,7 @@ import pytest
 
 from ludic.batch_gen import GRPORequestStrategy, OfflineBatchSource, make_chat_template_step_to_item, stitch_rollouts
 from ludic.inference import ByteTemplate, ScriptedClient
-from ludic.types import ConfigError, Rollout, load_rollouts, save_rollouts
+from ludic.types import ConfigError, Rollout, load_rollouts
 from tests.unit.batch_gen.parts import TotalReward, make_engine, request
 from tests.unit.batch_gen.test_stitching import call_step
 
@@ -142,12 +142,6 @@ async def test_a_line_that_is_not_utf8_is_named(tmp_path, files):
         await source.next_batch()
 
 
-async def test_a_position_in_other_files_is_refused(files):
-    state = OfflineBatchSource(files, credit_assigner=Ones()).state_dict()
-    with pytest.raises(ConfigError, match="30 rollouts"):
-        OfflineBatchSource(files[:1], credit_assigner=Ones()).load_state_dict(state)
-
-
 # --- rendering messages ---
 
 
@@ -178,21 +172,6 @@ async def test_steps_can_be_selected(tmp_path):
         OfflineBatchSource(path, credit_assigner=Ones(), step_selector=lambda step: True)
 
 
-async def test_messages_in_the_info_go_first(tmp_path):
-    step = call_step(0, [1], [2], turn="t")
-    step.info = {
-        "chat_prompt_messages": [{"role": "user", "content": "hi"}],
-        "chat_completion": {"role": "assistant", "content": "ho"},
-        "parse_error": True,
-    }
-    path = tmp_path / "x.jsonl"
-    save_rollouts([Rollout(steps=[step])], path)
-    source = OfflineBatchSource(path, make_chat_template_step_to_item(chat_template=ByteTemplate()), Ones())
-    (item,) = (await source.next_batch()).items
-    assert item.input_ids.tolist() == [257, *b"hi", 260, 258, *b"ho", 260]
-    assert item.action_mask.astype(int).tolist() == [0] * 5 + [1] * 3
-
-
 def test_what_cannot_be_rendered_is_an_error():
     class Rewrites(ByteTemplate):
         def apply(self, messages, *, tools=None, add_generation_prompt=True):
@@ -207,3 +186,9 @@ def test_what_cannot_be_rendered_is_an_error():
         make_chat_template_step_to_item(chat_template=ByteTemplate())(Rollout(steps=[bare]), bare, 1.0)
     with pytest.raises(ConfigError, match="either a tokenizer or a chat_template"):
         make_chat_template_step_to_item()
+
+
+async def test_a_position_in_other_files_is_refused(files):
+    state = OfflineBatchSource(files, credit_assigner=Ones()).state_dict()
+    with pytest.raises(ConfigError, match="30 rollouts"):
+        OfflineBatchSource(files[:1], credit_assigner=Ones()).load_state_dict(state)

@@ -7,7 +7,6 @@ import pytest
 
 from ludic.batch_gen import (
     AssignedRequests,
-    GRPORequestStrategy,
     RolloutEngine,
     assign_roles,
     make_dataset_sequence_requests_fn,
@@ -78,16 +77,6 @@ def test_an_agent_that_hides_its_policy_is_refused():
         play(hiding, assign_roles(GAME, {"X": "one", "O": "one"}))
 
 
-def test_an_empty_league_raises_config_error():
-    with pytest.raises(ConfigError, match="no members yet"):
-        policies(past=Past([])).draw("past", 7)
-
-
-def test_names_with_a_version_are_kept_for_leagues():
-    with pytest.raises(ConfigError, match="have an @"):
-        Policies({"one@2": says("A1")}, lambda client, name: make_agent(client, model=name))
-
-
 # --- seats are drawn ---
 
 
@@ -123,12 +112,6 @@ def test_a_resumed_run_draws_what_it_would_have_drawn():
     assert drawn(again()) == drawn(second) != drawn(first)
 
 
-def test_seats_are_drawn_before_a_group_is_made_as_well():
-    all_policies = policies(one=says("A1"), past=Past([0, 5, 9]))
-    asked = AssignedRequests(lambda: [GAME], SEATINGS, all_policies)
-    assert len({str(seats) for seats in drawn(GRPORequestStrategy(4).expand(asked()))}) == 1
-
-
 def test_every_call_seats_each_policy_that_always_plays():
     seatings = [{"X": "a", "O": "past"}, {"X": "past", "O": "b"}, {"X": "c", "O": "past"}, {"X": "past", "O": "past"}]
     all_policies = policies(a=says("A1"), b=says("A1"), c=says("A1"), past=Past([0, 5, 9]))
@@ -155,8 +138,3 @@ def test_a_request_without_env_seed_is_refused():
     nameless = RolloutRequest(env=GAME.env, protocol=GAME.protocol)
     with pytest.raises(ConfigError, match="env_seed"):
         AssignedRequests(lambda: [nameless], SEATINGS, policies(one=says("A1"), past=Past([0])))()
-
-
-def test_assigned_requests_without_a_seating_are_refused():
-    with pytest.raises(ConfigError, match="at least one seating"):
-        AssignedRequests(requests_fn(), [], policies())

@@ -6,7 +6,6 @@ import pytest
 
 from ludic.batch_gen import (
     GRPORequestStrategy,
-    IdentityStrategy,
     MixedRequests,
     RequestsExhausted,
     make_dataset_queue_requests_fn,
@@ -17,11 +16,6 @@ from ludic.types import ConfigError
 from tests.unit.batch_gen.parts import RL, request
 
 # --- strategies ---
-
-
-def test_identity_changes_nothing():
-    requests = [request(), request(env_seed=3)]
-    assert IdentityStrategy().expand(requests) == requests
 
 
 def test_a_group_shares_its_env_seed_and_id_and_samples_differently():
@@ -38,12 +32,6 @@ def test_given_seeds_are_the_base_of_the_groups():
     assert first[0].meta["group_id"] != second[0].meta["group_id"]
 
 
-def test_groups_with_neighbouring_seeds_share_no_sampling_seed():
-    """Counting up from the base would make seed 7 of one group seed 0 of the group seven further on."""
-    members = GRPORequestStrategy(8).expand([request(sampling_seed=index) for index in range(50)])
-    assert len({m.sampling_seed for m in members}) == 400
-
-
 def test_groups_go_on_where_they_were_after_a_resume():
     whole = GRPORequestStrategy(2, seed=3)
     whole.expand([request(), request()])
@@ -53,11 +41,6 @@ def test_groups_go_on_where_they_were_after_a_resume():
     one, other = whole.expand([request()]), resumed.expand([request()])
     assert [(m.env_seed, m.sampling_seed) for m in one] == [(m.env_seed, m.sampling_seed) for m in other]
     assert one[0].env_seed != GRPORequestStrategy(2, seed=3).expand([request()])[0].env_seed
-
-
-def test_group_size_zero_is_refused():
-    with pytest.raises(ValueError, match="group_size=0"):
-        GRPORequestStrategy(0)
 
 
 # --- queues ---
@@ -127,14 +110,6 @@ def test_seed_functions_get_index_and_sample(seed_fn, seed):
         assert (made.env_seed, made.sampling_seed) == (seed, seed)
 
 
-def test_a_group_size_expands_the_samples_of_a_queue():
-    q = queue.Queue()
-    q.put((0, "s"))
-    q.put((1, "s"))
-    members = make_dataset_queue_requests_fn(q, batch_size=2, env_kind="e", protocol_kind="p", group_size=3)()
-    assert [m.env_seed for m in members] == [0, 0, 0, 1, 1, 1] and len({m.sampling_seed for m in members}) == 6
-
-
 # --- sequences ---
 
 
@@ -165,13 +140,6 @@ def test_shuffled_passes_are_whole_and_differ_and_repeat_from_the_seed():
     assert passes(1) == first != passes(2)
 
 
-def test_a_second_pass_samples_with_new_seeds_in_the_same_worlds():
-    next_requests = dataset("ab", batch_size=2)
-    first, second = next_requests(), next_requests()
-    assert [r.env_seed for r in first] == [r.env_seed for r in second] == [0, 1]
-    assert {r.sampling_seed for r in first}.isdisjoint(r.sampling_seed for r in second)
-
-
 @pytest.mark.parametrize("group_size", [1, 4])
 def test_a_resumed_sequence_goes_on_exactly(group_size):
     def facts(requests):
@@ -185,16 +153,6 @@ def test_a_resumed_sequence_goes_on_exactly(group_size):
     resumed = dataset(**settings)
     resumed.load_state_dict(state)
     assert [facts(whole()) for _ in range(4)] == [facts(resumed()) for _ in range(4)]
-
-
-def test_a_position_in_other_data_is_refused():
-    with pytest.raises(ConfigError, match="5 samples, this one has 3"):
-        dataset("abc").load_state_dict(dataset("abcde").state_dict())
-
-
-def test_no_samples_are_an_error():
-    with pytest.raises(ValueError, match="no samples"):
-        dataset("")
 
 
 def test_several_kinds_of_requests_can_be_mixed_and_resumed():

@@ -1,7 +1,6 @@
 import asyncio
 import errno
 import gzip
-import json
 import os
 import threading
 import time
@@ -79,15 +78,6 @@ async def test_a_resumed_run_plays_only_what_is_missing_and_gives_the_same_resul
     again = make_engine(client, jsonl_path=path, resume=True)
     batch = await again.generate_batch(requests, max_steps=1, credit_assigner=TotalReward())
     assert client.num_calls == 2 and len(batch) == 5
-
-
-async def test_identical_requests_are_counted_not_merged(tmp_path):
-    path = tmp_path / "rollouts.jsonl"
-    twin = request(env_seed=1, sampling_seed=1)
-    await make_engine(jsonl_path=path).generate_rollouts([twin], max_steps=1)
-    client = Counting()
-    rollouts = await make_engine(client, jsonl_path=path, resume=True).generate_rollouts([twin] * 3, max_steps=1)
-    assert client.num_calls == 2 and len({r.id for r in rollouts}) == 3
 
 
 async def test_a_group_that_was_finished_in_two_runs_is_one_group_in_the_batch_and_in_the_file(tmp_path):
@@ -204,19 +194,6 @@ async def test_the_event_loop_does_not_wait_for_the_disk(tmp_path, monkeypatch):
     assert len(threads) == 4 and len(set(threads)) == 1 and threads[0] is not threading.main_thread()
 
 
-async def test_a_write_error_stops_the_run(tmp_path):
-    (tmp_path / "x.jsonl").mkdir()
-    with pytest.raises(OSError):
-        await make_engine(jsonl_path=tmp_path / "x.jsonl").generate_rollouts([request()], max_steps=1)
-
-
-async def test_lines_of_episodes_that_finish_together_do_not_mix(tmp_path):
-    path = tmp_path / "x.jsonl"
-    await make_engine(jsonl_path=path).generate_rollouts([request() for _ in range(60)], max_steps=1, concurrency=32)
-    lines = path.read_text().splitlines()
-    assert len(lines) == 60 and sorted(json.loads(line)["meta"]["episode_idx"] for line in lines) == list(range(60))
-
-
 async def test_writing_survives_a_new_event_loop(tmp_path):
     writer = RolloutWriter(tmp_path / "x.jsonl")
     plan = EpisodePlan(index=0, request=request(), env_seed=0, sampling_seed=0)
@@ -326,17 +303,6 @@ def test_lines_of_a_file_made_by_gzip_are_found_again_without_a_pass_for_each(tm
     assert time.perf_counter() - start < 20 * one_pass
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
-def test_of_a_line_beyond_the_bound_the_beginning_is_read_and_the_next_is_found(tmp_path, suffix, monkeypatch):
-    monkeypatch.setattr(files, "_BLOCK", 64)
-    path = tmp_path / f"x.{suffix}"
-    short, long = b'{"n": 1}\n', b'"' + b"x" * 5000 + b'"\n'
-    LineWriter(path).append(short + long + short)
-    (_, first), (cut, beginning), (last, text) = read_lines(path, longest=100)
-    assert first == text == short and beginning == long[:100] + b"\n"
-    assert cut.length == len(long) and last.read() == short
-
-
 def test_a_small_compressed_file_does_not_fill_the_memory(tmp_path):
     path = tmp_path / "x.jsonl.gz"
     with gzip.open(path, "wb", compresslevel=1) as file:
@@ -378,15 +344,6 @@ def test_wherever_a_write_was_broken_off_readers_skip_the_rest_and_the_next_writ
         assert read in (written[:2], written), f"what earlier writes have ended is not lost ({cut})"
         LineWriter(path).append(lines_of(4)[0])
         assert texts(path) == [*read, *lines_of(4)], cut
-
-
-def test_a_damaged_end_is_skipped_and_cut(tmp_path):
-    path = tmp_path / "x.jsonl.gz"
-    LineWriter(path).append(lines_of(1)[0])
-    path.write_bytes(path.read_bytes() + b"\x00" * 500)  # what a power cut can leave
-    assert texts(path) == lines_of(1)
-    LineWriter(path).append(lines_of(2)[0])
-    assert texts(path) == lines_of(1, 2)
 
 
 def test_a_write_that_failed_half_way_does_not_spoil_the_next(tmp_path, monkeypatch):
@@ -464,15 +421,6 @@ async def test_a_damaged_line_is_played_again_when_resumed(tmp_path, caplog, dam
     assert not damaged.strip() or any("1 damaged lines are left out. Line 2" in message for message in caplog.messages)
 
 
-def test_a_file_without_any_rollout_is_no_empty_file_of_rollouts(tmp_path):
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"question": "?"}\n')
-    with pytest.raises(
-        ValueError, match=r"No line of .*x.jsonl is a stored rollout. Line 1: This rollout has format None"
-    ):
-        list(load_rollouts(path))
-
-
 async def test_a_killed_run_is_resumed_from_a_compressed_file(tmp_path):
     path = tmp_path / "rollouts.jsonl.gz"
     requests = [request() for _ in range(6)]
@@ -483,3 +431,18 @@ async def test_a_killed_run_is_resumed_from_a_compressed_file(tmp_path):
     resumed = await make_engine(client, jsonl_path=path, resume=True).generate_rollouts(requests, max_steps=1)
     assert client.num_calls == 3 and summary(resumed) == summary(whole)
     assert len(list(load_rollouts(path))) == 6
+
+
+async def test_identical_requests_are_counted_not_merged(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    twin = request(env_seed=1, sampling_seed=1)
+    await make_engine(jsonl_path=path).generate_rollouts([twin], max_steps=1)
+    client = Counting()
+    rollouts = await make_engine(client, jsonl_path=path, resume=True).generate_rollouts([twin] * 3, max_steps=1)
+    assert client.num_calls == 2 and len({r.id for r in rollouts}) == 3
+
+
+async def test_a_write_error_stops_the_run(tmp_path):
+    (tmp_path / "x.jsonl").mkdir()
+    with pytest.raises(OSError):
+        await make_engine(jsonl_path=tmp_path / "x.jsonl").generate_rollouts([request()], max_steps=1)

@@ -55,17 +55,6 @@ def test_a_broken_file_says_where(tmp_path, text, message):
         read_samples(tmp_path / "a.jsonl")
 
 
-def test_a_file_that_is_not_text_is_named(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"a": 1}\n\xff\xfe\x00')
-    with pytest.raises(ConfigError, match=r"--data .*a\.jsonl is not text \(byte 9"):
-        read_samples(tmp_path / "a.jsonl")
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="Cannot read --data .*none.jsonl"):
-        read_samples(tmp_path / "none.jsonl")
-
-
 def test_a_json_list_and_a_parquet_file_are_read_too(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(ROWS, indent=2), encoding="utf-8")
     assert read_samples(tmp_path / "a.json") == ROWS

@@ -267,29 +267,3 @@ def test_two_trainers_that_ask_at_the_same_time_are_refused():
 
     with pytest.raises(ConfigError, match="take turns"):
         asyncio.run(scenario())
-
-
-def test_one_policy_has_one_trainer():
-    stream = Stream()
-    stream.source("ann")
-    with pytest.raises(ConfigError, match="already"):
-        stream.source("ann")
-
-
-def test_a_policy_without_rollouts_is_warned_which_policies_had_some(caplog):
-    batch = asyncio.run(Stream().source("ane").next_batch())
-    assert not batch.items
-    assert "'ane' has no rollouts in round 0 of ['ann', 'bob', 'old']" in caplog.text
-
-
-class Follower:
-    """Hears of versions."""
-
-    def notify_version(self, version: int) -> None:
-        pass
-
-
-def test_a_resume_with_other_followers_is_refused():
-    state = Stream().source("ann").state_dict()
-    with pytest.raises(ConfigError, match=r"'ann' has 0 followers \(leagues\), batches_for was given 1"):
-        Stream().source("ann", followers=[Follower()]).load_state_dict(state)

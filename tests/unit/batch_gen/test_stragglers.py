@@ -11,7 +11,7 @@ from ludic.inference import ScriptedClient
 from ludic.training.algorithms import make_grpo
 from ludic.training.config import TrainerConfig
 from ludic.training.learner.batches import describe, prepare
-from ludic.types import ConfigError, RequestsExhausted, VersionRun
+from ludic.types import RequestsExhausted, VersionRun
 from tests.unit.batch_gen.parts import RL, TotalReward, make_engine, other_tasks, request
 
 
@@ -229,10 +229,3 @@ async def test_too_many_failures_end_the_run():
             assert not (await source.next_batch()).items
     await source.close()
     assert not other_tasks()
-
-
-def test_wrong_settings_are_refused():
-    with pytest.raises(ConfigError, match="above 0"):
-        Stragglers(close_at=0)
-    with pytest.raises(ConfigError, match="max_carries"):
-        Stragglers(max_carries=0)

@@ -18,7 +18,7 @@ from ludic.batch_gen.requests.streams import (
     is_stream,
     read_or_generate,
 )
-from ludic.types import ConfigError, RequestsExhausted, Rollout, UnknownName
+from ludic.types import ConfigError, Rollout, UnknownName
 from tests.unit.batch_gen.parts import request
 from tests.unit.batch_gen.test_stitching import env_step
 
@@ -97,14 +97,6 @@ def test_iterator_with_its_own_state_is_not_replayed():
     other = SampleStream(Counter, seed=10)
     other.load_state_dict(state)
     assert other.next_sample() == {"number": 16} and other.num_drawn == 6 and Counter.made == made + 1
-
-
-def test_requests_end_with_the_stream():
-    requests = StreamRequests(SampleStream(three, seed=0), BUILDER, batch_size=2)
-    assert [r.env.kwargs["sample"]["number"] for r in requests()] == [0, 1]
-    assert [r.meta["sample_index"] for r in requests()] == [2]
-    with pytest.raises(RequestsExhausted, match="after 3 samples"):
-        requests()
 
 
 def test_groups_left_of_a_draw_are_drawn_again_after_a_resume():
@@ -239,16 +231,3 @@ def test_resumed_curriculum_draws_what_it_would_have_drawn(rewards, cut):
     assert drawn == expected and second.state_dict() == whole.state_dict()
     numbers = [number for batch in drawn for _, number, _ in batch]
     assert numbers == list(range(len(numbers)))
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"advance_at": 0.1, "retreat_at": 0.2}, {"review": 1.0}, {"window": 0}, {"first": 3, "last": 2}]
-)
-def test_wrong_settings_are_refused(wrong):
-    with pytest.raises(ConfigError):
-        rising(**wrong)
-
-
-def test_function_without_difficulty_is_refused():
-    with pytest.raises(ConfigError, match="needs a function of `seed` and `difficulty`"):
-        RisingDifficultyCurriculum(three, lambda index, sample: request(), batch_size=1)

@@ -116,11 +116,6 @@ async def test_tokens_are_scored_at_the_temperature_that_sampled_them():
     assert logps == [pytest.approx([-1.02]), pytest.approx([-2.04]), pytest.approx([-1.02])]
 
 
-async def test_a_sample_without_action_tokens_is_not_scored():
-    batch = await annotating(Given(sample([1, 2], [0, 0]))).next_batch()
-    assert len(batch.items[0].attachments.teacher_logps) == 0
-
-
 @pytest.mark.parametrize(("chunk", "most"), [(None, 5), (2, 2), (1, 1)])
 async def test_no_more_samples_are_scored_at_once_than_asked(chunk, most):
     teacher = CountingTeacher()
@@ -129,11 +124,6 @@ async def test_no_more_samples_are_scored_at_once_than_asked(chunk, most):
     assert teacher.most_running == most
     ids = [item.input_ids[1] for item in batch.items]
     assert ids == [0, 1, 2, 3, 4], "the order stays"
-
-
-def test_teacher_chunk_size_below_one_is_refused():
-    with pytest.raises(ConfigError, match="teacher_chunk_size=0"):
-        annotating(Given(), chunk=0)
 
 
 # --- tokenizers and domains ---
@@ -190,16 +180,6 @@ def test_a_hint_is_a_system_message_before_what_the_student_saw():
     assert own(item).tolist() == expected
 
 
-async def test_a_privileged_teacher_with_an_empty_prompt_is_refused():
-    item = sample([1, 2], [0, 1])
-    with pytest.raises(ConfigError, match="has no hint"):
-        await annotating(Given(item), PrivilegedTeacher(CountingTeacher(), hint_first(ByteTemplate()))).next_batch()
-    with pytest.raises(ConfigError, match="empty prompt"):
-        await annotating(Given(item), PrivilegedTeacher(CountingTeacher(), lambda item: [])).next_batch()
-    with pytest.raises(ConfigError, match="'privileged' has another tokenizer"):
-        annotating(Given(item), PrivilegedTeacher(CountingTeacher("others"), lambda item: [1]))
-
-
 # --- what passes through ---
 
 
@@ -224,13 +204,6 @@ async def test_what_the_trainer_says_and_what_a_resume_needs_reach_the_inner_sou
     again = annotating(other := Given())
     again.load_state_dict(source.state_dict())
     assert other.position == 1
-
-
-async def test_a_source_without_notify_version_gets_no_versions():
-    source = annotating(Plain())
-    source.notify_version(1)
-    source.load_state_dict(source.state_dict())
-    assert len(await source.next_batch()) == 0
 
 
 async def test_a_teacher_that_fails_fails_the_batch():

@@ -47,21 +47,6 @@ def test_calls_of_one_conversation_become_one_item_and_masked_tokens_are_state()
     assert rollout.sampling_steps[-1].trace.finish_reason == "stop"
 
 
-def test_turn_masked_as_a_whole_is_only_context():
-    rollout = rollout_of_trace(
-        trace(turn("a", [1], [2, 3], [0, 0]), turn("b", [1, 2, 3], [4], [1])), reward=1.0, group_id="g"
-    )
-    (item,) = items(rollout)
-    assert (item.input_ids.tolist(), item.action_mask.astype(int).tolist()) == ([1, 2, 3, 4], [0, 0, 0, 1])
-    assert rollout.group_id == "g"
-    assert rollout_of_trace(trace(turn("a", [1], [2], [0])), reward=1.0) is None
-
-
-def test_second_root_starts_a_second_item():
-    found = items(rollout_of_trace(trace(turn("a", [1], [2], [1]), turn("b", [9], [8], [1]), reward=0)))
-    assert [item.input_ids.tolist() for item in found] == [[1, 2], [9, 8]]
-
-
 def test_cut_distributions_are_marked():
     found = rollout_of_trace(trace(turn("a", [1], [2], [1], sampling={"top_p": 0.9, "top_k": -1}), reward=0))
     assert found.sampling_steps[0].trace.untrainable_sampling == "top_p=0.9"

@@ -244,16 +244,6 @@ async def test_a_tool_that_generated_arguments_do_not_reach_is_named():
         await check_env(TitlesFollowAPattern)
 
 
-async def test_failed_checks_install_one_hook_and_do_not_keep_their_errors(monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    hooks = set()
-    for _ in range(3):
-        with pytest.raises(EnvCheckFailed):
-            await check_env(ActiveBeforeReset)
-        hooks.add(sys.excepthook)
-    assert len(hooks) == 1 and hooks.pop().before is sys.__excepthook__
-
-
 @pytest.mark.parametrize(
     ("env", "reason"),
     [

@@ -38,12 +38,6 @@ def test_rewards_keys_and_rules_can_be_set():
     assert env.current_obs() == {"agent_0": "Q: x"}
 
 
-def test_a_missing_action_is_the_empty_answer():
-    env = DatasetQAEnv(SAMPLE)
-    env.reset()
-    assert env.step({})["agent_0"].info["raw_action"] == ""
-
-
 @pytest.mark.parametrize("sample", [{"question": "x"}, {"answer": "x"}])
 def test_a_missing_key_is_named(sample):
     with pytest.raises(KeyError, match="prompt_key or answer_key"):

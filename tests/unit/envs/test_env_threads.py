@@ -2,9 +2,7 @@
 
 import asyncio
 import contextvars
-import copy
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -15,8 +13,7 @@ from unittest import mock
 
 import pytest
 
-from ludic.envs import SingleAgentEnv, threads
-from ludic.envs.tic_tac_toe import TicTacToeEnv
+from ludic.envs import threads
 from ludic.types import StepOutcome, StopReason
 from tests.fakes import CountingEnv
 from tests.unit.batch_gen.parts import SeededEnv, Threaded, make_engine, request, summary
@@ -211,43 +208,6 @@ async def test_all_calls_of_an_env_run_in_one_thread_and_one_context():
     assert [count for _, count in seen] == [1, 2, 3, 4, 5] and number.get() == 0
 
 
-async def test_threads_end_with_their_episodes():
-    before = set(threading.enumerate())  # another test's env may still be in use
-    await make_engine(env_registry={"seeded": Threaded}).generate_rollouts([request() for _ in range(20)], max_steps=1)
-    for _ in range(100):
-        left = [t for t in set(threading.enumerate()) - before if t.name == "ludic-env"]
-        if not left:
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError(left)
-
-
-async def test_a_copy_of_an_env_has_its_own_thread():
-    env = CountingEnv(5)
-    await env.async_reset(seed=0)
-    for copied in (pickle.loads(pickle.dumps(env)), copy.deepcopy(env)):
-        await copied.async_step({"agent_0": "inc"})
-        assert copied.count == 1 and env.count == 0
-        assert threads.thread_of(copied) is not threads.thread_of(env)
-
-
-def test_an_env_serves_several_event_loops():
-    env = CountingEnv(5)
-    asyncio.run(env.async_reset(seed=0))
-    asyncio.run(env.async_step({"agent_0": "inc"}))
-    assert env.count == 1
-
-
-def test_blocking_is_not_inherited():
-    class Mine(TicTacToeEnv):
-        pass
-
-    class Quick(Mine):
-        blocking = False
-
-    assert (TicTacToeEnv.blocking, Mine.blocking, Quick.blocking, SingleAgentEnv.blocking) == (False, True, False, True)
-
-
 async def test_an_env_on_the_event_loop_that_exits_is_a_failed_episode_too():
     class Exits(SeededEnv):
         blocking = False
@@ -308,3 +268,14 @@ def test_ctrl_c_ends_a_process_whose_env_hangs(body):
         process.kill()
     assert process.returncode in (130, -signal.SIGINT), errors
     assert "KeyboardInterrupt" in errors
+
+
+async def test_threads_end_with_their_episodes():
+    before = set(threading.enumerate())  # another test's env may still be in use
+    await make_engine(env_registry={"seeded": Threaded}).generate_rollouts([request() for _ in range(20)], max_steps=1)
+    for _ in range(100):
+        left = [t for t in set(threading.enumerate()) - before if t.name == "ludic-env"]
+        if not left:
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(left)

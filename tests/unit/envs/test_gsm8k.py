@@ -2,7 +2,6 @@ import pytest
 
 from ludic.envs import check_env
 from ludic.envs.gsm8k import GSM8KEnv
-from ludic.types import ResetNeeded
 
 
 def sample(answer="She has 3 + 4 = <<3+4=7>>7.\n#### 7"):
@@ -55,14 +54,6 @@ def _answer_blocking(action):
     env = GSM8KEnv(sample())
     env.reset(seed=0)
     return env.step({"agent_0": action})["agent_0"]
-
-
-async def test_a_question_is_answered_once():
-    env = GSM8KEnv(sample())
-    await env.async_reset(seed=0)
-    await env.async_env_step("7")
-    with pytest.raises(ResetNeeded):
-        await env.async_env_step("7")
 
 
 def test_the_system_prompt_asks_for_a_box_and_can_be_replaced():

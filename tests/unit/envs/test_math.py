@@ -1,10 +1,7 @@
-import pickle
-
 import pytest
 
 from ludic.envs import check_env
 from ludic.envs.math import MATHEnv
-from ludic.types import ResetNeeded
 
 SAMPLE = {
     "problem": "What is the sum of the reciprocals of the roots of $x^2 - 6x + 4 = 0$?",
@@ -60,26 +57,6 @@ async def test_answers_are_graded_by_meaning(action, reward):
     blocking = env.step({"agent_0": action})["agent_0"]
     assert awaited == blocking
     assert awaited.reward == reward and awaited.terminated
-
-
-async def test_a_question_is_answered_once():
-    env = MATHEnv(SAMPLE)
-    await env.async_reset(seed=0)
-    await env.async_env_step("1.5")
-    with pytest.raises(ResetNeeded):
-        await env.async_env_step("1.5")
-
-
-def test_the_question_id_may_be_called_unique_id():
-    assert MATHEnv({**SAMPLE, "unique_id": "algebra/7"}).question_id == "algebra/7"
-    assert MATHEnv({**SAMPLE, "unique_id": "algebra/7", "id": "7"}).question_id == "7"
-    assert MATHEnv(SAMPLE).question_id == "0"
-
-
-def test_an_env_travels_to_another_process():
-    env = pickle.loads(pickle.dumps(MATHEnv(SAMPLE)))
-    env.reset(seed=0)
-    assert env.step({"agent_0": r"\frac{\sqrt{9}}{2}"})["agent_0"].reward == 1.0
 
 
 async def test_math_keeps_the_env_contract():

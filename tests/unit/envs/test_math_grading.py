@@ -10,7 +10,7 @@ import pytest
 
 from ludic.envs.math_grading import async_is_equivalent, is_equivalent
 from ludic.envs.math_worker import MathWorker
-from ludic.types import ConfigError, MissingExtra
+from ludic.types import MissingExtra
 
 pytestmark = pytest.mark.slow
 
@@ -293,22 +293,11 @@ def test_long_repeated_notation_is_wrong(piece, monkeypatch):
     assert not is_equivalent(piece * (1900 // len(piece)) + "5", "18")
 
 
-def test_a_time_limit_must_be_positive():
-    with pytest.raises(ConfigError, match="timeout_s=0"):
-        is_equivalent("1", "1", timeout_s=0)
-
-
 def test_an_endless_answer_is_wrong_and_the_next_one_is_graded():
     start = time.monotonic()
     assert not is_equivalent(TOWER, "18", timeout_s=0.3)
     assert is_equivalent(r"\sqrt{8}", r"2\sqrt2")
     assert time.monotonic() - start < 50
-
-
-def test_grading_works_from_many_threads():
-    with ThreadPoolExecutor(8) as pool:
-        verdicts = list(pool.map(lambda n: is_equivalent(rf"\sqrt{{{n * n}}}", str(n % 5)), range(1, 9)))
-    assert verdicts == [True, True, True, True, False, False, False, False]
 
 
 async def test_grading_works_concurrently_and_keeps_the_loop_running():

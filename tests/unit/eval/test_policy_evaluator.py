@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from ludic.batch_gen import RolloutEngine
-from ludic.batch_gen.requests.roles import assign_roles
+from ludic.batch_gen.requests.groups import assign_roles
 from ludic.eval import Grading, PolicyEvaluator
 from ludic.inference import ScriptedClient
 from ludic.interaction import Policies

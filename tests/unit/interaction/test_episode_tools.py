@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from ludic.agents import Agent, ReActAgent, ToolAgent
+from ludic.agents import Agent, ReActAgent
 from ludic.batch_gen import stitch_rollout
-from ludic.envs import EnvCheckFailed, LudicEnv, SingleAgentEnv, check_env
+from ludic.envs import LudicEnv, SingleAgentEnv
 from ludic.interaction import MultiAgentProtocol, SingleAgentProtocol
-from ludic.types import ConfigError, StepOutcome, StopReason
+from ludic.types import ConfigError, StepOutcome
 from tests.fakes import CountingEnv, RecordingClient, ScriptedClient, make_agent
-from tests.unit.agents.test_tool_agents import add, call
+from tests.unit.agents.test_tool_agents import call
 
 
 class Vault(SingleAgentEnv):
@@ -38,14 +38,6 @@ class Vault(SingleAgentEnv):
 async def play(agent, env=None, seed=7):
     (rollout,) = await SingleAgentProtocol(agent).run(env=env or Vault(), max_steps=1, env_seed=seed)
     return rollout
-
-
-@pytest.mark.parametrize("cls", [ToolAgent, ReActAgent])
-async def test_agent_calls_an_episode_tool_and_every_model_call_is_a_step(cls):
-    rollout = await play(make_agent([call("read"), "<a>code7</a>"], cls=cls))
-    assert [(s.action_target, s.loop_index) for s in rollout.agent_steps] == [("internal", 0), ("env", 1)]
-    assert rollout.agent_steps[0].tool_results[0]["content"] == "code7"
-    assert rollout.stop is StopReason.TERMINATED and rollout.env_steps[0].reward_components["env"] == 1.0
 
 
 async def test_prompt_contains_the_tool_and_the_trace_has_the_same_tokens():
@@ -98,19 +90,6 @@ async def test_a_busy_agent_keeps_its_tools_when_another_episode_requests_it():
     )
 
 
-async def test_an_agent_is_free_after_refusing_episode_tools():
-    agent = make_agent(["<a>inc</a>"], cls=Agent)
-    with pytest.raises(ConfigError):
-        await play(agent)
-    assert (await play(agent, env=CountingEnv(1))).env_steps
-
-
-async def test_episode_tools_are_added_to_the_agents_own_tools():
-    agent = make_agent([call("add", a=1, b=2) + call("read"), "<a>code7</a>"], cls=ReActAgent, tools=[add])
-    rollout = await play(agent)
-    assert [result["content"] for result in rollout.agent_steps[0].tool_results] == ["3", "code7"]
-
-
 async def test_two_tools_of_one_name_are_refused():
     def read() -> str:
         """Read another note."""
@@ -150,12 +129,3 @@ async def test_each_agent_id_has_its_own_tools():
     library, street = await MultiAgentProtocol(agents).run(env=TwoRooms(), max_steps=1)
     assert library.agent_steps[0].tool_results[0]["content"] == "found"
     assert street.agent_steps[0].action_target == "env" and street.agent_steps[0].info["parse_error"]
-
-
-async def test_check_env_refuses_a_tool_that_cannot_be_called():
-    class Wrong(Vault):
-        def episode_tools(self, agent_id):
-            return ["read"]
-
-    with pytest.raises(EnvCheckFailed, match="holds 'read', which cannot be called"):
-        await check_env(Wrong)

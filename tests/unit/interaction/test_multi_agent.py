@@ -8,12 +8,10 @@ from ludic.inference import ScriptedClient
 from ludic.interaction import (
     MultiAgentProtocol,
     MultiAgentSyncProtocol,
-    SingleAgentProtocol,
-    TraceCollector,
-    run_or_record,
+    recorded,
 )
 from ludic.training.credit_assignment import GroupNormalizedReturn
-from ludic.types import AgentStep, ConfigError, EnvContractError, StepOutcome, StopReason, TokenTrace
+from ludic.types import ConfigError, EnvContractError, StepOutcome, StopReason
 from tests.fakes import RecordingClient, make_agent
 from tests.unit.agents.test_tool_agents import ask, call
 
@@ -99,15 +97,6 @@ async def test_env_moves_for_unmanaged_agent_ids():
     assert by_role["a"].env_steps[-1].reward == pytest.approx(-1.0 + 0.1)  # b moved last
 
 
-async def test_an_unparsed_reply_does_not_step_the_env():
-    env = Relay(2)
-    by_role = await run(MultiAgentProtocol(agents(a=["hm", "<a>1</a>"], b=["<a>2</a>"])), env)
-    assert env.moves == ["1", "2"]
-    failed, again = by_role["a"].agent_steps
-    assert failed.info["parse_error"] and failed.reward == -1.0
-    assert again.prompt_messages[-1]["content"].startswith("Invalid action format")
-
-
 async def test_a_player_out_of_context_still_records_the_final_outcome():
     from ludic import registry
 
@@ -130,20 +119,6 @@ async def test_info_of_an_agents_own_move_is_kept_after_other_moves():
     assert [s.info["agent_move"] for s in by_role["X"].env_steps] == ["A1", "A2", "A3"]
     assert [s.info["agent_move"] for s in by_role["O"].env_steps] == ["B1", "B2"]
     assert by_role["O"].env_steps[-1].info["result"] == "loss"
-
-
-async def test_repeated_observations_are_shown_twice():
-    class Bot(Relay):
-        def step(self, actions):
-            outcomes = super().step(actions)
-            return {
-                r: StepOutcome("the bot drew a card", o.reward, o.truncated, o.terminated) for r, o in outcomes.items()
-            }
-
-    by_role = await run(
-        MultiAgentProtocol(agents(a=["<a>1</a>", "<a>1</a>"])), Bot(5, roles=("a", "bot1", "bot2", "bot3"))
-    )
-    assert by_role["a"].agent_steps[1].prompt_messages[-1]["content"].count("drew a card") == 4
 
 
 class Simultaneous(LudicEnv):
@@ -194,13 +169,6 @@ async def test_an_unparsed_reply_is_left_out_of_a_simultaneous_step():
     assert b.steps[0].turn_id == b.steps[1].turn_id and b.steps[1].parsed_action is None
     assert b.steps[2].prompt_messages[-1]["content"].endswith("\n\nround 1")
     assert b.total_reward == pytest.approx(-1.0 + 0.5 + 0.6)
-
-
-async def test_unfinished_agents_are_truncated_at_max_steps():
-    by_role = await run(MultiAgentProtocol(agents(a=["<a>1</a>"], b=["<a>2</a>"])), Relay(9), max_steps=2)
-    for rollout in by_role.values():
-        assert rollout.stop is StopReason.MAX_STEPS and rollout.steps[-1].truncated
-        assert rollout.meta["truncation_reason"] == "max_steps"
 
 
 async def test_agents_finish_independently():
@@ -267,17 +235,6 @@ async def test_seeds_differ_between_agents_and_do_not_depend_on_other_managed_ag
     assert [request.seed for request in alone["b"].requests] == seeds[1]
 
 
-async def test_error_names_an_env_without_an_outcome_for_an_acting_agent():
-    class Forgets(Relay):
-        def step(self, actions):
-            outcomes = super().step(actions)
-            del outcomes["b"]
-            return outcomes
-
-    with pytest.raises(EnvContractError, match=r"Forgets.step.*every agent that acted, \['b'\]; it returned \['a'\]"):
-        await run(MultiAgentProtocol(agents(a=["<a>1</a>"], b=["<a>2</a>"])), Forgets(2))
-
-
 class TellsTheMover(Relay):
     """As the seeds' contract allows: reset and step speak to who acts, and to the next one."""
 
@@ -329,18 +286,6 @@ def test_unknown_agent_ids_and_shared_agents_are_refused():
     assert MultiAgentSyncProtocol is MultiAgentProtocol
 
 
-def test_collector_makes_one_rollout_per_agent_with_or_without_steps():
-    collector = TraceCollector(env_name="X")
-    step = AgentStep(index=0, prompt_messages=[], action="x", trace=TokenTrace([1], [2]))
-    collector.add("a", step)
-    collector.rollout("silent")
-    rollout, silent = collector.extract_rollouts(episode_truncated=True, truncation_reason="max_steps")
-    assert rollout.steps == [step] and silent.steps == []
-    assert rollout.meta == {
-        "env_name": "X", "agent_id": "a", "episode_truncated": True, "truncation_reason": "max_steps",
-    }  # fmt: skip
-
-
 ENDINGS = {
     "the game ends": {"replies": {"a": ["<a>1</a>"], "b": []}, "env": lambda: Relay(1)},
     "the game ends later": {"replies": {"a": ["<a>1</a>"], "b": ["<a>2</a>"]}, "env": lambda: Relay(2)},
@@ -367,13 +312,9 @@ async def test_every_agent_has_a_rollout_of_a_failed_episode():
             raise OSError("board lost")
 
     protocol = MultiAgentProtocol(agents(a=["<a>1</a>"], b=[]))
-    rollouts = await run_or_record(protocol, lambda: protocol.run(env=Breaks(3), max_steps=3), meta={})
+    with recorded(protocol, {}) as rollouts:
+        rollouts += await protocol.run(env=Breaks(3), max_steps=3)
     assert [(r.meta["agent_id"], r.failure.message) for r in rollouts] == [("a", "board lost"), ("b", "board lost")]
-
-
-async def test_a_single_agent_that_never_acted_has_a_rollout():
-    (rollout,) = await SingleAgentProtocol(make_agent([])).run(env=Relay(0, roles=["a"]), max_steps=3)
-    assert rollout.steps == [] and rollout.stop is StopReason.NOBODY_ACTIVE
 
 
 async def test_grpo_credits_a_group_with_games_in_which_a_player_never_moved():

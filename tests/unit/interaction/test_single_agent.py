@@ -6,7 +6,7 @@ from ludic.agents import ReActAgent
 from ludic.context import FullDialog
 from ludic.envs import SingleAgentEnv
 from ludic.inference import ByteTemplate, InferenceSpec, SamplingParams, ScriptedClient
-from ludic.interaction import SingleAgentProtocol, SingleAgentSyncProtocol
+from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import raw_parser
 from ludic.types import EnvContractError, PromptTooLong, Rollout, StepOutcome, StopReason
 from tests.fakes import CountingEnv, RandomTokenClient, RecordingClient, make_agent
@@ -39,14 +39,6 @@ async def test_an_episode_alternates_agent_and_env_steps_until_the_env_ends_it()
     }  # fmt: skip
 
 
-async def test_steps_of_a_turn_are_linked():
-    rollout = await run(["<a>inc</a>", "<a>inc</a>"])
-    agent_step, env_step = rollout.steps[:2]
-    assert agent_step.turn_id == env_step.turn_id != rollout.steps[2].turn_id
-    assert env_step.source_agent_step_id == agent_step.id and list(env_step.agent_step_ids) == [agent_step.id]
-    assert env_step.trace is agent_step.trace and env_step.parsed_action == "inc" and env_step.action == "<a>inc</a>"
-
-
 async def test_parser_reward_is_counted_once():
     rollout = await run(["<a>inc</a>", "<a>inc</a>"])
     assert [s.reward for s in rollout.agent_steps] == [0.0, 0.0]
@@ -63,13 +55,6 @@ async def test_an_unparsed_reply_does_not_reach_the_env():
     assert shown["role"] == "user" and shown["content"] == failed.info["parse_feedback_obs"]
     assert rollout.steps[0].turn_id != rollout.steps[1].turn_id
     assert rollout.total_reward == pytest.approx(-1.0 + 0.1 + 1.1)
-
-
-async def test_default_feedback_for_a_parser_without_one():
-    from ludic.parsers import ParseResult
-
-    rollout = await run(["x"], max_steps=1, parser=lambda raw: ParseResult(None, 0.0, None))
-    assert rollout.steps[0].info["parse_feedback_obs"] == "Invalid action."
 
 
 async def test_stop_on_parse_error_terminates_on_the_agent_step():
@@ -116,15 +101,6 @@ async def test_system_prompt_of_the_context_overrides_the_envs():
     assert own["content"] == "Mine."
 
 
-async def test_finish_reason_length_is_not_a_truncation():
-    agent = make_agent(["<a>inc</a> and so on"])
-    (rollout,) = await SingleAgentProtocol(agent).run(
-        env=CountingEnv(9), max_steps=1, inference=InferenceSpec(sampling=SamplingParams(max_tokens=5))
-    )
-    (step,) = rollout.steps
-    assert step.info["finish_reason"] == "length" and step.info["incomplete_completion"] and step.reward == -0.1
-
-
 async def test_every_model_call_has_its_own_seed_and_the_same_seeds_give_the_same_episode():
     def play():
         template = ByteTemplate()
@@ -141,12 +117,6 @@ async def test_every_model_call_has_its_own_seed_and_the_same_seeds_give_the_sam
     assert one.calls == two.calls
     seeds = [request.seed for request in one.requests]
     assert len(set(seeds)) == 4
-
-
-async def test_without_a_sampling_seed_no_seed_is_sent():
-    client = RecordingClient(ScriptedClient(["<a>inc</a>"] * 2))
-    await run(None, agent=make_agent(client))
-    assert [request.seed for request in client.requests] == [None, None]
 
 
 # --- tools ---
@@ -189,19 +159,9 @@ async def test_handler_answers_external_calls_in_the_same_turn():
     assert [c["function"]["name"] for c in seen] == ["ask"]
 
 
-async def test_a_plain_function_can_handle_external_calls():
-    rollout = await run(None, agent=asking_agent(), protocol={"external_tool_handler": answer_all()})
-    assert rollout.stop is StopReason.TERMINATED
-
-
 async def test_external_calls_without_a_handler_are_an_error_that_names_them():
     with pytest.raises(RuntimeError, match=r"\['ask'\].*external_tool_handler"):
         await run(None, agent=asking_agent())
-
-
-async def test_a_handler_that_omits_a_call_is_an_error():
-    with pytest.raises(ValueError, match="one .*per call"):
-        await run(None, agent=asking_agent(), protocol={"external_tool_handler": lambda calls: []})
 
 
 async def test_external_tool_rounds_are_limited():
@@ -235,12 +195,6 @@ async def test_answers_are_shown_in_the_order_of_the_calls():
     assert [m["content"] for m in rollout.agent_steps[1].prompt_messages[-2:]] == ["call00000", "call00001"]
 
 
-async def test_external_rounds_count_towards_max_react_steps():
-    agent = asking_agent(lambda request: call("ask", question="why"), max_react_steps=3)
-    rollout = await run(None, agent=agent, max_steps=1, protocol={"external_tool_handler": answer_all()})
-    assert len(rollout.agent_steps) == 3 and rollout.steps[-1].action_target == "env"
-
-
 # --- bad input ---
 
 
@@ -267,19 +221,6 @@ async def test_an_agent_is_free_again_after_a_failure():
         await run(None, agent=agent)
     agent.client = ScriptedClient(["<a>inc</a>"] * 2)
     assert (await run(None, agent=agent)).stop is StopReason.TERMINATED
-
-
-@pytest.mark.parametrize(
-    "outcome",
-    [StepOutcome(None, 0.0), StepOutcome("x", None), StepOutcome("x", float("nan")), StepOutcome("x", 0.0, info=[1])],
-)
-async def test_error_names_an_outcome_with_wrong_fields(outcome):
-    class Wrong(CountingEnv):
-        def env_step(self, action):
-            return outcome
-
-    with pytest.raises(EnvContractError, match=r"Wrong\.step gave 'agent_0' (obs|reward|info)="):
-        await run(["<a>inc</a>"], env=Wrong())
 
 
 @pytest.mark.parametrize("bad", [{"max_steps": 0}, {"env": CountingEnv}])
@@ -309,16 +250,6 @@ async def test_an_env_with_two_agents_is_refused_with_advice():
 
     with pytest.raises(ValueError, match="MultiAgentProtocol"):
         await run(["x"], env=Two())
-
-
-@pytest.mark.parametrize("wrong", [("obs", 1.0, False, False), None, "obs"])
-async def test_error_names_an_env_whose_step_returns_the_wrong_type(wrong):
-    class Wrong(CountingEnv):
-        def env_step(self, action):
-            return wrong
-
-    with pytest.raises(EnvContractError, match=r"Wrong\.env_step.*StepOutcome"):
-        await run(["<a>inc</a>"], env=Wrong())
 
 
 async def test_error_names_an_env_whose_reset_returns_the_wrong_type():
@@ -392,10 +323,6 @@ async def test_a_token_budget_cuts_the_reply_that_reaches_it_and_ends_the_episod
     assert rollout.stop is StopReason.TOKEN_BUDGET and len(rollout.env_steps) == 2
     assert sum(len(s.trace.completion_token_ids) for s in rollout.agent_steps) == 25
     assert rollout.steps[-1].info["incomplete_completion"] and rollout.steps[-1].truncated
-
-
-def test_single_agent_sync_protocol_is_an_alias():
-    assert SingleAgentSyncProtocol is SingleAgentProtocol
 
 
 # --- memory ---

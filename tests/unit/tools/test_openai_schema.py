@@ -57,23 +57,6 @@ async def test_arguments_that_violate_the_schema_are_reported_to_the_model(argum
     assert result.is_error and message in result.content
 
 
-def test_references_are_spelled_out():
-    spot = made().parameters["properties"]["at"]
-    assert spot == {"type": "object", "properties": {"lat": {"type": "number"}}} and "$defs" not in made().parameters
-
-
-def test_schemas_without_the_inner_level_are_read():
-    flat = {"type": "function", **WEATHER["function"]}
-    assert made(flat).schema == made().schema
-
-
-async def test_a_handler_may_be_async():
-    async def later(**arguments):
-        return "sun"
-
-    assert (await made(handler=later).call({"place": "Bonn"})).content == "sun"
-
-
 async def test_to_openai_and_back_is_the_same_tool():
     schemas, handlers = tools_to_openai([calculator, made()])
     again = tools_from_openai(schemas, handlers)

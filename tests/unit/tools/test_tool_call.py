@@ -4,7 +4,6 @@ import asyncio
 import contextvars
 import functools
 import json
-import math
 import subprocess
 import sys
 import threading
@@ -16,7 +15,7 @@ from typing import Any, Literal
 
 import pytest
 
-from ludic.tools import Tool, ToolResult, as_tool, calculator
+from ludic.tools import Tool, ToolResult, as_tool
 
 
 class Color(str, Enum):  # noqa: UP042 - its str() is "Color.RED", unlike StrEnum's
@@ -47,18 +46,6 @@ async def test_arguments_come_as_json_or_as_a_mapping():
     tool = as_tool(add)
     assert await tool.call('{"a": 2, "b": 3}') == ToolResult("5", is_error=False)
     assert await tool.call({"a": 2}) == ToolResult("3")
-
-
-async def test_double_encoded_arguments_are_decoded_twice():
-    assert (await as_tool(add).call(json.dumps(json.dumps({"a": 2})))).content == "3"
-
-
-@pytest.mark.parametrize("arguments", ["", "  ", "{}", "null", '"{}"', {}])
-async def test_no_arguments_may_be_spelled_in_many_ways(arguments):
-    def ping() -> str:
-        return "pong"
-
-    assert (await as_tool(ping).call(arguments)).content == "pong"
 
 
 @pytest.mark.parametrize(
@@ -145,18 +132,6 @@ async def test_mistakes_inside_nested_arguments_are_located(given, says):
     assert says in result.content
 
 
-async def test_an_error_text_stays_short_and_can_be_encoded():
-    result = await as_tool(add).call({"a": "\ud800", **{f"unknown{i}": 0 for i in range(1000)}})
-    assert result.is_error
-    assert len(result.content.encode()) < 2000
-
-
-async def test_a_tool_without_parameters_says_so():
-    def ping(): ...
-
-    assert "takes no arguments" in (await as_tool(ping).call({"x": 1})).content
-
-
 async def test_a_hand_written_schema_checks_names_and_passes_values_as_they_come():
     parameters = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
     tool = Tool("echo", "Echo.", parameters, lambda **kwargs: kwargs)
@@ -195,13 +170,6 @@ async def test_results_become_text(value, text):
 
     assert await as_tool(tool).call({}) == ToolResult(text)
     assert await as_tool(async_tool).call({}) == ToolResult(text)
-
-
-async def test_a_tool_may_return_its_own_result():
-    def tool():
-        return ToolResult("no such file", is_error=True)
-
-    assert await as_tool(tool).call({}) == ToolResult("no such file", is_error=True)
 
 
 class Unprintable(Exception):
@@ -294,10 +262,6 @@ async def test_every_kind_of_callable_can_be_called(fn):
     assert await as_tool(fn).call({"x": "1"}) == ToolResult("2")
 
 
-async def test_a_builtin_with_positional_only_parameters_can_be_called():
-    assert (await as_tool(math.isqrt).call({"n": 16})).content == "4"
-
-
 async def test_sync_tools_run_off_the_event_loop_in_a_daemon_thread_with_the_callers_context():
     user: contextvars.ContextVar[str] = contextvars.ContextVar("user")
 
@@ -310,26 +274,6 @@ async def test_sync_tools_run_off_the_event_loop_in_a_daemon_thread_with_the_cal
     user.set("ada")
     assert json.loads((await as_tool(tool).call({})).content) == {"main": False, "daemon": True, "user": "ada"}
     assert user.get() == "ada"
-
-
-async def test_two_slow_sync_tools_run_in_parallel():
-    both = threading.Barrier(2)
-
-    def meet() -> str:
-        both.wait(timeout=60)  # breaks unless the other one is running at the same time
-        return "met"
-
-    tool = as_tool(meet)
-    assert [r.content for r in await asyncio.gather(tool.call({}), tool.call({}))] == ["met", "met"]
-
-
-async def test_the_event_loop_keeps_turning_while_a_sync_tool_blocks():
-    release = threading.Event()
-    call = asyncio.create_task(as_tool(release.wait).call({"timeout": 60}))
-    await asyncio.sleep(0.01)
-    assert not call.done()
-    release.set()
-    assert (await call).content == "true"
 
 
 @pytest.mark.parametrize("color", ["sync", "async", "sync that returns a coroutine"])
@@ -431,9 +375,13 @@ print(result.content)
     assert "did not finish within 0.05 s" in done.stdout
 
 
-async def test_the_calculator_explains_its_errors_to_the_model():
-    tool = as_tool(calculator)
-    assert (await tool.call({"expression": "2 * (3 + 4)"})).content == "14"
-    result = await tool.call({"expression": "1/0"})
-    assert result.is_error
-    assert "Division by zero" in result.content
+async def test_double_encoded_arguments_are_decoded_twice():
+    assert (await as_tool(add).call(json.dumps(json.dumps({"a": 2})))).content == "3"
+
+
+@pytest.mark.parametrize("arguments", ["", "  ", "{}", "null", '"{}"', {}])
+async def test_no_arguments_may_be_spelled_in_many_ways(arguments):
+    def ping() -> str:
+        return "pong"
+
+    assert (await as_tool(ping).call(arguments)).content == "pong"

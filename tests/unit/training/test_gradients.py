@@ -240,23 +240,6 @@ def test_losses_without_a_base_class_can_be_parts_of_others():
         as_loss(object())
 
 
-def test_an_old_attribute_of_a_loss_names_the_new_one():
-    class Old(OfTheSeeds):
-        needs_reference = True
-
-    with pytest.raises(ConfigError, match=r"Old.needs_reference is not read; set needs = Needs\(reference=…\)"):
-        as_loss(Old())
-
-
-def assert_same_gradient(found, expected):
-    assert_same((found, {}), (expected, {}))
-
-
-def test_gradient_does_not_depend_on_the_order_of_samples():
-    items = random_items(LENGTHS)
-    assert_same(gradient(LOSSES["grpo"], items[::-1]), gradient(LOSSES["grpo"], items))
-
-
 def test_gradient_does_not_depend_on_the_heads_chunks(monkeypatch):
     items = random_items(LENGTHS)
     whole = gradient(LOSSES["with_entropy_and_kl"], items)
@@ -324,3 +307,7 @@ def test_loss_that_returns_something_else_is_named(returned, message):
 
     with pytest.raises(ConfigError, match=f"Mine.*{message}"):
         accumulate_gradients(TrainedPolicy(new_model()), Mine(), random_items([5, 9]), micro_token_budget=64)
+
+
+def assert_same_gradient(found, expected):
+    assert_same((found, {}), (expected, {}))

@@ -7,9 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludic.training.learner.packing import (
-    MicroBatch,
     balanced_shares,
-    collate_micro_batches,
     collate_saw_items,
     fit_length,
     pack,
@@ -63,17 +61,6 @@ def test_truncation_keeps_the_attachments_of_the_remaining_tokens():
     assert cut.meta == {"task": 1} and cut.origin == SampleOrigin(rollout_id="r10", seq_len_truncated=True)
 
 
-def test_truncation_drops_versions_without_remaining_tokens():
-    cut = truncated(two_turns(), 4)
-    assert cut.attachments.version_runs == (VersionRun(4, 2),) and cut.oldest_version == 4
-
-
-def test_truncation_adds_no_attachments():
-    cut = truncated(sample([0, 1, 1, 1], logps=False, weight=0.5), 3)
-    assert cut.actor_logps is None and cut.attachments.token_weights is None and cut.attachments.version_runs == ()
-    assert cut.weight == 0.5 and cut.num_action_tokens == 2
-
-
 def test_fit_length_raises_by_default():
     with pytest.raises(ConfigError, match=r"8 tokens.*max_seq_len=7.*r10.*too_long='truncate'"):
         fit_length([of_length(3), two_turns()], 7)
@@ -88,28 +75,11 @@ def test_fit_length_truncates_and_drops_samples_without_action_tokens():
     assert [item.origin.seq_len_truncated for item in fitted.items] == [False, True]
 
 
-def test_fit_length_drop_keeps_the_others_in_order():
-    items = [of_length(3, first_id=1), two_turns(), of_length(6, first_id=2)]
-    fitted = fit_length(items, 6, "drop")
-    assert fitted.items == [items[0], items[2]]
-    assert (fitted.num_truncated, fitted.num_dropped) == (0, 1)
-
-
-def test_unknown_length_policy_is_refused():
-    with pytest.raises(ValueError, match="shorten"):
-        fit_length([], 6, "shorten")
-
-
 def test_padding_does_not_count_as_length():
     padded = sample([0, 0, 1, 1, 0], attention=[0, 1, 1, 1, 0])
     (item,) = fit_length([padded], 3).items
     assert item.input_ids.tolist() == [11, 12, 13] and item.action_mask.tolist() == [False, True, True]
     assert item.actor_logps.tolist() == pytest.approx([-0.1, -0.2]) and item.attention_mask.all()
-
-
-def test_sample_without_padding_is_unchanged():
-    item = two_turns()
-    assert without_padding(item) is item
 
 
 def test_padding_of_action_tokens_is_refused():
@@ -135,11 +105,6 @@ def test_packed_bins_stay_within_the_budget_and_keep_every_sample(lengths, budge
     assert len(totals) < 2 or totals[0] + totals[1] > budget
 
 
-def test_packing_is_first_fit_longest_first():
-    # 7 opens a bin of 10; 6 another; 4 fits beside 6; 3 beside 7; 2 needs a third.
-    assert lengths_of(split_packed([of_length(n) for n in (2, 3, 4, 6, 7)], 10)) == [[7, 3], [6, 4], [2]]
-
-
 def group(prompt, replies):
     """Samples with different replies to the same prompt."""
     items = []
@@ -159,11 +124,6 @@ def test_samples_with_a_common_prefix_share_a_bin_and_its_tokens_count_once():
 def test_shares_keep_samples_with_a_common_prefix_together():
     items = [*group(20, [4, 4]), of_length(30), of_length(10)]
     assert lengths_of(balanced_shares(items, 2, share_prefixes=True)) == [[30], [24, 24, 10]]
-
-
-def test_sample_larger_than_the_budget_is_refused():
-    with pytest.raises(ConfigError, match=r"11 tokens, more than micro_token_budget=10"):
-        split_packed([of_length(11)], 10)
 
 
 def test_padded_bins_are_filled_by_longest_times_count():
@@ -223,11 +183,6 @@ def test_log_probs_are_taken_at_the_sampling_temperature():
     assert pack(items, "cpu").actions.inverse_temperature_A.tolist() == [2.0, 2.0, 1.0, 0.5]
 
 
-def test_sample_without_action_tokens_is_packed():
-    actions = pack([sample([0, 0]), sample([0, 1], first_id=20)], "cpu").actions
-    assert actions.num_items == 2 and actions.item_A.tolist() == [1] and actions.predictor_A.tolist() == [2]
-
-
 @pytest.mark.parametrize(
     "tensors", [lambda items: pack(items, "cpu"), lambda items: collate_saw_items(items, pad_token_id=0)]
 )
@@ -242,12 +197,6 @@ def test_action_at_the_first_position_is_refused(tensors):
 def test_log_probs_of_some_samples_only_are_refused(tensors):
     with pytest.raises(ValueError, match=r"Samples \[1\] have no actor log-probs"):
         tensors([sample([0, 1]), sample([0, 1], logps=False)])
-
-
-def test_old_logp_is_none_without_log_probs():
-    items = [sample([0, 1], logps=False), sample([0, 1, 1], logps=False)]
-    assert pack(items, "cpu").actions.old_logp_A is None
-    assert {"actor_logps", "old_logp_action"}.isdisjoint(collate_saw_items(items, pad_token_id=0))
 
 
 # --- padded tensors -------------------------------------------------------------------------------------------
@@ -265,16 +214,3 @@ def test_collate_pads_at_the_right():
     np.testing.assert_allclose(batch["old_logp_action"], [-0.3, -0.3])
     assert batch["input_ids"].dtype == batch["attention_mask"].dtype == torch.int64
     assert batch["action_mask"].dtype == batch["weight"].dtype == torch.float32
-
-
-def test_collate_refuses_an_empty_list():
-    with pytest.raises(ValueError, match="nothing to collate"):
-        collate_saw_items([], pad_token_id=0)
-
-
-def test_collate_micro_batches_splits_and_collates():
-    items = [of_length(n) for n in (6, 2, 5, 3, 2)]
-    found = collate_micro_batches(items, pad_token_id=0, device="cpu", micro_token_budget=9, max_seq_len=6)
-    assert all(isinstance(batch, MicroBatch) for batch in found)
-    assert [batch.num_items for batch in found] == [3, 1, 1]
-    assert [tuple(batch.tensors["input_ids"].shape) for batch in found] == [(3, 3), (1, 5), (1, 6)]

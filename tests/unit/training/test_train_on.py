@@ -10,7 +10,7 @@ import pytest
 
 from ludic.agents import ReActAgent
 from ludic.batch_gen import OfflineBatchSource, make_chat_template_step_to_item, stitch_rollout
-from ludic.batch_gen.message_spans import with_message_spans
+from ludic.batch_gen.sources.offline import with_message_spans
 from ludic.inference import ByteTemplate, HermesToolParser
 from ludic.interaction import SingleAgentProtocol
 from ludic.run import build

@@ -2,6 +2,7 @@
 
 import pickle
 
+import numpy as np
 import pytest
 
 from ludic.types import (
@@ -10,7 +11,6 @@ from ludic.types import (
     SamplingParams,
     SAWItem,
     TokenTrace,
-    VLLMExtensions,
     untrainable_settings,
 )
 
@@ -22,16 +22,10 @@ def listed(candidates):
 def test_each_token_has_its_own_candidates():
     candidates = CandidateSets.of([[3, 1], [], [7]])
     assert listed(candidates) == [[3, 1], [], [7]] and candidates.lengths.tolist() == [2, 0, 1]
-    assert listed(candidates.first(2)) == [[3, 1], []] and listed(candidates.first(0)) == []
+    assert listed(candidates.only(np.array([True, False, True]))) == [[3, 1], [7]]
     assert CandidateSets.from_dict(candidates.to_dict()) == candidates == pickle.loads(pickle.dumps(candidates))
     assert CandidateSets.of([[3, 1], [7], []]) != candidates
     assert not candidates.ids.flags.writeable and not candidates.ends.flags.writeable
-
-
-def test_joined_concatenates_candidate_sets():
-    first, second = CandidateSets.of([[3, 1], [7]]), CandidateSets.of([[], [2]])
-    assert listed(CandidateSets.joined([first, 2, second])) == [[3, 1], [7], [], [], [], [2]]
-    assert listed(CandidateSets.joined([1])) == [[]] and len(CandidateSets.joined([])) == 0
 
 
 @pytest.mark.parametrize(
@@ -84,9 +78,3 @@ def test_an_item_needs_candidates_that_contain_every_action_token():
 def test_untrainable_settings_are_named(settings, is_recorded, expected):
     candidates = CandidateSets.of([[1]]) if is_recorded else None
     assert untrainable_settings(SamplingParams(**settings), None, candidates) == expected
-
-
-def test_untrainable_extra_body_overrides_are_named():
-    sneaky = VLLMExtensions(repetition_penalty=1.2, extra_body_overrides={"top_p": 0.5, "stop_token_ids": [3]})
-    assert untrainable_settings(SamplingParams(), sneaky) == "repetition_penalty=1.2, top_p=0.5"
-    assert untrainable_settings(SamplingParams(), VLLMExtensions(max_think=5)) is None

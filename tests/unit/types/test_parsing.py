@@ -16,7 +16,3 @@ def test_deep_json_is_a_value_error(text):
 def test_deep_toml_is_a_value_error():
     with pytest.raises(ValueError, match="nested too deeply"):
         parse_toml("a = " + "[" * DEEP + "]" * DEEP)
-
-
-def test_json_options_reach_the_parser():
-    assert parse_json('{"a": NaN}', parse_constant=lambda _: None) == {"a": None}

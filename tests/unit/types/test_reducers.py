@@ -39,12 +39,6 @@ def test_given_counts_override_those_of_the_records():
     assert reduce(Reducer("sum", "reward", normalize_by="rollouts"), rollout_count=3) == 3.0
 
 
-def test_metrics_without_values_are_left_out():
-    reducers = {"mean": Reducer("mean", "nothing.here"), "share": Reducer("count_true", "x", normalize_by="samples")}
-    assert apply_reducers_to_records([], reducers) == {}
-    assert apply_reducers_to_records(RECORDS, reducers) == {"share": 0.0}
-
-
 def test_default_reducers_count_both_kinds_of_truncation():
     assert apply_reducers_to_records(RECORDS, default_reducers()) == {
         "completion_truncated_rate": 0.25,
@@ -70,8 +64,3 @@ def test_wrong_reducers_are_refused(settings, message):
 def test_error_for_a_sum_of_texts_names_the_reducer_and_the_value():
     with pytest.raises(ConfigError, match=r"'it' adds numbers.*'stop' \(str\)"):
         reduce(Reducer("sum", "finish_reason"))
-
-
-def test_dividing_by_rollouts_needs_rollout_ids():
-    with pytest.raises(ConfigError, match="rollout_count"):
-        reduce(Reducer("sum", "reward", normalize_by="rollouts"), [{"reward": 1.0}])

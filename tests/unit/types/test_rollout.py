@@ -6,13 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ludic
 from ludic.types import (
     AgentStep,
-    EnvContractError,
     EnvironmentStep,
     Failure,
-    GroupKey,
     MessageView,
     Rollout,
     StopReason,
@@ -153,32 +150,6 @@ def test_turns_group_steps_by_turn_id():
     assert Rollout().turns() == []
 
 
-def test_properties_read_the_facts_in_meta():
-    request = {"group_id": "g", "objective": "sft"}
-    meta = {"agent_id": "X", "model": "m", "env_name": "E", "env_seed": 1, "sampling_seed": 2, "request_meta": request}
-    rollout = Rollout(meta=meta)
-    assert (rollout.agent_id, rollout.policy, rollout.env_name, rollout.objective) == ("X", "m", "E", "sft")
-    assert (rollout.env_seed, rollout.sampling_seed) == (1, 2)
-    assert rollout.group == GroupKey("g", "X", None) and not rollout.is_sub_task
-    meta |= {
-        "delegate": "d",
-        "parent_step_id": "s",
-        "objective": "rl",
-        "engine": {"env_seed": 7, "sampling_seed": None},
-    }
-    assert rollout.group == GroupKey("g", "X", "d") and rollout.is_sub_task and rollout.objective == "rl"
-    assert (rollout.env_seed, rollout.sampling_seed) == (7, None), "the engine knows better than the protocol"
-
-
-@pytest.mark.parametrize(
-    "meta", [{}, {"request_meta": None, "engine": None}, {"request_meta": "text", "engine": "liar"}]
-)
-def test_a_rollout_without_meta_has_no_group(meta):
-    rollout = Rollout(meta=meta)
-    assert rollout.group is None and rollout.objective is None and rollout.env_seed is None
-    assert rollout.request_meta == {} == rollout.engine_facts
-
-
 def test_failed_makes_a_rollout_with_a_failure():
     try:
         raise ValueError("the dice fell off the table")
@@ -198,11 +169,6 @@ def test_numpy_scalars_in_info_become_plain_numbers():
 def test_error_names_a_value_that_is_not_json():
     with pytest.raises(TypeError, match="set"):
         Rollout(meta={"x": {1, 2}}).to_json()
-
-
-def test_another_format_is_refused():
-    with pytest.raises(ValueError, match="format 99"):
-        Rollout.from_dict({"format": 99})
 
 
 def test_message_views_compare_and_index_like_lists():
@@ -229,16 +195,3 @@ def test_failure_has_the_traceback_of_user_code():
     assert "json/decoder.py" in failure.user_traceback, "what the user's code called is below it"
     assert failure.place.startswith("test_rollout.py:") and failure.place.endswith("in user_code")
     assert "Traceback (most recent call last)" in failure.traceback
-
-
-def test_failure_outside_of_user_code_has_only_the_last_frame():
-    try:
-        exec(compile("1 / 0", f"{ludic.__path__[0]}/made_up.py", "exec"), {})
-    except ZeroDivisionError as error:
-        failure = Failure.from_exception(error.with_traceback(error.__traceback__.tb_next))
-    assert failure.user_traceback == "" and failure.place == "made_up.py:1 in <module>"
-
-
-def test_failure_of_a_ludic_error_has_no_place():
-    failure = Failure.from_exception(EnvContractError("obs must be text"))
-    assert (failure.summary, failure.place) == ("EnvContractError: obs must be text", "")

@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 from ludic.envs.single_agent_env import SingleAgentEnv
-from ludic.tools.arithmetic import is_harmless, is_python
+from ludic.tools.calculator import is_harmless, is_python
 from ludic.types import ConfigError, Info, MissingExtra, Observation, ResetNeeded, StepOutcome, UnknownName
 from ludic.util import worker
 from ludic_envs.adapters.base import GlobalRandom

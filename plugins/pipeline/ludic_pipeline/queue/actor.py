@@ -92,7 +92,6 @@ async def run_pipeline_actor(
     algorithm: HasCreditAssigner | None = None,
     strategy: RequestStrategy | None = None,
     sample_filter: SampleFilter | None = None,
-    per_turn: bool = False,
     timeout_s: float | None = None,
     max_groups: int | None = None,
     num_updates: int | None = None,
@@ -117,9 +116,7 @@ async def run_pipeline_actor(
     """
     if max_groups is not None and max_groups < 1:
         raise ConfigError(f"max_groups={max_groups}; an actor pushes at least one group, or None for no limit.")
-    builder = BatchBuilder(
-        credit_assigner=credit_of(credit_assigner, algorithm), sample_filter=sample_filter, per_turn=per_turn
-    )
+    builder = BatchBuilder(credit_assigner=credit_of(credit_assigner, algorithm), sample_filter=sample_filter)
     runner = GroupRunner(engine, max_steps=max_steps, concurrency=concurrency, timeout_s=timeout_s)
     queue = ExperienceQueue(
         redis_url, queue_key, max_waiting=max_waiting, max_bytes=limits.max_bytes, patience_s=patience_s

@@ -54,18 +54,18 @@ def encode_origins(origins: Iterable[SampleOrigin]) -> bytes:
         raise UnwritableGroup(f"SampleOrigin of the items cannot be written: {error}. Convert it.") from None
 
 
-def decode_origins(data: memoryview, num_items: int) -> list[Sequence[Any]]:
-    """A column per field of `SampleOrigin`, in the order of its fields."""
+def decode_origins(data: memoryview, num_items: int) -> dict[str, Sequence[Any]]:
+    """A column per field of `SampleOrigin`."""
     try:
         columns = _origin_decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UnreadableGroup(f"The origins of its items cannot be read: {error}.") from None
-    found: list[Sequence[Any]] = []
+    found: dict[str, Sequence[Any]] = {}
     for name, default in _FIELDS.items():
         column = getattr(columns, name)
         if column is not None and len(column) != num_items:
             raise UnreadableGroup(f"There are {num_items} items, but {len(column)} of {name}.")
-        found.append([default] * num_items if column is None else column)
+        found[name] = [default] * num_items if column is None else column
     return found
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from ludic.tools.arithmetic import BINARY, UNARY, is_small_power
+from ludic.tools.calculator import BINARY, UNARY, is_small_power
 from ludic.util import worker
 from ludic_sandbox.code_exec.plain_data import decode, dumps, shown
 

@@ -351,7 +351,7 @@ def _target_pairs(
 
 
 _NONE = torch.empty(0)
-_NO_ACTIONS = ActionFields(_NONE, _NONE, _NONE, _NONE, None, _NONE, num_items=0)
+_NO_ACTIONS = ActionFields(_NONE, _NONE, _NONE, _NONE, _NONE, num_items=0)
 """A pass here reads all hidden states."""
 
 

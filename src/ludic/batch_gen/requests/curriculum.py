@@ -182,14 +182,14 @@ class SuccessBandCurriculum(TaskCurriculum):
         self._low, self._high, self._outside_weight = low, high, outside_weight
 
     def choose(self, rng: random.Random) -> list[int]:
-        return choose_weighted([self._weight(index) for index in range(len(self._tasks))], self.batch_size, rng)
+        return _choose_weighted([self._weight(index) for index in range(len(self._tasks))], self.batch_size, rng)
 
     def _weight(self, index: int) -> float:
         is_in_band = self.num_seen[index] == 0 or self._low <= self.success_rates[index] <= self._high
         return 1.0 if is_in_band else self._outside_weight
 
 
-def choose_weighted(weights: Sequence[float], count: int, rng: random.Random) -> list[int]:
+def _choose_weighted(weights: Sequence[float], count: int, rng: random.Random) -> list[int]:
     """Draw `count` different indices in proportion to their weights, without replacement."""
     # Efraimidis and Spirakis, 2006: the largest values of u^(1/w) are such a draw.
     keys = [rng.random() ** (1 / weight) for weight in weights]
@@ -230,7 +230,7 @@ class PrioritisedCurriculum(TaskCurriculum):
         self._keys = [prompt_key(task.meta) for task in self._tasks]
 
     def choose(self, rng: random.Random) -> list[int]:
-        return choose_weighted([self.weight_of(index) for index in range(len(self._tasks))], self.batch_size, rng)
+        return _choose_weighted([self.weight_of(index) for index in range(len(self._tasks))], self.batch_size, rng)
 
     def weight_of(self, index: int) -> float:
         """Sampling weight of a task."""

@@ -72,14 +72,14 @@ OnEmpty: TypeAlias = Literal["raise", "return_empty"]
 Sample: TypeAlias = Any
 
 
-class TakesItems(Protocol[T_co]):
+class _TakesItems(Protocol[T_co]):
     """Non-blocking side of `queue.Queue` and `asyncio.Queue`."""
 
     def get_nowait(self) -> T_co: ...
 
 
 def make_requests_fn_from_queue(
-    q: TakesItems[T],
+    q: _TakesItems[T],
     *,
     batch_size: int,
     build_request: Callable[[T], RolloutRequest],
@@ -157,7 +157,7 @@ class RequestBuilder:
 
 
 def make_dataset_queue_requests_fn(
-    samples_q: TakesItems[tuple[int, Sample]],
+    samples_q: _TakesItems[tuple[int, Sample]],
     *,
     batch_size: int,
     env_kind: str,

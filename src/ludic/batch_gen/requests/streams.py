@@ -41,7 +41,7 @@ StreamFunction: TypeAlias = Callable[..., Iterator[Sample]]
 
 
 def is_stream(place: str | Path | None) -> bool:
-    """Whether --data names a function, `file.py:name` or `module:name`, and no file."""
+    """True if --data names a function, `file.py:name` or `module:name`, and no file."""
     return place is not None and bool(re.fullmatch(r"(?!hub:)(?:.*\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*", str(place)))
 
 
@@ -63,7 +63,7 @@ class SampleStream:
         self.name = getattr(function, "__qualname__", type(function).__name__)
         self.num_drawn = 0
         self._last_crc = 0
-        """Of the last sample: a resumed run must draw the same again."""
+        """State before the last sample, so that a resumed run draws the same again."""
         self._check_signature()
         self._samples = self._started()
 
@@ -276,7 +276,7 @@ class RisingDifficultyCurriculum:
 
     @property
     def success_rate(self) -> float:
-        """Of the last episodes at the present difficulty; 0 before the first."""
+        """Success rate of the last episodes at the present difficulty; 0 before the first."""
         return sum(self._recent) / len(self._recent) if self._recent else 0.0
 
     def metrics(self) -> Mapping[str, float]:

@@ -9,31 +9,140 @@ and corrections work as on any stale sample. It drops samples that are more than
 when it is full.
 """
 
+import base64
 import math
 import random
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from statistics import fmean
 from typing import Any
 
-from ludic.batch_gen.sources.stored_items import item_as_text, item_of_text
+import msgspec
+import numpy as np
+
+from ludic.plugins import find
 from ludic.types import (
     AccountsForItems,
+    ActorTokenLogps,
     BatchSource,
+    CandidateSets,
     ConfigError,
+    Image,
+    ImageSpan,
+    MessageSpan,
     RequestsExhausted,
+    SampleAttachments,
+    SampleOrigin,
     SAWBatch,
     SAWItem,
+    StopReason,
+    VersionRun,
     derive_seed,
 )
 from ludic.types.interfaces import load_into, state_of, tell_version
+
+_MARK = b"LITM"
+_SIZE = 4
+"""Bytes of the mark that each stored sample begins with."""
+_RECORDS = {
+    kind.__name__: kind
+    for kind in (SAWItem, SampleAttachments, SampleOrigin, ActorTokenLogps, CandidateSets, ImageSpan, Image)
+}
+_TUPLES: dict[str, Callable[..., Any]] = {
+    "VersionRun": VersionRun,
+    "MessageSpan": MessageSpan,
+    "tuple": lambda *values: values,
+}
+_KIND = ""
+"""Key of what a map stands for."""
+
+
+def item_as_text(item: SAWItem) -> str:
+    try:
+        return base64.b64encode(_MARK + msgspec.msgpack.encode(_plain(item), enc_hook=_plain_value)).decode("ascii")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"A sample cannot be kept in a checkpoint: {error}. Its meta holds None, flags, numbers, texts, lists and maps."
+        ) from error
+
+
+def item_of_text(text: str) -> SAWItem:
+    data = base64.b64decode(text)
+    if data[:_SIZE] != _MARK:
+        return _of_other_form(data)
+    made: SAWItem = _made(msgspec.msgpack.decode(data[_SIZE:]))
+    return made
+
+
+def _of_other_form(data: bytes) -> SAWItem:
+    form = data[:_SIZE].decode("ascii", "replace")
+    reader = find("stored_items", form)
+    if reader is None:
+        raise ConfigError(f"A stored sample has the form {form!r}, which no installed package reads.")
+    (item,) = reader.load()(data)
+    found: SAWItem = item
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """The value as msgpack holds it, with its kind where it is no number or text."""
+    if isinstance(value, np.ndarray):
+        raw = np.packbits(value) if value.dtype == np.bool_ else np.ascontiguousarray(value)
+        return {_KIND: "array", "type": value.dtype.str, "shape": value.shape, "data": raw.tobytes()}
+    if is_dataclass(value):
+        own = {field.name: getattr(value, field.name) for field in fields(value) if not _is_usual(value, field)}
+        return {_KIND: type(value).__name__, **{name: _plain(inner) for name, inner in own.items()}}
+    if isinstance(value, tuple):
+        return {_KIND: type(value).__name__, "values": [_plain(inner) for inner in value]}
+    if isinstance(value, Mapping):
+        return {_KIND: "map", "value": dict(value)}
+    return {_KIND: "stop", "value": value.value} if isinstance(value, StopReason) else value
+
+
+def _is_usual(record: Any, field: Any) -> bool:
+    """True if a field is left out: it has its default, or is the mask of a sample in which every token counts."""
+    value = getattr(record, field.name)
+    if field.name == "attention_mask":
+        return bool(value.all())
+    return field.default is not MISSING and type(value) is type(field.default) and bool(value == field.default)
+
+
+def _plain_value(value: Any) -> Any:
+    """A value inside meta that msgpack does not know."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"it holds a {type(value).__name__}")
+
+
+def _made(value: Any) -> Any:
+    """Inverse of `_plain`."""
+    if not isinstance(value, dict):
+        return value
+    kind = value.pop(_KIND)
+    if kind == "array":
+        return _array(value["type"], value["shape"], value["data"])
+    if kind in _TUPLES:
+        return _TUPLES[kind](*map(_made, value["values"]))
+    if kind in ("map", "stop"):
+        return StopReason(value["value"]) if kind == "stop" else value["value"]
+    if kind == "SAWItem":
+        value.setdefault("attention_mask", None)
+    return _RECORDS[kind](**{name: _made(inner) for name, inner in value.items()})
+
+
+def _array(dtype: str, shape: list[int], data: bytes) -> Any:
+    if np.dtype(dtype) != np.bool_:
+        return np.frombuffer(data, dtype).reshape(shape)
+    bits = np.unpackbits(np.frombuffer(data, np.uint8), count=int(np.prod(shape)))
+    return bits.astype(np.bool_).reshape(shape)
+
 
 _MAX_EMPTY = 16
 """Empty batches in a row after which a source counts as exhausted."""
 
 
-class StoredItem:
+class _StoredItem:
     """A sample and its encoded text in a checkpoint.
 
     The trainer asks for the state at every step, so each sample is encoded once and cached.
@@ -44,7 +153,7 @@ class StoredItem:
         self._text = text
 
     @classmethod
-    def read(cls, text: str) -> "StoredItem":
+    def read(cls, text: str) -> "_StoredItem":
         return cls(item_of_text(text), text)
 
     @property
@@ -54,7 +163,7 @@ class StoredItem:
         return self._text
 
 
-def refuse_accounts(who: str, source: BatchSource) -> None:
+def _refuse_accounts(who: str, source: BatchSource) -> None:
     """Raise ConfigError if `source` needs to know which of its samples were trained on; a wrapper cannot report that."""
     if isinstance(source, AccountsForItems):
         raise ConfigError(
@@ -80,7 +189,7 @@ class MixedPart:
             raise ConfigError(
                 f"MixedPart {self.name!r} has share={self.share}; it must be above 0. To disable a part, leave it out."
             )
-        refuse_accounts("MixedBatchSource", self.source)
+        _refuse_accounts("MixedBatchSource", self.source)
 
 
 class MixedBatchSource:
@@ -94,7 +203,7 @@ class MixedBatchSource:
         self._num_lead = 0
         """Samples of the first part so far."""
         self._num_given = {part.name: 0 for part in self._others}
-        self._waiting: dict[str, deque[StoredItem]] = {part.name: deque() for part in self._others}
+        self._waiting: dict[str, deque[_StoredItem]] = {part.name: deque() for part in self._others}
 
     async def next_batch(self) -> SAWBatch:
         batch = await self._lead.source.next_batch()
@@ -122,7 +231,7 @@ class MixedBatchSource:
         num_empty = 0
         while len(waiting) < count:
             brought = (await part.source.next_batch()).items
-            waiting += map(StoredItem, brought)
+            waiting += map(_StoredItem, brought)
             num_empty = 0 if brought else num_empty + 1
             if num_empty == _MAX_EMPTY:
                 raise RequestsExhausted(f"The part {part.name!r} gave {_MAX_EMPTY} batches in a row without a sample.")
@@ -148,7 +257,7 @@ class MixedBatchSource:
                 "that the run was started with."
             )
         self._num_lead, self._num_given = state["num_lead"], dict(state["num_given"])
-        self._waiting = {name: deque(map(StoredItem.read, texts)) for name, texts in state["waiting"].items()}
+        self._waiting = {name: deque(map(_StoredItem.read, texts)) for name, texts in state["waiting"].items()}
         for part in (self._lead, *self._others):
             load_into(part.source, state["sources"][part.name])
 
@@ -162,7 +271,7 @@ def _tagged(items: Sequence[SAWItem], part: MixedPart) -> list[SAWItem]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Kept:
-    stored: StoredItem
+    stored: _StoredItem
     version: int
     """The oldest policy version of its tokens; if the sample names none, the trainer's version when it was added."""
 
@@ -193,7 +302,7 @@ class ReplayBatchSource:
             raise ConfigError(f"max_lag={max_lag}; it must be 0 or more, or None for no limit.")
         if half_life is not None and not half_life > 0:
             raise ConfigError(f"half_life={half_life}; it must be above 0, or None to draw uniformly.")
-        refuse_accounts("ReplayBatchSource", source)
+        _refuse_accounts("ReplayBatchSource", source)
         self._source = source
         self._capacity, self._num_replayed, self._fresh_every = capacity, num_replayed, fresh_every
         self._max_lag, self._half_life = max_lag, half_life
@@ -242,7 +351,7 @@ class ReplayBatchSource:
     def _keep(self, items: Sequence[SAWItem]) -> None:
         for item in items:
             version = self._version if item.oldest_version is None else item.oldest_version
-            self._kept.append(_Kept(stored=StoredItem(item), version=version))
+            self._kept.append(_Kept(stored=_StoredItem(item), version=version))
         while len(self._kept) > self._capacity:
             self._kept.popleft()
 
@@ -270,7 +379,7 @@ class ReplayBatchSource:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._version, self._num_batches = state["version"], state["num_batches"]
-        kept = [_Kept(stored=StoredItem.read(text), version=version) for version, text in state["kept"]]
+        kept = [_Kept(stored=_StoredItem.read(text), version=version) for version, text in state["kept"]]
         self._kept = deque(kept[-self._capacity :])
         load_into(self._source, state["source"])
 

@@ -8,17 +8,18 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 
 from ludic.batch_gen.build_batch import HasCreditAssigner, credit_of
-from ludic.batch_gen.message_spans import with_message_spans
 from ludic.batch_gen.stitching import stitch_rollouts
 from ludic.batch_gen.store import index_lines
-from ludic.inference import ChatTemplate, HFChatTemplate
+from ludic.compat import also_accepts, only_known
+from ludic.inference import ChatTemplate, Conversation, HFChatTemplate
 from ludic.types import (
     AgentStep,
     ConfigError,
@@ -40,6 +41,38 @@ from ludic.types import (
 from ludic.types.rollout_files import stored_rollout
 from ludic.util.files import Line
 
+
+def with_message_spans(rollout: Rollout, template: ChatTemplate) -> Rollout:
+    """The rollout with `TokenTrace.message_spans` in every model call; ConfigError if the template writes other prompts."""
+    calls = [step for step in rollout.steps if isinstance(step, AgentStep)]
+    if all(call.trace.message_spans for call in calls):
+        return rollout
+    conversation, traces = Conversation(template), {}
+    for position, call in enumerate(calls):
+        prompt = conversation.next_prompt(list(call.prompt_messages), with_spans=True)
+        if not np.array_equal(prompt.token_ids, call.trace.prompt_token_ids):
+            raise ConfigError(
+                f"Rollout {rollout.id} does not say which message its tokens came from, and the chat template writes the prompt "
+                f"of step {call.index} differently: another model played it, or its agent was shown tools. Play with --train-on, "
+                "which records it."
+            )
+        traces[id(call.trace)] = replace(call.trace, message_spans=prompt.message_spans)
+        conversation.record(call.trace.completion_token_ids, _kept_text(calls, position))
+    steps = [
+        step if step.trace is None else replace(step, trace=traces.get(id(step.trace), step.trace))
+        for step in rollout.steps
+    ]
+    return replace(rollout, steps=steps)
+
+
+def _kept_text(calls: list[AgentStep], position: int) -> str:
+    """The reply as the agent remembered it: in the next prompt, where there is one."""
+    own, num_sent = calls[position], len(calls[position].prompt_messages)
+    if position + 1 < len(calls) and len(calls[position + 1].prompt_messages) > num_sent:
+        return str(calls[position + 1].prompt_messages[num_sent]["content"])
+    return own.action
+
+
 logger = logging.getLogger(__name__)
 
 _ORDER, _WITHIN_CHUNK = 0, 1
@@ -47,11 +80,17 @@ StepToItem: TypeAlias = Callable[[Rollout, Step, float], SAWItem]
 """(rollout, one of its steps, the step's weight) -> item."""
 
 
-def acts_on_env(step: Step) -> bool:
+def _acts_on_env(step: Step) -> bool:
     """The default selector: env steps, and replies to the env that failed to parse."""
     return step.kind == "env" or is_parse_failure(step)
 
 
+class _Spellings(TypedDict, total=False):
+    algorithm: HasCreditAssigner
+    """In place of `credit_assigner`: the algorithm's."""
+
+
+@also_accepts(_Spellings)
 class OfflineBatchSource:
     """Endless epochs over stored rollouts, shuffled per epoch.
 
@@ -71,11 +110,10 @@ class OfflineBatchSource:
         drop_last: bool = False,
         step_selector: StepSelector | None = None,
         *,
-        algorithm: HasCreditAssigner | None = None,
-        per_turn: bool = False,
         chunk_rollouts: int = 64,
         group_size: int | None = None,
         spans_by: ChatTemplate | None = None,
+        **also: Unpack[_Spellings],
     ) -> None:
         """`chunk_rollouts`: minimum number of rollouts that are credited, shuffled and held in memory at a time. `group_size`:
         leave out groups with another number of finished episodes, which rules that compare siblings refuse. `spans_by`: the
@@ -84,15 +122,15 @@ class OfflineBatchSource:
             raise ConfigError(f"batch_size={batch_size}, chunk_rollouts={chunk_rollouts}; both must be at least 1.")
         if step_selector is not None and step_to_item is None:
             raise ConfigError("step_selector picks steps for step_to_item; without that, whole rollouts become items.")
-        self._credit = credit_of(credit_assigner, algorithm)
+        only_known("OfflineBatchSource", also, _Spellings)
+        self._credit = credit_of(credit_assigner, also.get("algorithm"))
         self._step_to_item = step_to_item
-        self._step_selector = step_selector or acts_on_env
+        self._step_selector = step_selector or _acts_on_env
         self._sample_filter = sample_filter
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
         self._drop_last = drop_last
-        self._per_turn = per_turn
         self._spans_by = spans_by
         self._chunk_rollouts = chunk_rollouts
         paths = [jsonl_paths] if isinstance(jsonl_paths, (str, Path)) else list(jsonl_paths)
@@ -190,7 +228,7 @@ class OfflineBatchSource:
         if to_item is None:
             if self._spans_by is not None:
                 rollouts = [with_message_spans(rollout, self._spans_by) for rollout in rollouts]
-            items = stitch_rollouts(rollouts, weights, per_turn=self._per_turn)
+            items = stitch_rollouts(rollouts, weights)
         else:
             items = [
                 to_item(rollout, step, weights[rollout.id, step.index])

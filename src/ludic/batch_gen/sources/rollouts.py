@@ -8,10 +8,10 @@ is bounded; after the last one the batch may be smaller. With `stragglers` a bat
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypedDict, Unpack
 
 from ludic.batch_gen.build_batch import BatchBuilder, HasCreditAssigner, credit_of
 from ludic.batch_gen.engine import DEFAULT_MAX_STEPS, RolloutEngine
@@ -19,6 +19,7 @@ from ludic.batch_gen.episodes import Episode, EpisodeLimits
 from ludic.batch_gen.requests.curriculum import Curriculum, ReportsMetrics
 from ludic.batch_gen.requests.groups import RequestGroup, RequestsFn, RequestStrategy, RequestStream
 from ludic.batch_gen.sources.stragglers import StragglerRunner, Stragglers
+from ludic.compat import also_accepts, one_of, only_known
 from ludic.types import (
     ConfigError,
     CreditAssigner,
@@ -35,8 +36,6 @@ from ludic.types import (
 from ludic.types.interfaces import load_into, state_of
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,17 +66,37 @@ class EpisodeRunner:
         self._run = partial(engine.run_episodes, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency)
         self.num_episodes = 0
 
-    async def run(self, groups: list[RequestGroup]) -> list[Episode]:
+    def run(self, groups: list[RequestGroup]) -> Awaitable[list[Episode]]:
         requests = [request for group in groups for request in group]
         first_index = self.num_episodes
         self.num_episodes += sum(request.num_episodes for request in requests)
-        return await self._run(requests, first_index=first_index)
+        return self._run(requests, first_index=first_index)
 
 
+@dataclass(frozen=True, slots=True)
+class TrainedSeat:
+    """The policy that a batch is for, in episodes that other policies take part in."""
+
+    policy: str
+    """Only its rollouts are trained on."""
+    followers: Sequence[FollowsVersions] = ()
+    """Parts that hear of its new versions and are saved with the source, such as a league."""
+
+
+class _Spellings(TypedDict, total=False):
+    orchestrator: RolloutEngine
+    """`engine`."""
+    request_fn: RequestsFn
+    """`requests_fn`."""
+    credit_assigner: CreditAssigner | None
+    """The rule alone, in place of `algorithm`."""
+
+
+@also_accepts(_Spellings)
 class RolloutBatchSource:
     """Runs the episodes of the next requests and builds a batch from them.
 
-    Requests come from `requests_fn` (alias `request_fn`) or from a `curriculum`, which observes the rollouts. `strategy`
+    Requests come from `requests_fn` or from a `curriculum`, which observes the rollouts. `strategy`
     expands them. With `dynamic_sampling`, groups with equal rewards are replaced.
     """
 
@@ -85,11 +104,8 @@ class RolloutBatchSource:
         self,
         engine: RolloutEngine | None = None,
         *,
-        orchestrator: RolloutEngine | None = None,
         requests_fn: RequestsFn | None = None,
-        request_fn: RequestsFn | None = None,
         curriculum: Curriculum | None = None,
-        credit_assigner: CreditAssigner | None = None,
         algorithm: HasCreditAssigner | None = None,
         max_steps: int = DEFAULT_MAX_STEPS,
         timeout_s: float | None = None,
@@ -97,15 +113,14 @@ class RolloutBatchSource:
         sample_filter: SampleFilter | None = None,
         strategy: RequestStrategy | None = None,
         dynamic_sampling: DynamicSampling | None = None,
-        per_turn: bool = False,
-        policy: str | None = None,
-        followers: Sequence[FollowsVersions] = (),
         stragglers: Stragglers | None = None,
+        seat: TrainedSeat | None = None,
+        **also: Unpack[_Spellings],
     ) -> None:
-        """`policy`: only its rollouts are trained on, for episodes that other policies take part in. `followers` (a league) get
-        its version updates and are saved with the source. `stragglers`: a batch does not wait for its last episodes; close the
-        source at the end."""
-        self._engine = engine = _exactly_one(engine=engine, orchestrator=orchestrator)
+        """`seat`: the trained policy, for episodes that other policies take part in. `stragglers`: a batch does not wait for its
+        last episodes; close the source at the end."""
+        only_known("RolloutBatchSource", also, _Spellings)
+        self._engine = engine = one_of("RolloutBatchSource", engine=engine, orchestrator=also.get("orchestrator"))
         if stragglers is not None and dynamic_sampling is not None:
             raise ConfigError("Dynamic sampling waits for whole rounds of episodes, so it does not go with stragglers.")
         limits: dict[str, Any] = {"max_steps": max_steps, "timeout_s": timeout_s, "concurrency": concurrency}
@@ -113,14 +128,17 @@ class RolloutBatchSource:
         self._stragglers = None if stragglers is None else StragglerRunner(engine, stragglers, **limits)
         self._curriculum = curriculum
         next_requests = None if curriculum is None else curriculum.next_requests
-        requests_fn = _exactly_one(requests_fn=requests_fn, request_fn=request_fn, curriculum=next_requests)
+        requests_fn = one_of(
+            "RolloutBatchSource", requests_fn=requests_fn, request_fn=also.get("request_fn"), curriculum=next_requests
+        )
         parts: dict[str, object] = {"requests": requests_fn} if curriculum is None else {"curriculum": curriculum}
         self._requests = RequestStream(requests_fn, strategy, parts)
-        credit = credit_of(credit_assigner, algorithm)
-        self._builder = BatchBuilder(credit_assigner=credit, sample_filter=sample_filter, per_turn=per_turn)
+        credit = credit_of(also.get("credit_assigner"), algorithm)
+        self._builder = BatchBuilder(credit_assigner=credit, sample_filter=sample_filter)
         self._stateful_credit = credit if isinstance(credit, Stateful) else None
         self._dynamic_sampling = dynamic_sampling
-        self._policy, self._followers = policy, list(followers)
+        self._policy = None if seat is None else seat.policy
+        self._followers = [] if seat is None else list(seat.followers)
         self._num_batches = self._groups_per_batch = 0
 
     async def next_batch(self) -> SAWBatch:
@@ -144,7 +162,7 @@ class RolloutBatchSource:
     get_next_batch = next_batch
 
     async def _closed_batch(self, runner: StragglerRunner) -> SAWBatch:
-        """What is done of as many groups as the first draw has."""
+        """A batch of finished episodes, with as many groups as the first draw."""
         if not self._groups_per_batch:
             self._groups_per_batch = self._requests.num_next()
         try:
@@ -166,7 +184,7 @@ class RolloutBatchSource:
             await self._stragglers.close()
 
     async def _refilled_batch(self, settings: DynamicSampling) -> SAWBatch:
-        """As many groups with different rewards as the first draw has, or fewer after `max_rounds` rounds."""
+        """A batch of groups with different rewards: as many as the first draw has, or fewer after `max_rounds` rounds."""
         if not self._groups_per_batch:  # the first draw may be empty
             self._groups_per_batch = self._requests.num_next()
         num_groups = self._groups_per_batch
@@ -241,19 +259,6 @@ class RolloutBatchSource:
         load_into(self._engine.rewards, state.get("scorers", {}))
         if self._stragglers is not None:
             self._stragglers.load_state_dict(state["stragglers"], self._requests)
-
-
-def _exactly_one(**spellings: T | None) -> T:
-    """The argument that was passed under one of several names."""
-    given = [name for name, value in spellings.items() if value is not None]
-    if len(given) != 1:
-        raise ConfigError(
-            f"RolloutBatchSource needs exactly one of {', '.join(f'{name}=…' for name in spellings)}; "
-            f"it was given {' and '.join(given) or 'none of them'}."
-        )
-    found = spellings[given[0]]
-    assert found is not None, "only names with a value are in `given`"
-    return found
 
 
 def _rewards_differ(episodes: Sequence[Episode], settings: DynamicSampling, policy: str | None = None) -> bool:

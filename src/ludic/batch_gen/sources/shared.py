@@ -32,7 +32,7 @@ class _Round:
     episodes: list[Episode]
     generation_s: float
     scorer_metrics: dict[str, float]
-    """What scorers say of themselves so far, such as what a judge has cost."""
+    """The scorers' own metrics so far, such as the cost of a judge."""
 
     @property
     def policies(self) -> list[str]:
@@ -72,14 +72,13 @@ class SharedRollouts:
         credit_assigner: CreditAssigner | None = None,
         algorithm: HasCreditAssigner | None = None,
         sample_filter: SampleFilter | None = None,
-        per_turn: bool = False,
         followers: Sequence[FollowsVersions] = (),
     ) -> "PolicyBatchSource":
         """Batches of `policy` for its trainer. `followers` (a league) get its version updates and are saved with it."""
         if policy in self._sources:
             raise ConfigError(f"The policy {policy!r} has a batch source already; one trainer trains one policy.")
         credit = credit_of(credit_assigner, algorithm)
-        builder = BatchBuilder(credit_assigner=credit, sample_filter=sample_filter, per_turn=per_turn)
+        builder = BatchBuilder(credit_assigner=credit, sample_filter=sample_filter)
         self._sources[policy] = PolicyBatchSource(policy, self, builder, followers)
         return self._sources[policy]
 

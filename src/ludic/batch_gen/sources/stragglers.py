@@ -73,7 +73,7 @@ class StragglerRunner:
         self._groups: list[_Group] = []
         """Begun and not in a batch yet, in the order of their numbers."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        """Where their episodes run; None: nowhere yet."""
+        """The stream of their episodes; None before they start."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         """Set when a group is done, or a task has ended."""

@@ -43,7 +43,7 @@ class Teachers(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class OneTeacher:
+class _OneTeacher:
     """The same for every sample."""
 
     teacher: TeacherScorer
@@ -52,10 +52,10 @@ class OneTeacher:
         return self.teacher
 
     def require_tokenizer(self, fingerprint: str) -> None:
-        require_same_tokenizer("teacher", self.teacher, fingerprint)
+        _require_same_tokenizer("teacher", self.teacher, fingerprint)
 
 
-def require_same_tokenizer(name: str, teacher: TeacherScorer, fingerprint: str) -> None:
+def _require_same_tokenizer(name: str, teacher: TeacherScorer, fingerprint: str) -> None:
     """Raise ConfigError if the teacher `name` has another tokenizer."""
     if teacher.tokenizer_fingerprint != fingerprint:
         raise ConfigError(
@@ -82,7 +82,7 @@ class TeacherAnnotatedBatchSource:
         if teacher_chunk_size is not None and teacher_chunk_size < 1:
             raise ConfigError(f"teacher_chunk_size={teacher_chunk_size}; it must be at least 1, or None for all.")
         self._inner = inner
-        self._teachers = teacher_scorer if isinstance(teacher_scorer, Teachers) else OneTeacher(teacher_scorer)
+        self._teachers = teacher_scorer if isinstance(teacher_scorer, Teachers) else _OneTeacher(teacher_scorer)
         self._teachers.require_tokenizer(tokenizer_fingerprint)
         self._chunk_size = teacher_chunk_size
         if isinstance(inner, AccountsForItems):
@@ -135,7 +135,7 @@ DomainOf: TypeAlias = Callable[[SAWItem], str]
 
 
 def domain_of(item: SAWItem) -> str:
-    """What the request said (`RolloutRequest.meta["domain"]`); without that, the name of the environment."""
+    """The domain of the request (`RolloutRequest.meta["domain"]`), else the name of the environment."""
     domain = item.origin.domain or item.origin.env_name
     if domain is None:
         raise ConfigError(
@@ -166,7 +166,7 @@ class DomainTeachers:
 
     def require_tokenizer(self, fingerprint: str) -> None:
         for domain, teacher in self._teachers.items():
-            require_same_tokenizer(domain, teacher, fingerprint)
+            _require_same_tokenizer(domain, teacher, fingerprint)
 
 
 # --- self-distillation from a privileged prompt ---
@@ -194,7 +194,7 @@ class PrivilegedTeacher:
         return _HintedTeacher(self._teacher, prompt)
 
     def require_tokenizer(self, fingerprint: str) -> None:
-        require_same_tokenizer("privileged", self._teacher, fingerprint)
+        _require_same_tokenizer("privileged", self._teacher, fingerprint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,16 +220,16 @@ def hint_first(template: ChatTemplate, hint_of: Callable[[SAWItem], str] | None 
     For templates that render a conversation as the concatenation of its messages. The hint is the request's `meta["hint"]`,
     unless `hint_of` is given.
     """
-    hint_of = hint_of if hint_of is not None else hint_in_request
+    hint_of = hint_of if hint_of is not None else _hint_in_request
 
     def prompt_of(item: SAWItem) -> TokenArray:
         hint = template.apply([{"role": "system", "content": hint_of(item)}], add_generation_prompt=False)
-        return np.concatenate([hint.prompt_token_ids, prompt_of_student(item)])
+        return np.concatenate([hint.prompt_token_ids, _prompt_of_student(item)])
 
     return prompt_of
 
 
-def hint_in_request(item: SAWItem) -> str:
+def _hint_in_request(item: SAWItem) -> str:
     hint = request_meta_in(item.meta).get("hint")
     if hint is None:
         raise ConfigError(
@@ -239,7 +239,7 @@ def hint_in_request(item: SAWItem) -> str:
     return str(hint)
 
 
-def prompt_of_student(item: SAWItem) -> TokenArray:
+def _prompt_of_student(item: SAWItem) -> TokenArray:
     """The tokens before the first action token."""
     ids, where = item.input_ids[item.attention_mask], np.flatnonzero(item.action_mask[item.attention_mask])
     return ids[: where[0] if len(where) else len(ids)]

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ludic.agents import Agent
 from ludic.batch_gen import GRPORequestStrategy
-from ludic.batch_gen.requests.roles import assign_roles
+from ludic.batch_gen.requests.groups import assign_roles
 from ludic.batch_gen.requests.streams import held_out, is_stream, read_or_generate
 from ludic.cli.args import Switch, Target, config_file, parse_with_settings
 from ludic.cli.eval.config import EvalConfig, PolicySettings, of_run, resolve, trains_on

@@ -1,4 +1,4 @@
-"""What `check_env` reports: a broken rule (`EnvCheckFailed`), or what the env costs and where it belongs (`EnvReport`)."""
+"""The reports of `check_env`: a broken rule (`EnvCheckFailed`), or what the env costs and where it belongs (`EnvReport`)."""
 
 import functools
 import resource
@@ -35,15 +35,15 @@ class EnvReport:
     env: str
     """Name of its class."""
     blocking: bool
-    """Whether its calls run in a thread (`LudicEnv.blocking`)."""
+    """True if its calls run in a thread (`LudicEnv.blocking`)."""
     is_async: bool
-    """Whether it has its own `async_` methods: time that it waits for is not lost for others."""
+    """True if it has its own `async_` methods: time that it waits for is not lost for others."""
     num_steps: int
     reset_s: float
     """Median, as the next two."""
     step_s: float
     step_cpu_s: float
-    """What of a step is computed in this process."""
+    """Share of a step that this process computes."""
     slowest_s: float
     """The longest reset or step."""
     memory_mb: float
@@ -112,7 +112,7 @@ class StepClock:
 
 
 def one_line_in_scripts(check: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Where a failed check ends a script, its message is printed and the lines of the env that raised, not those of Ludic."""
+    """Prints the message of a failed check that ends a script, and the lines of the env that raised instead of Ludic's."""
 
     @functools.wraps(check)
     async def checked(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -17,7 +17,7 @@ _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _MAX_CALLS = 200
 _NUM_TRIED = 20
 _MISTAKES = (ArithmeticError, AssertionError, AttributeError, ImportError, NameError, TimeoutError, TypeError)
-"""What a tool raises by mistake; a ValueError, LookupError or OSError may be its answer to the model."""
+"""Errors that a tool raises by mistake; a ValueError, LookupError or OSError may be its answer to the model."""
 
 
 def tools_of(env: LudicEnv[Any, Any, Any], agent_id: str) -> dict[str, Tool]:
@@ -29,7 +29,7 @@ def tools_of(env: LudicEnv[Any, Any, Any], agent_id: str) -> dict[str, Tool]:
 
 
 async def try_tools(env: LudicEnv[Any, Any, Any], agent_id: str, rng: random.Random) -> list[str]:
-    """What each tool answers to one call, with arguments that follow its schema."""
+    """The answer of each tool to one call, with arguments that follow its schema."""
     answers = []
     for tool in tools_of(env, agent_id).values():
         arguments = _accepted(tool, rng)

@@ -12,7 +12,7 @@ from typing import Final, Literal, TypeAlias
 Mark: TypeAlias = Literal["X", "O"]
 Result: TypeAlias = Literal["win", "loss", "draw"]
 View: TypeAlias = Literal["text", "compact"]
-"""How a board is shown: drawn, or in the words of `compact`."""
+"""Format of the board: drawn, or in the words of `compact`."""
 
 FREE: Final = "."
 EMPTY: Final = FREE * 9
@@ -65,7 +65,7 @@ def winner(board: str) -> Mark | None:
 
 @cache
 def result_for(board: str, mark: Mark) -> Result | None:
-    """How the game ended for this mark; None while it goes on."""
+    """Result of the game for this mark; None before its end."""
     if won := winner(board):
         return "win" if won == mark else "loss"
     return None if FREE in board else "draw"
@@ -145,7 +145,7 @@ class Position:
     best: tuple[int, ...]
     """See `best_moves`."""
     after: dict[int, "Position"] = field(repr=False)
-    """Where each legal move leads."""
+    """The board after each legal move."""
 
 
 @cache

@@ -12,7 +12,7 @@ from ludic.batch_gen import (
     make_dataset_sequence_requests_fn,
 )
 from ludic.batch_gen.requests.dataset import RequestBuilder
-from ludic.batch_gen.requests.roles import AssignedRequests
+from ludic.batch_gen.requests.groups import AssignedRequests
 from ludic.batch_gen.requests.streams import SampleStream, StreamRequests
 from ludic.run.parts.episodes import EpisodeSetup
 from ludic.run.parts.samples import env_arguments, train_samples, train_stream

@@ -13,7 +13,7 @@ from typing import Any
 
 from ludic.agents import Agent
 from ludic.batch_gen import SharedRollouts
-from ludic.batch_gen.requests.roles import assign_roles
+from ludic.batch_gen.requests.groups import assign_roles
 from ludic.eval import Grading, PolicyEvaluator, SnapshotEvaluator
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot, League

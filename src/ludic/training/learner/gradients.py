@@ -36,7 +36,7 @@ from ludic.types import ConfigError, SAWItem, spread_of
 
 
 def batch_facts(items: Sequence[SAWItem]) -> BatchFacts:
-    """What losses divide by and compare with."""
+    """The counts and statistics of a batch that losses divide by and compare with."""
     members: dict[str, list[SAWItem]] = {}
     for item in items:
         if (name := item.origin.objective) is not None:
@@ -161,7 +161,7 @@ def action_tokens(
     teacher: TrainedPolicy | None = None,
     pad_token_id: int = 0,
 ) -> ActionTokens:
-    """What the loss sees of one micro-batch."""
+    """The loss's view of one micro-batch."""
     entropy_mode: EntropyMode | None = "train" if loss.needs.entropy else "watch" if watch_entropy else None
     observations = batch.observations() if loss.needs.observations else None
     padded: tuple[Tensor, dict[str, Tensor]] | None = None
@@ -185,13 +185,13 @@ def action_tokens(
         facts=facts,
         old_logps=actions.old_logp_A,
         # In a batch's only update the weights are still those, and no other pass is needed.
-        proximal_logps=outputs.logps_A.detach() if actions.proximal_logp_A is None else actions.proximal_logp_A,
+        proximal_logps=actions.columns.get("proximal_logps", outputs.logps_A.detach()),
         ref_logps=reference.logps(batch) if reference is not None and loss.needs.reference else None,
         entropy=outputs.entropy_A,
         teacher_kl=teacher_kl,
         values=critic.values(batch, hidden_AD, policy) if critic is not None else None,
-        returns=actions.return_A,
-        old_values=actions.value_A,
+        returns=actions.columns.get("token_returns"),
+        old_values=actions.columns.get("token_values"),
         objectives=actions.objectives,
         episodes=actions.episodes,
         comparisons=actions.comparisons,
@@ -222,7 +222,7 @@ def with_proximal_logps(
 
 
 class DriftProbe:
-    """How far one update moves the policy: KL per token of one micro-batch between the weights before and after it.
+    """The step size of one update: KL per token of one micro-batch between the weights before and after it.
 
     The mismatch that every step logs (`kl_actor_policy`) is taken before the update: on-policy it is about 0 however fast the
     policy moves.

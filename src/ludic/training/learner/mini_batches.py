@@ -25,8 +25,8 @@ from ludic.types import (
     StopReason,
     derive_seed,
 )
+from ludic.types.columns import PER_TOKEN
 from ludic.types.messages import image_of_url
-from ludic.types.samples import PER_TOKEN
 from ludic.types.tokens import CandidateSets
 
 

@@ -1,11 +1,11 @@
-"""From samples to tensors: micro-batches within a token budget, packed end to end, or padded.
+"""Micro-batches of samples within a token budget, as tensors: packed end to end, or padded.
 
 Packing wastes nothing: the budget counts real tokens. The padded form is for losses on whole logits and for models that cannot
 pack. Both have the same fields of every action token (`ActionFields`).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -16,11 +16,12 @@ from ludic.models.head import CandidateMask
 from ludic.models.packed_attention import to_device
 from ludic.models.prefix_tree import TokenTree, first_fit, prefix_groups, prefix_order, shared_lengths
 from ludic.training.config import LengthPolicy
-from ludic.types import CandidateSets, ConfigError, SampleAttachments, SAWItem
+from ludic.types import CandidateSets, ConfigError, SAWItem
+from ludic.types.columns import COLUMNS
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class _Fitted:
     """The samples that can be trained on, and how many were cut or dropped."""
 
     items: list[SAWItem]
@@ -28,7 +29,7 @@ class Fitted:
     num_dropped: int = 0
 
 
-def fit_length(items: Sequence[SAWItem], max_seq_len: int, policy: LengthPolicy = "raise") -> Fitted:
+def fit_length(items: Sequence[SAWItem], max_seq_len: int, policy: LengthPolicy = "raise") -> _Fitted:
     """Raise, truncate or drop samples longer than `max_seq_len`. A truncated sample is kept if any action token is left."""
     if policy not in get_args(LengthPolicy):
         raise ConfigError(f"too_long={policy!r}; there are {', '.join(get_args(LengthPolicy))}.")
@@ -50,7 +51,7 @@ def fit_length(items: Sequence[SAWItem], max_seq_len: int, policy: LengthPolicy 
         else:
             num_truncated += 1
             kept.append(cut)
-    return Fitted(kept, num_truncated, num_dropped)
+    return _Fitted(kept, num_truncated, num_dropped)
 
 
 def without_padding(item: SAWItem) -> SAWItem:
@@ -60,45 +61,20 @@ def without_padding(item: SAWItem) -> SAWItem:
         return item
     if (item.action_mask & ~counts).any():
         raise ConfigError(f"A sample masks out action tokens by its attention mask (rollout {item.origin.rollout_id}).")
-    places = np.cumsum(counts, dtype=np.int64) - counts
-    images = tuple(replace(span, start=int(places[span.start])) for span in item.attachments.images)
-    return replace(
-        item,
-        input_ids=item.input_ids[counts],
-        attention_mask=None,
-        action_mask=item.action_mask[counts],
-        attachments=_with_experts_at(replace(item.attachments, images=images), counts),
-    )
+    return item.only(counts)
 
 
 def truncated(item: SAWItem, length: int) -> SAWItem:
     """The first `length` tokens of a sample, with their attachments; fewer where a picture would be cut."""
-    images = item.attachments.images
-    length = next((span.start for span in images if span.start < length < span.end), length)
-    mask = item.action_mask[:length]
-    assert item.attention_mask is not None, "SAWItem fills it in"
-    return replace(
-        item,
-        input_ids=item.input_ids[:length],
-        attention_mask=item.attention_mask[:length],
-        action_mask=mask,
-        attachments=replace(
-            _with_experts_at(item.attachments.first(int(mask.sum())), slice(length)),
-            images=tuple(span for span in images if span.end <= length),
-        ),
-        origin=replace(item.origin, seq_len_truncated=True),
-    )
-
-
-def _with_experts_at(attached: SampleAttachments, where: slice | np.ndarray) -> SampleAttachments:
-    return attached if attached.experts is None else replace(attached, experts=attached.experts[where])
+    length = next((s.start for s in item.attachments.images if s.start < length < s.end), length)
+    return item.only(np.arange(len(item.input_ids)) < length).with_origin(seq_len_truncated=True)
 
 
 # --- which samples go together ---
 
 
 PADDING_ITEM = SAWItem(np.zeros(2, dtype=np.int32), None, np.array([False, True]), 0.0)
-"""What a rank without samples computes while others still have some: as short as possible, and multiplied by zero."""
+"""The sample of a rank without samples while others still have some: as short as possible, and multiplied by zero."""
 
 
 def balanced_shares(items: Sequence[SAWItem], num_shares: int, *, share_prefixes: bool = False) -> list[list[SAWItem]]:
@@ -143,8 +119,8 @@ def _largest_first(items: Sequence[SAWItem], max_shared: int) -> list[tuple[list
 
 
 def token_keys(items: Sequence[SAWItem]) -> list[np.ndarray]:
-    """By what samples share a prefix: token ids, or numbers of (token, its experts) if experts were recorded, because a shared
-    token goes to one set of experts."""
+    """One array per sample, equal where samples share a prefix: token ids, or numbers of (token, its experts) where experts were
+    recorded, because a shared token goes to one set of experts."""
     if all(item.attachments.experts is None for item in items):
         return [item.input_ids for item in items]
     numbers: dict[tuple[int, bytes], int] = {}
@@ -206,38 +182,37 @@ def split_items_by_token_budget(
 # Letters: A action tokens of all samples, T flat tokens, B samples, L longest sample.
 @dataclass(frozen=True, slots=True)
 class ActionFields:
-    """What is known of every action token before the forward pass."""
+    """The facts of every action token that are known before the forward pass."""
 
     predictor_A: Tensor
     """Flat position of the token before it, whose hidden state predicts it."""
     target_A: Tensor
     item_A: Tensor
-    """Which sample of this micro-batch it belongs to."""
+    """Index of its sample in the micro-batch."""
     weight_A: Tensor
-    old_logp_A: Tensor | None
-    """Under the policy that sampled it."""
     inverse_temperature_A: Tensor
     num_items: int
     candidates: CandidateMask | None = None
-    """What each was drawn from, if a sampler excluded tokens."""
-    value_A: Tensor | None = None
-    """The critic's value before the update."""
-    return_A: Tensor | None = None
-    """The return that the critic learns to predict."""
-    proximal_logp_A: Tensor | None = None
-    """Under the weights from before the batch's first update."""
+    """The candidates of each token, if a sampler excluded tokens."""
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """The packed columns (`Column.is_packed`) that the samples have, one entry per token."""
     objectives: tuple[str | None, ...] = ()
-    """Of each sample; empty if no sample names one."""
+    """Objective of each sample; empty if no sample names one."""
     episodes: tuple[str | None, ...] = ()
-    """Of each sample."""
+    """Episode of each sample."""
     comparisons: tuple[str | None, ...] = ()
-    """Of each sample; empty if no sample names one."""
+    """Comparison of each sample; empty if no sample names one."""
     without_old_logps: tuple[int, ...] = ()
     """Samples whose old_logp_A is not known, if those of others are."""
 
     @property
     def num_tokens(self) -> int:
         return self.target_A.shape[0]
+
+    @property
+    def old_logp_A(self) -> Tensor | None:
+        """Log-probs under the policy that sampled the tokens."""
+        return self.columns.get("actor_logps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,34 +234,39 @@ class PackedBatch:
     actions: ActionFields
     items: list[SAWItem]
     paths: Sequence[np.ndarray]
-    """Where the tokens of each sample are in `ids_T`."""
+    """Places of each sample's tokens in `ids_T`."""
     is_padded: bool = False
     tree: TokenTree | None = None
     """If samples share prefixes: `ids_T` and `positions_T` are its tokens, each once."""
 
     def tokens_T(self) -> Tensor:
-        """How many samples each flat token counts for: 0 for padding, several in a tree."""
+        """Number of samples that each flat token belongs to: 0 for padding, several in a tree."""
         counts = np.zeros(len(self.ids_T), dtype=np.int64)
         for path, length in zip(self.paths, self.lengths, strict=True):
             counts[path[:length]] += 1
         return to_device(counts, self.ids_T.device)
 
-    def experts_TLK(self) -> Tensor | None:
-        """The recorded experts of the flat tokens, −1 where not known; None if no sample has any."""
-        given = [item.attachments.experts for item in self.items]
-        first = next((own for own in given if own is not None), None)
-        if first is None:
+    def column_T(self, name: str) -> Tensor | None:
+        """A column of all tokens over the flat tokens; None if no sample has it."""
+        column = next(column for column in COLUMNS if column.name == name)
+        given = [getattr(item.attachments, name) for item in self.items]
+        shapes = {own.shape[1:] for own in given if own is not None}
+        if not shapes:
             return None
-        experts_TLK = np.full((len(self.ids_T), *first.shape[1:]), -1, dtype=np.int64)
+        if len(shapes) > 1:
+            raise ConfigError(
+                f"Samples of one batch have {name} of the shapes {sorted(map(list, shapes))} per token: they were recorded by "
+                "different models."
+            )
+        found = np.full(
+            (len(self.ids_T), *shapes.pop()),
+            column.missing,
+            dtype=np.int64 if column.dtype == np.int16 else column.dtype,
+        )
         for path, own in zip(self.paths, given, strict=True):
             if own is not None:
-                if own.shape[1:] != first.shape[1:]:
-                    raise ConfigError(
-                        f"Samples of one batch have experts of the shapes {list(own.shape[1:])} and {list(first.shape[1:])} per "
-                        "token: they were recorded by different models."
-                    )
-                experts_TLK[path[: len(own)]] = own
-        return to_device(experts_TLK, self.ids_T.device)
+                found[path[: len(own)]] = own
+        return to_device(found, self.ids_T.device)
 
     @property
     def num_computed(self) -> int:
@@ -352,13 +332,10 @@ def action_fields(items: Sequence[SAWItem], paths: Sequence[np.ndarray], device:
         target_A=to_device(np.concatenate(targets).astype(np.int64), device),
         item_A=to_device(np.repeat(np.arange(len(items)), counts), device),
         weight_A=to_device(np.concatenate([item.token_weights for item in items]).astype(np.float32), device),
-        old_logp_A=_old_logps(items, device),
         inverse_temperature_A=to_device((1 / np.repeat(temperatures, counts)).astype(np.float32), device),
         num_items=len(items),
         candidates=_candidates(items, device),
-        value_A=_attached([item.attachments.token_values for item in items], device),
-        return_A=_attached([item.attachments.token_returns for item in items], device),
-        proximal_logp_A=_attached([item.attachments.proximal_logps for item in items], device),
+        columns=_packed_columns(items, device),
         objectives=_named([item.origin.objective for item in items]),
         comparisons=_named([item.origin.comparison for item in items]),
         episodes=tuple(map(episode_of, items)),
@@ -366,9 +343,21 @@ def action_fields(items: Sequence[SAWItem], paths: Sequence[np.ndarray], device:
     )
 
 
-def _attached(arrays: Sequence[np.ndarray | None], device: torch.device) -> Tensor | None:
-    given = [array for array in arrays if array is not None]
-    return to_device(np.concatenate(given), device) if given and len(given) == len(arrays) else None
+def _packed_columns(items: Sequence[SAWItem], device: torch.device) -> dict[str, Tensor]:
+    for name in {item.origin.objective for item in items}:
+        _check_all_or_none([item for item in items if item.origin.objective == name])
+    found = {}
+    for column in (column for column in COLUMNS if column.is_packed):
+        given = [getattr(item.attachments, column.name) for item in items]
+        num_missing = sum(value is None for value in given)
+        if num_missing == len(given) or (num_missing and column.missing is None):
+            continue
+        arrays = [
+            np.full(item.num_action_tokens, column.missing, column.dtype) if value is None else column.array(value)
+            for item, value in zip(items, given, strict=True)
+        ]
+        found[column.name] = to_device(np.concatenate(arrays), device)
+    return found
 
 
 def _candidates(items: Sequence[SAWItem], device: torch.device) -> CandidateMask | None:
@@ -406,18 +395,6 @@ def _without_logps(items: Sequence[SAWItem]) -> tuple[int, ...]:
     """Samples without actor log-probs, if others have them."""
     missing = tuple(i for i, item in enumerate(items) if item.actor_logps is None)
     return missing if len(missing) < len(items) else ()
-
-
-def _old_logps(items: Sequence[SAWItem], device: torch.device) -> Tensor | None:
-    if all(item.actor_logps is None for item in items):
-        return None
-    for name in {item.origin.objective for item in items}:
-        _check_all_or_none([item for item in items if item.origin.objective == name])
-    unknown = np.float32(np.nan)  # a loss that uses them by mistake becomes NaN
-    given = [
-        np.full(item.num_action_tokens, unknown) if (logps := item.actor_logps) is None else logps for item in items
-    ]
-    return to_device(np.concatenate(given), device)
 
 
 def _check_all_or_none(items: Sequence[SAWItem]) -> None:

@@ -114,7 +114,7 @@ class TrainedPolicy:
         if self.routers is None:
             yield None
             return
-        experts_TLK = batch.experts_TLK() if self._replays else None
+        experts_TLK = batch.column_T("experts") if self._replays else None
         if self._replays and experts_TLK is None and batch.items[0] is not PADDING_ITEM:
             raise ConfigError(
                 "replay_experts=True, but no sample says which experts its tokens went to. Sample with "

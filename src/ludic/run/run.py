@@ -49,7 +49,7 @@ from ludic.run.settings import read_toml, with_given, with_values
 from ludic.tasks import cancel_all, long_lived_objects_exempt
 from ludic.training import TeeLogger, Trainer
 from ludic.training.checkpoint.manager import CheckpointError
-from ludic.training.critic.critic import CriticKind
+from ludic.training.critic.gae import CriticKind
 from ludic.training.learner.stop import StopSignal, run_sync
 from ludic.training.learner.token_recorder import TokenRecorder
 from ludic.training.multi_policy import PolicyTrainers

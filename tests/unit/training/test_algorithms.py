@@ -26,10 +26,7 @@ from ludic.training.algorithms import (
     make_grpo,
     make_gspo,
     make_reinforce,
-    make_reinforce_baseline,
     make_reinforce_pp,
-    make_rloo,
-    make_sapo,
     make_scalerl,
     make_sft,
     spo_algorithm,
@@ -73,10 +70,16 @@ from ludic.training.losses import (
 from ludic.training.losses.corrections import effective_sample_size
 from ludic.training.metric_names import METRICS
 from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SAWBatch, SAWItem
-from tests.unit.training.hand_made import item, rollout, turn_weights
+from tests.unit.training.hand_made import item
 
 pytestmark = pytest.mark.slow
 
+_OF_PARTS = {
+    "group_size": "group_size", "group_normalize_adv": "normalize_adv", "positive_only": "positive_only", "gamma": "gamma",
+    "step_weight": "step_weight", "clip_eps_low": "clip_eps_low", "clip_eps_high": "clip_eps_high", "tau_pos": "tau_pos",
+    "tau_neg": "tau_neg", "beta": "beta", "wanted": "wanted", "unwanted": "unwanted", "observation_coeff": "coeff", "value_coeff": "coeff", "entropy_coeff": "coeff",
+}  # fmt: skip
+"""Setting -> the attribute of a credit rule or a loss that it becomes."""
 DROP = {"drop_zero_weight": False, "drop_zero_weight_eps": 1e-4}
 GROUP = {"group_size": 8, "group_normalize_adv": True, "positive_only": False}
 DR = {"group_size": 8, "positive_only": False}
@@ -305,62 +308,24 @@ def test_a_preset_has_the_specified_parts_and_defaults(name):
     assert attributes(made.loss, loss_settings) == loss_settings
 
 
-# --- credit ---------------------------------------------------------------------------------------------------
+# --- settings reach their part --------------------------------------------------------------------------------
 
-GROUPED = {"grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "gmpo"}
-
-
-@pytest.mark.parametrize("name", sorted(GROUPED | {"scalerl", "rloo"}))
-def test_a_group_preset_compares_siblings(name):
-    good, bad = rollout([3.0]), rollout([1.0])
-    weights = maker(name)(group_size=2).credit_assigner.compute([good, bad])
-    # Mean 2, deviation 1; batch deviation 1 too. Dr. GRPO does not divide; RLOO compares with the other only: ±2.
-    expected = 2.0 if name == "rloo" else 1.0
-    assert turn_weights(weights, good) == pytest.approx([expected])
-    assert turn_weights(weights, bad) == pytest.approx([-expected])
+OTHER = {bool: lambda value: not value, int: lambda value: value + 1, float: lambda value: value * 0.75 + 0.01}
+PLAIN = {
+    name: [key for key, default in defaults.items() if type(default) in OTHER and key in _OF_PARTS]
+    for name, (defaults, *_) in PRESETS.items()
+}
 
 
-@pytest.mark.parametrize("name", sorted(GROUPED - {"dr_grpo"}))
-def test_all_group_presets_but_dr_grpo_divide_by_the_deviation(name):
-    rollouts = [rollout([6.0]), rollout([0.0])]  # mean 3, deviation 3
-    assert max(maker(name)(group_size=2).credit_assigner.compute(rollouts).values()) == pytest.approx(1.0)
-    assert max(make_dr_grpo(group_size=2).credit_assigner.compute(rollouts).values()) == pytest.approx(3.0)
-
-
-@pytest.mark.parametrize("name", sorted(GROUPED - {"dapo"} | {"scalerl"}))
-def test_positive_only_reaches_the_credit_rule(name):
-    rollouts = [rollout([3.0]), rollout([1.0])]
-    assert min(maker(name)(group_size=2, positive_only=True).credit_assigner.compute(rollouts).values()) == 0.0
-
-
-@pytest.mark.parametrize("name", ["reinforce", "reinforce_baseline", "reinforce_pp"])
-def test_gamma_reaches_the_credit_rule(name):
-    of = rollout([0.0, 1.0])
-    assert turn_weights(maker(name)(gamma=0.5).credit_assigner.compute([of]), of) == [0.5, 1.0]
-
-
-# --- settings that reach the loss -----------------------------------------------------------------------------
-
-
-def test_clip_bounds_and_caps_reach_the_loss():
-    for make in (make_grpo, make_dr_grpo, make_gspo, make_gmpo):
-        made = make(clip_eps_low=0.11, clip_eps_high=0.22, ratio_clip=5.0)
-        expected = {"clip_eps_low": 0.11, "clip_eps_high": 0.22, "ratio_clip": 5.0}
-        assert attributes(made.loss, expected) == expected
-    for make in (make_dapo, make_cispo, make_scalerl):
-        made = make(clip_eps_low=0.11, clip_eps_high=0.22)
-        assert (made.loss.clip_eps_low, made.loss.clip_eps_high) == (0.11, 0.22)
-    assert (make_sapo(tau_pos=0.5, tau_neg=0.7).loss.tau_pos, make_sapo(tau_neg=0.7).loss.tau_neg) == (0.5, 0.7)
-    assert make_rloo(ratio_clip=None).loss.ratio_clip is None
-    assert make_reinforce_baseline(normalize_adv=True).loss.normalize
-
-
-def test_length_normalisation_reaches_the_loss():
-    for make in (make_grpo, make_cispo, make_sapo, make_scalerl, make_sft, make_rloo):
-        assert make(length_normalize=True).loss.reduction.kind == "sample_mean"
-        assert make(length_normalize=False).loss.reduction.kind == "sample_sum"
-    assert not make_gspo(length_normalize=False).loss.length_normalize
-    assert not make_gmpo(length_normalize=False).loss.length_normalize
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_plain_setting_changes_the_algorithm(name):
+    """Where a setting has the name of an attribute of the credit rule or the loss, that attribute is the setting."""
+    for key in PLAIN[name]:
+        value = OTHER[type(PRESETS[name][0][key])](PRESETS[name][0][key])
+        made = maker(name)(**{key: value})
+        parts = [made.credit_assigner, getattr(made.credit_assigner, "inner", None), made.advantages, made.loss]
+        parts += [getattr(made.loss, "loss", None), *(term.loss for term in getattr(made.loss, "terms", ()))]
+        assert value in [getattr(part, _OF_PARTS[key], None) for part in parts], key
 
 
 def test_dr_grpo_divides_by_a_constant_length_if_given():

@@ -1,10 +1,9 @@
 """Critics: the expected return before each action token, from the policy's hidden states or from a second model.
 
-ludic.training.critic.gae turns values into weights; ludic.training.algorithms.ppo has the critic's loss.
+ludic.training.critic.gae turns values into weights; ludic.training.losses.supervised has the critic's loss.
 """
 
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,17 +14,6 @@ from ludic.models.head import decoder_of
 from ludic.training.learner.packing import PackedBatch
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.types import ConfigError, SAWItem
-
-
-class CriticKind(StrEnum):
-    """What the critic looks at."""
-
-    SHARED = "shared"
-    """The policy's hidden states; its gradient moves the policy's layers, too."""
-    DETACHED = "detached"
-    """The policy's hidden states, detached: the critic's loss does not train the policy."""
-    SEPARATE = "separate"
-    """The hidden states of a second model, which is trained with the policy."""
 
 
 class Critic(Protocol):

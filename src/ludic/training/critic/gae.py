@@ -8,6 +8,7 @@ one chain: the estimate runs over all of them.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -18,6 +19,17 @@ from ludic.types import ConfigError, FloatArray, SAWItem, spread_of
 from ludic.types.rollout import THREAD
 
 Floats = npt.NDArray[np.float64]
+
+
+class CriticKind(StrEnum):
+    """What the critic looks at."""
+
+    SHARED = "shared"
+    """The policy's hidden states; its gradient moves the policy's layers, too."""
+    DETACHED = "detached"
+    """The policy's hidden states, detached: the critic's loss does not train the policy."""
+    SEPARATE = "separate"
+    """The hidden states of a second model, which is trained with the policy."""
 
 
 class Advantages(Protocol):

@@ -9,7 +9,8 @@ from ludic.distributed.ranks import Ranks
 from ludic.models.execution import recompute_activations
 from ludic.training.algorithms import RLAlgorithm
 from ludic.training.config import TrainerConfig
-from ludic.training.critic.critic import Critic, CriticKind, HeadCritic, ModelCritic, expected_values
+from ludic.training.critic.critic import Critic, HeadCritic, ModelCritic, expected_values
+from ludic.training.critic.gae import CriticKind
 from ludic.training.learner.batches import RankBatch, credit_over_ranks
 from ludic.training.learner.gradients import equal_micro_batches
 from ludic.training.learner.policy import TrainedPolicy

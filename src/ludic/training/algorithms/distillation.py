@@ -8,51 +8,20 @@ taken over the whole vocabulary instead (`DistillationLoss`): the exact gradient
 
 from typing import Literal
 
-from torch import Tensor
-
-from ludic.models.teacher_kl import KLDirection, VocabularyKL
-from ludic.training.algorithms.algorithm import RLAlgorithm
-from ludic.training.algorithms.cispo import CISPOLoss
+from ludic.training.algorithms.algorithm import Preprocess, Preset, RLAlgorithm
 from ludic.training.credit_assignment import ConstantCredit, GroupNormalizedReturn, KLCreditModifier, ScaledCredit
 from ludic.training.filters import compose_preprocess, validate_actor_logps
-from ludic.training.losses.base import Loss, Needs, named, require_not_negative
-from ludic.training.losses.clipped import TokenClippedSurrogateLoss
-from ludic.training.losses.corrections import CorrectedLoss, TokenMask
-from ludic.training.losses.tokens import ActionTokens, Reduction, Stats, sum_and_count
+from ludic.training.losses import CISPOLoss, CorrectedLoss, DistillationLoss, TokenClippedSurrogateLoss, TokenMask
 from ludic.types import ConfigError
 
 
-class DistillationLoss(Loss):
-    """coeff · mean( Σ KL over action tokens ), per token if length-normalised; the KL is that of whole distributions.
+def _in_group(group_size: int, group_normalize_adv: bool) -> GroupNormalizedReturn:
+    return GroupNormalizedReturn(group_size, group_normalize_adv)
 
-    It depends on the text before a token, not on the token sampled or its credit: so it can stand beside a loss on rewards,
-    and there are no ratios. A correction around it (`CorrectedLoss`) weights the tokens.
-    """
 
-    def __init__(
-        self,
-        *,
-        direction: KLDirection | str = KLDirection.REVERSE,
-        top_k: int | None = None,
-        coeff: float = 1.0,
-        length_normalize: bool = True,
-        reduction: Reduction | str | None = None,
-    ) -> None:
-        """`top_k`: compare the teacher's k likeliest tokens one by one and all others as one; None compares all."""
-        require_not_negative(coeff=coeff)
-        self.coeff, self.kl = coeff, VocabularyKL(named(KLDirection, direction, "direction"), top_k)
-        self.needs = Needs(old_logps=False, teacher_kl=self.kl)
-        self.reduction = Reduction.of(reduction, length_normalize=length_normalize)
-
-    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
-        if tokens.teacher_kl is None:
-            raise KeyError(
-                "DistillationLoss needs the KL to a teacher, which the Trainer computes: Trainer(teacher=…). It cannot be used on "
-                "logits alone."
-            )
-        terms = tokens.teacher_kl if tokens.correction is None else tokens.correction * tokens.teacher_kl
-        name = "teacher_kl" if self.kl.direction is KLDirection.REVERSE else "teacher_kl_forward"
-        return self.coeff * tokens.reduce_tokens(terms, self.reduction), {name: sum_and_count(tokens.teacher_kl)}
+def _with_teacher(kl_coeff: float = 1.0, discount: float = 0.0, *, baseline: bool) -> Preprocess:
+    """Require the sampler's log-probs, then add the teacher's advantage of each token."""
+    return compose_preprocess(validate_actor_logps, KLCreditModifier(kl_coeff, discount, baseline=baseline))
 
 
 def make_opd(
@@ -79,9 +48,7 @@ def make_opd(
             name=name,
             credit_assigner=ConstantCredit(0.0),
             loss=CISPOLoss(clip_eps_high=clip_eps_high, length_normalize=length_normalize),
-            preprocess=compose_preprocess(
-                validate_actor_logps, KLCreditModifier(kl_coeff, discount, baseline=baseline)
-            ),
+            preprocess=_with_teacher(kl_coeff, discount, baseline=baseline),
             needs_teacher_logps=True,
         )
     if kl not in ("reverse", "forward"):
@@ -95,34 +62,23 @@ def make_opd(
     return RLAlgorithm(name=name, credit_assigner=ConstantCredit(1.0), loss=loss)
 
 
-def make_grpo_opd(
-    *,
-    group_size: int = 8,
-    group_normalize_adv: bool = True,
-    kl_coeff: float = 1.0,
-    discount: float = 0.0,
-    baseline: bool = True,
-    clip_eps_low: float = 0.2,
-    clip_eps_high: float = 0.2,
-    length_normalize: bool = False,
-    reduction: Reduction | str | None = None,
-    ratio_clip: float | None = None,
-    name: str = "grpo_opd",
-) -> RLAlgorithm:
-    """GRPO's advantage of the sample plus the teacher's advantage of the token, under GRPO's clip."""
-    return RLAlgorithm(
-        name=name,
-        credit_assigner=GroupNormalizedReturn(group_size, normalize_adv=group_normalize_adv),
-        loss=TokenClippedSurrogateLoss(
-            clip_eps_low=clip_eps_low,
-            clip_eps_high=clip_eps_high,
-            length_normalize=length_normalize,
-            ratio_clip=ratio_clip,
-            reduction=reduction,
-        ),
-        preprocess=compose_preprocess(validate_actor_logps, KLCreditModifier(kl_coeff, discount, baseline=baseline)),
-        needs_teacher_logps=True,
-    )
+make_grpo_opd = Preset(
+    name="grpo_opd",
+    doc="""GRPO's advantage of the sample plus the teacher's advantage of the token, under GRPO's clip.""",
+    credit=_in_group,
+    credit_settings={"group_size": 8, "group_normalize_adv": True},
+    loss=TokenClippedSurrogateLoss,
+    loss_settings={
+        "clip_eps_low": 0.2,
+        "clip_eps_high": 0.2,
+        "length_normalize": False,
+        "reduction": None,
+        "ratio_clip": None,
+    },
+    preprocess=_with_teacher,
+    preprocess_settings={"kl_coeff": 1.0, "discount": 0.0, "baseline": True},
+    facts={"needs_teacher_logps": True},
+)
 
 
 def make_mopd(
@@ -145,6 +101,6 @@ def make_mopd(
         name=name,
         credit_assigner=ScaledCredit(GroupNormalizedReturn(group_size, group_normalize_adv), outcome_coeff),
         loss=CorrectedLoss(inside, [TokenMask(band_low, band_high)]),
-        preprocess=compose_preprocess(validate_actor_logps, KLCreditModifier(baseline=baseline)),
+        preprocess=_with_teacher(baseline=baseline),
         needs_teacher_logps=True,
     )

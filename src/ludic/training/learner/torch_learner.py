@@ -20,7 +20,7 @@ from ludic.models.kinds import image_processor_of, part, router_modules
 from ludic.models.loading import LoadedModel
 from ludic.models.weights import FiniteCheck
 from ludic.training.algorithms import RLAlgorithm
-from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager, ShardedCheckpointManager
+from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.critic.train import explained_variance, make_critic, value_moments, with_advantages
 from ludic.training.guards import check_model, explained_memory, require_finite
@@ -138,15 +138,15 @@ class TorchLearner(Learner):
         if not self.is_spread:
             return CheckpointManager(config)
         per_rank = ("rng", "batch_source", "credit_assigner") if self.plan.has_source_per_rank else ("rng",)
-        return ShardedCheckpointManager(config, per_rank=per_rank)
+        return CheckpointManager(config, is_sharded=True, per_rank=per_rank)
 
     def _check_parts(self) -> None:
         self.updates.check()
         manager = self.checkpointer
-        if manager is not None and self.is_spread != isinstance(manager, ShardedCheckpointManager):
+        if manager is not None and self.is_spread != manager.is_sharded:
             raise ConfigError(
-                f"A {type(manager).__name__} cannot save this model: ShardedCheckpointManager is for sharded ones, and "
-                "CheckpointManager for all others. Give Trainer a checkpoint_config; it makes the right one."
+                f"CheckpointManager(is_sharded={manager.is_sharded}) cannot save this model, of which each rank has "
+                f"{'a part' if self.is_spread else 'all'}. Give Trainer a checkpoint_config; it makes the right one."
             )
 
     # --- the optimizer ---

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from ludic.distributed.fsdp import FSDPSettings, shard_model
 from ludic.training.checkpoint.export import export_checkpoint
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointError, CheckpointManager
-from ludic.training.checkpoint.state_files import restore_rng, rng_state
+from ludic.training.checkpoint.rng import restore_rng, rng_state
 from ludic.training.learner.optimizer import FullPrecisionAdamW
 from ludic.types import ConfigError
 

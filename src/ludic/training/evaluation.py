@@ -8,9 +8,9 @@ from typing import Any
 
 from ludic.tasks import cancel_all
 from ludic.training.config import TrainerConfig
-from ludic.training.learner.stop import StopRequested, StopSignal
 from ludic.training.loggers import KeepsRecord
 from ludic.types import ConfigError, Evaluator, TakesSnapshots, TrainingLogger
+from ludic.util.stop import StopRequested, StopSignal
 
 logger = logging.getLogger(__name__)
 

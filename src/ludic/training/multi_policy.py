@@ -12,10 +12,10 @@ from pathlib import Path
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.evaluation import Evaluation, check_evaluation
-from ludic.training.learner.stop import StopRequested, StopSignal
 from ludic.training.loggers import Resumable
 from ludic.training.trainer import Trainer
 from ludic.types import ConfigError, Evaluator, RequestsExhausted, TrainingLogger
+from ludic.util.stop import StopRequested, StopSignal
 
 logger = logging.getLogger(__name__)
 

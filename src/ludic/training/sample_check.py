@@ -17,7 +17,7 @@ from ludic.training.learner.batches import prepare
 from ludic.training.learner.gradients import batch_facts
 from ludic.training.learner.metrics import PREFIXES, batch_stats, prefixed
 from ludic.training.learner.packing import action_fields
-from ludic.training.vocabulary import require_known_ids, vocabulary_of
+from ludic.training.learner.policy import require_known_ids, vocabulary_of
 from ludic.types import LudicError, Reducer, SAWBatch, SAWItem
 
 MAX_WEIGHT = 1e9

@@ -19,8 +19,8 @@ from ludic.training.learner.batches import (
 )
 from ludic.training.learner.metrics import MetricSums, merge
 from ludic.training.learner.packing import balanced_shares
-from ludic.training.learner.stop import StopRequested
 from ludic.types import ConfigError, RequestsExhausted
+from ludic.util.stop import StopRequested
 from tests import forked
 from tests.unit.training.samples import random_items
 

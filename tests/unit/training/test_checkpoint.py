@@ -18,7 +18,7 @@ import transformers
 
 from ludic.models.loading import word_tokenizer
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointError, CheckpointManager
-from ludic.training.checkpoint.state_files import restore_rng, rng_state
+from ludic.training.checkpoint.rng import restore_rng, rng_state
 from ludic.types import ConfigError
 from tests import forked
 from tests.unit.inference.local.tiny_models import VOCAB, new_model

@@ -273,7 +273,7 @@ def test_critic_settings_that_do_not_fit_are_refused():
         hand_trainer(algo=algo("separate"), critic=tiny_llama(vocab_size=100))
     with pytest.raises(ConfigError, match="not supported for a policy spread over ranks"):
         policy, critic = hand_trainer().policy, tiny_llama(seed=7)
-        make_critic(critic, algo("separate"), policy, TrainerConfig(), is_spread=True, recomputes=False)
+        make_critic(critic, algo("separate"), policy, TrainerConfig(), is_spread=True)
     with pytest.raises(ConfigError, match="there are tokens, turns"):
         make_ppo(over="episodes")
     with pytest.raises(ConfigError, match="there are shared, detached, separate"):

@@ -13,8 +13,8 @@ pytest.importorskip("peft", reason="the lora extra is not installed")
 
 from ludic.models.lora import adapters_on
 from ludic.training import JSONLLogger, TrainerConfig, common_step, train_policies
-from ludic.training.learner.stop import StopSignal
 from ludic.types import ConfigError, RequestsExhausted, ReturnSpec, SamplingParams, TokenCompletionRequest
+from ludic.util.stop import StopSignal
 from tests.unit.training.bandit import tiny_llama
 from tests.unit.training.two_players import SWAPPED, players, trained_weights
 

@@ -20,10 +20,10 @@ from ludic.training import CheckpointConfig, CheckpointManager, Trainer, Trainer
 from ludic.training.checkpoint.manifest import read_json
 from ludic.training.learner import torch_learner
 from ludic.training.learner.policy import TrainedPolicy
-from ludic.training.learner.stop import StopRequested, StopSignal
 from ludic.training.losses import CompositeLoss, LossTerm, TokenKLLoss
 from ludic.types import ConfigError, NotFinite, OutOfGPUMemory
 from ludic.util import stop as stopping
+from ludic.util.stop import StopRequested, StopSignal
 from tests.unit.training.bandit import ByteTokenizer, Given, bandit_trainer, hand_trainer, hide_nan_queries, tiny_llama
 from tests.unit.training.samples import random_items
 

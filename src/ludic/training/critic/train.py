@@ -19,7 +19,7 @@ from ludic.types import ConfigError, SAWItem
 
 
 def make_critic(
-    given: Any, algo: RLAlgorithm, policy: TrainedPolicy, cfg: TrainerConfig, *, is_spread: bool, recomputes: bool
+    given: Any, algo: RLAlgorithm, policy: TrainedPolicy, cfg: TrainerConfig, *, is_spread: bool
 ) -> Critic | None:
     """The critic that the algorithm asks for, if it does; `given` is the model of a separate one."""
     _check_request(given, algo, policy, cfg, is_spread=is_spread)
@@ -33,7 +33,7 @@ def make_critic(
         mixed_precision_dtype=cfg.mixed_precision_dtype,
         offload=cfg.offload_activations,
     )
-    if recomputes:
+    if cfg.gradient_checkpointing:
         recompute_activations(given)
     if trunk.head.shape[0] < policy.head.shape[0]:
         raise ConfigError(

@@ -20,10 +20,10 @@ from ludic.training.guards import check_masks
 from ludic.training.learner.gradients import batch_facts
 from ludic.training.learner.metrics import batch_stats
 from ludic.training.learner.packing import balanced_shares, fit_length
-from ludic.training.learner.stop import StopRequested
 from ludic.training.losses import BatchFacts, Loss
 from ludic.types import BatchSource, ConfigError, LudicError, Reducer, RequestsExhausted, SAWBatch, SAWItem, Stateful
 from ludic.types.interfaces import is_saved, own_parts
+from ludic.util.stop import StopRequested
 
 logger = logging.getLogger(__name__)
 

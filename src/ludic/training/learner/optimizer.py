@@ -56,8 +56,6 @@ class LocalAdamW(torch.optim.AdamW):
     def _init_group(self, group: dict[str, Any], *collected: list[Tensor]) -> bool:
         """torch collects weights, gradients and state here; what it computes with are the local parts, in the same memory."""
         has_complex = super()._init_group(group, *collected)
-        weights, grads = collected[:2]
-        grads[:] = [_cut_alike(grad, weight) for grad, weight in zip(grads, weights, strict=True)]
         for tensors in collected:
             tensors[:] = [local_part(tensor) for tensor in tensors]
         return bool(has_complex)
@@ -65,13 +63,6 @@ class LocalAdamW(torch.optim.AdamW):
 
 def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _cut_alike(grad: Tensor, weight: Tensor) -> Tensor:
-    """Under tensor parallel a gradient may come whole, or as terms of a sum, where its weight is cut."""
-    if isinstance(grad, DTensor) and isinstance(weight, DTensor) and grad.placements != weight.placements:
-        return grad.redistribute(placements=weight.placements)
-    return grad
 
 
 _NARROW = (torch.bfloat16, torch.float16)

@@ -1,6 +1,5 @@
 """Loggers, with the real packages behind them."""
 
-import contextlib
 import io
 import json
 import logging
@@ -9,7 +8,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import sqlite3
 import sys
 import time
 from collections.abc import Iterator
@@ -29,7 +27,6 @@ from ludic.training.loggers import (
     WandbLogger,
     read_metrics,
 )
-from ludic.training.loggers.rich_live import sparkline
 from ludic.types import ConfigError, MissingExtra
 from tests.fuzz import Fuzz
 
@@ -262,24 +259,6 @@ def test_trackio_gets_the_same_names_and_steps(monkeypatch):
     assert (fake.settings["project"], fake.settings["name"], fake.settings["resume"]) == ("Ludic", "a-run", "allow")
 
 
-def test_trackio_keeps_the_logged_steps(tmp_path, monkeypatch):
-    """Runs where the extra is installed."""
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
-    pytest.importorskip("trackio", reason="the trackio extra is not installed")
-    for steps in ((3, 4), (5,)):  # a run, and its resumed second part
-        logger = TrackioLogger(project="ludic-test", name="a-run", config={"lr": 0.1})
-        for step in steps:
-            logger.log(step, {"train/loss": 0.5 * step})
-        logger.close()
-    (database,) = tmp_path.glob("*.db")
-    with contextlib.closing(sqlite3.connect(database)) as connection:
-        rows = list(connection.execute("select run_name, run_id, step, metrics from metrics order by step"))
-    assert [(name, step, json.loads(metrics)) for name, _, step, metrics in rows] == [
-        ("a-run", step, {"train/loss": 0.5 * step}) for step in (3, 4, 5)
-    ]
-    assert len({run_id for _, run_id, _, _ in rows}) == 1, "one run"
-
-
 # --- wandb ------------------------------------------------------------------------------------------------------
 
 
@@ -400,12 +379,6 @@ def test_tee_reports_a_failing_child_once_and_logs_to_the_others(tmp_path: Path,
     assert jsonl._file.closed
 
 
-def test_tee_reports_each_failing_child(caplog):
-    tee = TeeLogger(BrokenLogger(), BrokenLogger())
-    tee.log(1, {})
-    assert len(caplog.records) == 2
-
-
 def test_a_full_disk_is_named_with_the_file_and_the_room_and_training_continues(tmp_path: Path, caplog):
     jsonl = JSONLLogger(tmp_path / "metrics.jsonl")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -431,12 +404,6 @@ def test_tee_resumes_its_resumable_children(tmp_path: Path):
 
 
 # --- rich -------------------------------------------------------------------------------------------------------
-
-
-def test_sparkline_is_scaled_to_its_values():
-    assert sparkline([0.0, 1.0, 7.0, 3.5]) == "▁▂█▅"
-    assert sparkline([2.0, 2.0]) == "▄▄"
-    assert sparkline([0.0, math.nan, math.inf, 1.0]) == "▁  █"
 
 
 def test_live_table_groups_by_prefix_keeps_old_values_and_draws_the_reward():
@@ -511,15 +478,6 @@ def test_live_logger_shows_activity_before_the_first_step_and_under_the_table():
     logger.close()
 
 
-def test_live_table_drops_rates_that_are_no_longer_logged():
-    logger, screen = live_logger()
-    logger.log(1, {"train/solved_rate": 0.5, "train/loss": 1.0, "eval/win_rate": 0.75})
-    screen.truncate(0)
-    logger.log(2, {"train/timeout_rate": 1.0})
-    logger.close()
-    assert "solved" not in screen.getvalue() and "win_rate" in screen.getvalue() and "loss" in screen.getvalue()
-
-
 # --- the status line --------------------------------------------------------------------------------------------
 
 
@@ -533,12 +491,6 @@ def test_print_logger_writes_the_status_every_few_steps():
     assert [index for index, line in enumerate(lines) if "status" in line] == [1, 4], "after steps 1 and 3"
 
 
-def test_print_logger_writes_no_line_for_an_empty_status():
-    stream = io.StringIO()
-    PrintLogger(stream=stream, status=lambda: "").log(1, {"loss": 1.0})
-    assert stream.getvalue().splitlines() == ["[trainer] step 1 | loss 1"]
-
-
 def test_live_table_shows_the_newest_status_under_the_table():
     asked = iter(range(100))
     logger, screen = live_logger(status=lambda: f"status {next(asked)}")
@@ -547,10 +499,3 @@ def test_live_table_shows_the_newest_status_under_the_table():
     logger.close()
     last = screen.getvalue().rpartition("step 2")[2]
     assert "status 1" in last and last.index("loss") < last.index("status 1")
-
-
-def test_live_logger_writes_the_status_as_a_plain_line_without_a_terminal():
-    stream = io.StringIO()
-    logger = RichLiveLogger(console=Console(file=stream), status=lambda: "all is well")
-    logger.log(1, {"train/loss": 1.0})
-    assert stream.getvalue().splitlines()[-1] == "[trainer] all is well"

@@ -18,7 +18,6 @@ from ludic.training import (
     Trainer,
     TrainerConfig,
     collate_saw_items,
-    make_grpo,
     make_spo,
 )
 from ludic.training.learner.batches import load_data_states
@@ -29,12 +28,8 @@ from ludic.types import ActorTokenLogps, SampleAttachments, SAWItem
 from tests.unit.training.bandit import (
     BanditRequests,
     ByteTokenizer,
-    bandit_trainer,
-    earns,
-    mean_reward,
     rollout_engine,
     tiny_llama,
-    train_until,
 )
 from tests.unit.training.hand_made import rollout
 from tests.unit.training.samples import random_items
@@ -65,22 +60,6 @@ def spo_trainer(*, num_tasks=64, batch_size=32, make_source=lambda source: sourc
 # --- in the loop ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.extended(
-    covered_by="tests/golden/test_tracked_value.py::test_credit_is_the_total_reward_minus_the_value_before_the_batch"
-)
-@pytest.mark.slow
-async def test_a_tiny_model_learns_the_bandit_with_one_sample_per_prompt():
-    trainer, engine, tracker = spo_trainer(num_tasks=128, batch_size=64)
-
-    def is_learned(history):
-        beliefs = [tracker.value_of(key) for key in tracker.state_dict()["beliefs"]]
-        return earns(0.85)(history) and sum(beliefs) / len(beliefs) > 0.6
-
-    history = await train_until(trainer, is_learned, at_most=32)
-    engine.close()
-    assert mean_reward(history[:3]) < 0.6 and is_learned(history)
-
-
 async def test_each_step_reports_policy_drift_to_the_tracker():
     trainer, engine, tracker = spo_trainer()
     history = [await trainer.train_step() for _ in range(3)]
@@ -89,12 +68,6 @@ async def test_each_step_reports_policy_drift_to_the_tracker():
     assert all(kl > 0 for kl in moved)
     assert all(stats["train/kl_actor_policy"] < kl / 10 for stats, kl in zip(history, moved, strict=True))
     assert tracker.drift == pytest.approx(sum(moved))
-
-
-async def test_drift_is_not_measured_for_other_algorithms():
-    trainer, engine = bandit_trainer(make_grpo(group_size=4), group_size=4, num_prompts=4)
-    assert "train/policy_drift" not in await trainer.train_step()
-    engine.close()
 
 
 def test_the_drift_is_the_kl_of_the_tokens_under_both_weights():
@@ -196,21 +169,6 @@ def noise(gradients):
     variance = stacked.var(dim=0).sum()
     signal = stacked.mean(dim=0).square().sum() - variance / len(gradients)
     return float(variance / signal)
-
-
-@pytest.mark.extended(covered_by="test_a_tracked_value_varies_less_than_the_mean_of_a_pair")
-def test_the_gradient_varies_less_than_grpos_at_equal_samples():
-    rng = random.Random(0)
-    spo, tracker = make_spo()
-    for prompt, chance in enumerate(CHANCES):
-        tracker.initialise(f"sample_index={prompt}", [float(rng.random() < chance) for _ in range(8)])
-    grpo = make_grpo(group_size=GROUP)
-    found = {"spo": [], "grpo": []}
-    for _ in range(100):
-        found["spo"].append(gradient(spo, rng.sample(range(NUM_PROMPTS), NUM_SAMPLES), rng))
-        chosen = rng.sample(range(NUM_PROMPTS), NUM_SAMPLES // GROUP)
-        found["grpo"].append(gradient(grpo, [prompt for prompt in chosen for _ in range(GROUP)], rng))
-    assert noise(found["spo"]) < 0.25 * noise(found["grpo"])
 
 
 def test_a_tracked_value_varies_less_than_the_mean_of_a_pair():

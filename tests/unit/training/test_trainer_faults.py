@@ -37,11 +37,6 @@ def small_bandit(**settings):
 # --- event loops and stops ---
 
 
-def test_train_step_sync_can_be_called_repeatedly():
-    trainer = hand_trainer(*[random_items([12, 20])] * 3)
-    assert [trainer.train_step_sync()["train/step"] for _ in range(3)] == [1, 2, 3]
-
-
 async def test_train_sync_works_inside_a_running_event_loop():
     """As in a notebook."""
     trainer = hand_trainer(*[random_items([12, 20])] * 4)
@@ -422,21 +417,6 @@ async def test_reference_is_moved_to_the_policys_device():
     trainer = hand_trainer(random_items([12, 20]), algo=algo, reference=reference)
     assert moves == [(torch.device("cpu"),)]
     assert (await trainer.train_step())["train/kl/kl_mean"] == pytest.approx(0.0, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"too_long": "cut"}, "too_long='cut'"),
-        ({"mixed_precision_dtype": "fp16"}, "mixed_precision_dtype='fp16'"),
-        ({"sync_every_steps": -1}, "sync_every_steps=-1"),
-        ({"eval_every_n_steps": -2}, "eval_every_n_steps=-2"),
-    ],
-    ids=str,
-)
-def test_unknown_precision_is_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        TrainerConfig(**settings)
 
 
 # --- weights that are not finite ---

@@ -48,7 +48,7 @@ class PolicyTrainers:
         evaluator: Evaluator | None = None,
         cfg: TrainerConfig | None = None,
     ) -> None:
-        """As of `train_policies`."""
+        """The arguments are those of `train_policies`."""
         _check(trainers)
         cfg = cfg or TrainerConfig()
         shares = any(trainer.learner.shares_weights for trainer in trainers.values())

@@ -106,7 +106,7 @@ def _check_facts(item: SAWItem) -> None:
 
 
 def positions_of(model: Any) -> int | None:
-    """How many positions a model with learned ones has; None for those that compute them (rotary)."""
+    """The number of positions of a model with learned ones; None for those that compute them (rotary)."""
     tables = {
         name.rpartition(".")[2]: module
         for name, module in model.named_modules()

@@ -84,7 +84,7 @@ class TrainingLoop:
         self._batch_began = 0
         """The step from which the latest batch was trained on."""
         self._num_fetched = 0
-        """How many samples of the current batch came from this process's source."""
+        """Number of samples of the current batch that came from this process's source."""
         learner.check(lambda: self._check(resume_from))
         if resume_from is not None:
             self._resume(resume_from)

@@ -26,13 +26,13 @@ Settings: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RLAlgorithm:
-    """What to learn from a batch of rollouts."""
+    """A credit rule and a loss: they define what a batch of rollouts teaches."""
 
     name: str
     credit_assigner: CreditAssigner
-    """From rollouts to one weight per step."""
+    """Turns rollouts into one weight per step."""
     loss: Loss
-    """From action tokens and their weights to a scalar. An object with `compute(logits, batch)`, or a callable, is wrapped in a
+    """Turns action tokens and their weights into a scalar. An object with `compute(logits, batch)`, or a callable, is wrapped in a
     `ForeignLoss`."""
     advantages: Advantages | None = None
     """For algorithms with a critic: how its values turn rewards into weights, just before the update."""
@@ -41,11 +41,11 @@ class RLAlgorithm:
     preprocess: Preprocess | None = None
     """Checks and filters on the samples before they become tensors."""
     needs_teacher_logps: bool = False
-    """Whether samples must come with a teacher's log-probs."""
+    """Samples must come with a teacher's log-probs."""
     needs_message_spans: bool = False
-    """Whether samples must say which message each token came from (`InferenceSpec.message_spans`)."""
+    """Samples must say which message each token came from (`InferenceSpec.message_spans`)."""
     compares_components: bool = False
-    """Whether credit compares each reward component of a group, and not only their sum."""
+    """Credit compares each reward component of a group, not only their sum."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss", as_loss(self.loss))
@@ -95,7 +95,7 @@ class Preset:
     facts: Settings = field(default_factory=dict)
     """Fields of the `RLAlgorithm`, such as `needs_teacher_logps`."""
     masked_when_old: bool = False
-    """Whether it loses reward on samples of 4 batches ago and holds it with a mask (stale_data_presets.jsonl in research/)."""
+    """True if it loses reward on samples of 4 batches ago and holds it with a mask (stale_data_presets.jsonl in research/)."""
 
     def __post_init__(self) -> None:
         keywords = [

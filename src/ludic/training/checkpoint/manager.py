@@ -205,7 +205,7 @@ class CheckpointManager:
 
     @contextmanager
     def _explained(self, target: Path, unfinished: Path) -> Iterator[None]:
-        """What fails in the block is a CheckpointError, and leaves no unfinished folder."""
+        """Turns an error in the block into a CheckpointError, and leaves no unfinished folder."""
         is_done = False
         try:
             yield
@@ -291,11 +291,11 @@ class CheckpointManager:
         return next(iter(self._finished()), None)
 
     def is_empty(self) -> bool:
-        """Whether no checkpoint was ever finished here, not even one that is damaged now."""
+        """True if no checkpoint was ever finished here, not even one that is damaged now."""
         return not self._folders()
 
     def steps(self) -> list[int]:
-        """Of all complete checkpoints, the newest first."""
+        """Steps of all complete checkpoints, the newest first."""
         return list(map(_step_of, self._finished()))
 
     def best(self) -> Path | None:
@@ -384,7 +384,7 @@ class CheckpointManager:
 
 
 def _quick_problem(folder: Path) -> str | None:
-    """Of a folder under its own name; the content of its files is not read."""
+    """The problem of a folder under its own name; the content of its files is not read."""
     problem = problem_with(folder, checksums=False)
     if problem is None and _step_of(folder) != (read_manifest(folder) or {}).get("step"):
         return "its manifest.json is that of another step"

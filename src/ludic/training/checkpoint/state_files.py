@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside the weights: the state of the run, random generators among it, and the optimizer.
+"""The content of a checkpoint besides weights: the state of the run, random generators among it, and the optimizer.
 
 Plain values of the state are in trainer_state.json, for people to read; all else is in the rank files. Another number of ranks
 can read a checkpoint: the optimizer is divided as the parameters are, and new ranks get new random generators. A position in

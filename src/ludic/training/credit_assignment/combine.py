@@ -99,7 +99,7 @@ class RoutedCredit(RuleOfRules):
 
 @dataclass(frozen=True, slots=True)
 class EpisodeCredit(RuleOfRules):
-    """What `inner` says of each episode as one rollout: all steps of its threads in time order, their rewards added up.
+    """Credit by `inner` for each episode as one rollout: all steps of its threads in time order, their rewards added up.
 
     So a rule for whole episodes gives one advantage to all threads of a session, and a rule for turns credits each call by what
     followed it, in any thread. Players of one game and delegated sub-tasks stay separate rollouts, as do rollouts that no

@@ -142,7 +142,7 @@ class RoleBaselineReturn:
     """
 
     decay: float = 0.95
-    """How much of the mean is kept per batch in which the role occurs."""
+    """Share of the mean that is kept per batch in which the role occurs."""
     role_of: RoleFn = agent_in_env
     _sums: dict[str, float] = field(default_factory=dict, init=False, repr=False)
     _masses: dict[str, float] = field(default_factory=dict, init=False, repr=False)

@@ -37,7 +37,7 @@ class Critic(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-class ValueHead(nn.Module):
+class _ValueHead(nn.Module):
     """One number per hidden state; it begins at zero, so that the first advantages are plain returns."""
 
     def __init__(self, hidden_size: int) -> None:
@@ -55,7 +55,7 @@ class HeadCritic:
     """A head on the policy's hidden states."""
 
     def __init__(self, policy: TrainedPolicy, *, is_detached: bool) -> None:
-        self.head = ValueHead(policy.head.shape[1]).to(policy.device)
+        self.head = _ValueHead(policy.head.shape[1]).to(policy.device)
         self.is_apart = is_detached
 
     def values(self, batch: PackedBatch, hidden_AD: Tensor | None, policy: TrainedPolicy) -> Tensor:
@@ -82,7 +82,7 @@ class ModelCritic:
 
     def __init__(self, trunk: TrainedPolicy) -> None:
         self._trunk = trunk
-        self.head = ValueHead(trunk.head.shape[1]).to(trunk.device)
+        self.head = _ValueHead(trunk.head.shape[1]).to(trunk.device)
 
     def values(self, batch: PackedBatch, hidden_AD: Tensor | None, policy: TrainedPolicy) -> Tensor:
         values: Tensor = self.head(self._trunk.action_hidden(batch))

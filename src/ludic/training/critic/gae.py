@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class CriticKind(StrEnum):
-    """What the critic looks at."""
+    """The input of the critic."""
 
     SHARED = "shared"
     """The policy's hidden states; its gradient moves the policy's layers, too."""
@@ -33,7 +33,7 @@ class CriticKind(StrEnum):
 
 
 class Advantages(Protocol):
-    """How values and rewards become weights."""
+    """Turns values and rewards into weights."""
 
     def credit(self, items: Sequence[SAWItem], values: Sequence[np.ndarray]) -> list[SAWItem]:
         """The samples with their advantages as weights, and with the critic's values and the returns."""
@@ -45,9 +45,9 @@ class _Chain(NamedTuple):
 
     rewards: Floats
     values: Floats
-    """What the critic expected before each token."""
+    """Expected return before each token."""
     bootstrap: float
-    """What it expects of the time after the last token."""
+    """Expected return after the last token."""
     samples: list[SAWItem]
 
 

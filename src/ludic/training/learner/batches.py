@@ -1,4 +1,4 @@
-"""From a source's batch to one rank's share of it: leave out what cannot be trained on, gather all ranks' batches, scatter.
+"""Turns a source's batch into one rank's share of it: leave out what cannot be trained on, gather all ranks' batches, scatter.
 
 `TrainingLoop` fetches and prepares; learners share batches out. A rank that cannot go on (no more requests, a signal, an error)
 reports the reason in the place of a batch, so that all ranks end at the same step, for the same reason. Also here: the metrics
@@ -47,13 +47,13 @@ class PreparedBatch:
 
 @dataclass(frozen=True, slots=True)
 class RankBatch:
-    """What one rank trains on, with facts and metrics of the whole batch."""
+    """The samples that one rank trains on, with facts and metrics of the whole batch."""
 
     items: list[SAWItem]
     facts: BatchFacts
     stats: dict[str, float]
     places: list[int] | None = None
-    """Of the items in the whole batch, where it is shared."""
+    """Positions of the items in the whole batch, where it is shared."""
 
 
 Describe: TypeAlias = Callable[[PreparedBatch], dict[str, float]]
@@ -132,7 +132,7 @@ def _whole_comparisons(items: list[SAWItem], all_items: Sequence[SAWItem]) -> li
 
 
 def _lag(item: SAWItem, step: int) -> int | None:
-    """How many versions its oldest token is behind; None if the sample does not say."""
+    """Number of versions that its oldest token is behind; None if the sample does not say."""
     return None if item.oldest_version is None else step - item.oldest_version
 
 
@@ -209,7 +209,7 @@ _ERRORS: dict[StopKind, type[Exception]] = {
 
 @dataclass(frozen=True, slots=True)
 class RankStop:
-    """What a rank reports in the place of a batch."""
+    """The report of a rank that has no batch."""
 
     kind: StopKind
     reason: str

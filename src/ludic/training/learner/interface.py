@@ -38,11 +38,11 @@ class Learner(ABC):
     """Saved with checkpoints, and used to show samples."""
     checkpointer: "CheckpointManager | None" = None
     is_first: bool = True
-    """Whether this process evaluates, logs and publishes."""
+    """This process evaluates, logs and publishes."""
     is_alone: bool = True
-    """Whether no other process trains the same policy."""
+    """No other process trains the same policy."""
     shares_weights: bool = False
-    """Whether samples are drawn from the very weights that an update changes."""
+    """Samples are drawn from the very weights that an update changes."""
 
     # --- before training ---
 

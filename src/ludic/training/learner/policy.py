@@ -82,7 +82,7 @@ class TrainedPolicy:
                 "replay_experts does not work with context_parallel, where ranks share a row. Leave one out."
             )
         self.routers: Any = None if context is not None else _routers_of(model, is_needed=replay_experts)
-        """Those of a mixture of experts; None for other models, and if ranks share rows."""
+        """The routers of a mixture of experts; None for other models, and if ranks share rows."""
         self._replays = replay_experts
         self.device: torch.device = compute_device(model)
         is_converted = is_sharded(model)  # FSDP gathers weights in the precision that they are used in
@@ -104,12 +104,12 @@ class TrainedPolicy:
 
     @property
     def packed(self) -> bool:
-        """Whether micro-batches are packed."""
+        """True if micro-batches are packed."""
         return self.forward_pass.packs
 
     @property
     def is_fused(self) -> bool:
-        """Whether packed batches run through a fused pass; compiled layers would not be called."""
+        """True if packed batches run through a fused pass; compiled layers would not be called."""
         return self.forward_pass.is_fused
 
     @property
@@ -203,7 +203,7 @@ class TrainedPolicy:
 
 
 def _routers_of(model: Any, *, is_needed: bool) -> Any:
-    """What watches the routers of a mixture. Without the plug-in a mixture is trained unwatched, unless that `is_needed`."""
+    """The watcher of the routers of a mixture. Without the plug-in a mixture is trained unwatched, unless that `is_needed`."""
     if is_needed:
         return part("experts").Routers(model)
     experts = part_if_installed("experts") if router_modules(model) else None

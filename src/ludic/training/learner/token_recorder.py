@@ -37,7 +37,7 @@ class StepRecord:
         self.items: list[SAWItem] = []
         self.error: Exception | None = None
         self._parts: list[Tensor] = []
-        """Of each micro-batch: [3, A] log-probs, gradients and entropies; NaN where there are none."""
+        """One tensor per micro-batch: [3, A] log-probs, gradients and entropies; NaN where there are none."""
 
     def watch(self, tokens: ActionTokens) -> None:
         """Before the backward pass: keep the gradient of the log-probs, which a loss makes zero where it clips or masks."""
@@ -57,7 +57,7 @@ class StepRecord:
         self._parts.append(part)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What is written; the copy from the device is made here."""
+        """The arrays that are written; the copy from the device is made here."""
         logp, gradient, entropy = torch.cat(self._parts, dim=1).cpu().numpy()
         weights = [_weights(item) for item in self.items]
         arrays = {

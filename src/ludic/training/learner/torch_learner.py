@@ -96,7 +96,7 @@ class TorchLearner(Learner):
         self.is_spread = is_sharded(model)
         """Each rank has only a part of the weights."""
         saved_how = checkpointer.config if checkpointer is not None else checkpoint_config
-        self.plan = check_ranks_agree(ranks, cfg, algo, model, saved_how, has_source=has_source)
+        self.plan = _check_ranks_agree(ranks, cfg, algo, model, saved_how, has_source=has_source)
         self.checkpointer = checkpointer or self._make_checkpointer(checkpoint_config)
         self.updates = WeightUpdates(
             model,
@@ -387,7 +387,7 @@ class TorchLearner(Learner):
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlan:
+class _RankPlan:
     """The same on every rank."""
 
     has_source_per_rank: bool
@@ -396,7 +396,7 @@ class RankPlan:
     """Number of shares of a batch: that of ranks, or fewer if neighbours compute the same samples (context parallel)."""
 
 
-def check_ranks_agree(
+def _check_ranks_agree(
     ranks: Ranks,
     cfg: TrainerConfig,
     algo: RLAlgorithm,
@@ -404,8 +404,8 @@ def check_ranks_agree(
     checkpoints: CheckpointConfig | None,
     *,
     has_source: bool,
-) -> RankPlan:
-    """What each rank does; ConfigError on all ranks if they cannot train together."""
+) -> _RankPlan:
+    """The plan of each rank; ConfigError on all ranks if they cannot train together."""
     needs, size = algo.loss.needs, cfg.context_parallel
     if size > 1 and (needs.values or needs.logits or needs.teacher_kl or ranks.world_size % size):
         raise ConfigError(
@@ -426,7 +426,7 @@ def check_ranks_agree(
             "the first rank only (batch_source=None on the others), or to every rank."
         )
     num_shares = ranks.world_size // cfg.context_parallel
-    return RankPlan(has_source_per_rank=len(sources) > 1 and all(sources), num_shares=num_shares)
+    return _RankPlan(has_source_per_rank=len(sources) > 1 and all(sources), num_shares=num_shares)
 
 
 def _common_facts(

@@ -1,4 +1,4 @@
-"""What a logger may offer besides `log`, and several loggers as one (`TeeLogger`)."""
+"""Interfaces that a logger may offer besides `log`, and several loggers as one (`TeeLogger`)."""
 
 import logging
 from collections.abc import Callable, Mapping

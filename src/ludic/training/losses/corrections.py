@@ -54,14 +54,14 @@ def mismatch_stats(tokens: ActionTokens) -> Stats:
 
 def _along(tokens: ActionTokens, values_A: Tensor) -> Stats:
     """The mean over the first, second, … part of every sample's action tokens."""
-    part_A = part_of_sample(tokens)
+    part_A = _part_of_sample(tokens)
     values_A = values_A.float()
     sums = values_A.new_zeros(NUM_PARTS).index_add(0, part_A, values_A)
     counts = values_A.new_zeros(NUM_PARTS).index_add(0, part_A, torch.ones_like(values_A))
     return {f"kl_actor_policy_q{part + 1}": (sums[part], counts[part]) for part in range(NUM_PARTS)}
 
 
-def part_of_sample(tokens: ActionTokens) -> Tensor:
+def _part_of_sample(tokens: ActionTokens) -> Tensor:
     """[A] the part of its sample, of NUM_PARTS, that each action token lies in."""
     order_A = tokens.item_index.argsort(stable=True)
     lengths_B = tokens.item_sum(torch.ones_like(tokens.logps.detach())).long()

@@ -198,18 +198,6 @@ async def test_critic_lr_is_the_rate_of_the_critics_weights():
 # --- and the rest ---
 
 
-@every_variant
-async def test_micro_token_budget_does_not_change_the_ppo_update(variant):
-    weights = []
-    for budget in (64, 512):
-        trainer = hand_trainer(
-            ppo_batch(0), ppo_batch(1), algo=algo(variant), cfg={"micro_token_budget": budget}, **critic_for(variant)
-        )
-        await trainer.train()
-        weights.append(weights_of(trainer))
-    assert all(torch.allclose(a, b, atol=2e-5) for a, b in zip(*weights, strict=True))
-
-
 def test_separate_critic_with_the_policys_weights_equals_the_shared_one():
     """Two paths to the same number: the policy's hidden states, and those of its copy."""
     model = tiny_llama()

@@ -10,9 +10,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -231,7 +229,7 @@ def test_tensorboard_resume_replaces_repeated_steps(tmp_path: Path):
 
 
 class FakeTrackio:
-    """Keeps what `trackio.init` and its run are told."""
+    """Keeps what `init` of Trackio or W&B and its run are told."""
 
     def __init__(self) -> None:
         self.settings, self.rows, self.is_finished = {}, [], False
@@ -262,79 +260,21 @@ def test_trackio_gets_the_same_names_and_steps(monkeypatch):
 # --- wandb ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def offline_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("wandb", reason="the wandb extra is not installed")
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
-        monkeypatch.setenv(name, str(tmp_path))
-    monkeypatch.setenv("WANDB_SILENT", "true")
-
-
-def leveldb_records(content: bytes) -> Iterator[bytes]:
-    """LevelDB's log format, after wandb's own 7 bytes: blocks of 32 KiB, and records that may continue in the next."""
-    block, header, first_or_middle = 32 * 1024, 7, (2, 3)
-    position, record = 7, b""
-    while position + header <= len(content):
-        if block - position % block < header:
-            position += block - position % block
-            continue
-        size, kind = int.from_bytes(content[position + 4 : position + 6], "little"), content[position + 6]
-        if position + header + size > len(content):
-            return  # not written yet
-        record += content[position + header : position + header + size]
-        position += header + size
-        if kind not in first_or_middle:
-            yield record
-            record = b""
-
-
-def read_wandb_history(folder: Path) -> list[dict[str, float]]:
-    from wandb.proto import wandb_internal_pb2
-
-    (file,) = folder.glob("wandb/offline-run-*/*.wandb")
-    records = []
-    deadline = time.monotonic() + 20
-    while not records or records[-1].WhichOneof("record_type") != "exit":  # another process writes the file
-        assert time.monotonic() < deadline, "wandb never finished its file"
-        records = [wandb_internal_pb2.Record.FromString(data) for data in leveldb_records(file.read_bytes())]
-    rows = []
-    for record in records:
-        if record.WhichOneof("record_type") == "history":
-            rows.append(
-                {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            )
-    return rows
-
-
-@pytest.mark.slow
-def test_wandb_offline_run_has_the_logged_steps(tmp_path: Path, offline_wandb, monkeypatch):
-    monkeypatch.setenv("WANDB_PROJECT", "from-the-environment")
-    logger = WandbLogger(name="a-run", config={"lr": 0.1}, dir=tmp_path, mode="offline")
-    assert (logger._run.project, logger._run.name, dict(logger._run.config)) == (
-        "from-the-environment",
-        "a-run",
-        {"lr": 0.1},
-    )
-    logger.log(3, {"train/loss": 0.5})
-    logger.log(3, {"eval/accuracy": 0.25})
-    logger.log(5, {"train/loss": 0.125})
-    logger.close()
-    rows = read_wandb_history(tmp_path)
-    assert [row["_step"] for row in rows] == [3, 5]
-    assert (rows[0]["train/loss"], rows[0]["eval/accuracy"], rows[1]["train/loss"]) == (0.5, 0.25, 0.125)
-
-
 @pytest.mark.parametrize(
     ("variable", "given", "project"), [("", None, "Ludic"), ("theirs", None, "theirs"), ("theirs", "mine", "mine")]
 )
-def test_wandb_project_is_the_given_one_the_variable_or_ludic(monkeypatch, variable, given, project):
-    settings: dict = {}
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=settings.update))
+def test_wandb_gets_settings_names_and_rising_steps(monkeypatch, tmp_path, variable, given, project):
+    fake = FakeTrackio()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setenv("WANDB_PROJECT", variable)
-    WandbLogger(project=given)
-    assert settings == {"project": project}
+    logger = WandbLogger(project=given, name="a-run", config={"lr": 0.1}, dir=tmp_path, mode="offline")
+    logger.log(3, {"train/loss": 0.5})
+    logger.log(2, {"eval/accuracy": 0.25})  # of a background evaluation: W&B would drop an earlier step
+    logger.close()
+    assert fake.rows == [(3, {"train/loss": 0.5}), (3, {"eval/accuracy": 0.25})] and fake.is_finished
+    assert fake.settings == {
+        "project": project, "name": "a-run", "config": {"lr": 0.1}, "dir": str(tmp_path), "mode": "offline",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

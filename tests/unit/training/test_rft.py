@@ -5,7 +5,6 @@ import pytest
 from ludic.training import make_rft
 from ludic.training.filters import forget_temperature, keep_distinct, keep_few_per_group, keep_rewarded
 from ludic.types import ActorTokenLogps, CandidateSets, ConfigError, SampleAttachments, SampleOrigin, SAWBatch, SAWItem
-from tests.unit.training.bandit import bandit_trainer, train_until
 
 
 def sample(*ids, reward=1.0, group="g", rollout=None, **facts):
@@ -75,10 +74,3 @@ def test_the_roles_of_an_episode_are_not_compared_with_each_other():
     helper = sample(7, reward=0.1, agent_id="X", delegate="helper")
     kept = keep_few_per_group(SAWBatch(items=[*games, helper]), max_rollouts=1)
     assert [item.origin.rollout_id for item in kept.items] == ["X1", "O0", helper.origin.rollout_id]
-
-
-async def rewards_of(steps, is_learned, make_source=lambda source: source, **settings):
-    trainer, engine = bandit_trainer(make_rft(**settings), make_source=make_source)
-    history = await train_until(trainer, is_learned, at_most=steps)
-    engine.close()
-    return history

@@ -195,17 +195,6 @@ def test_league_size_below_1_is_refused(every, max_size):
 WITH_PAST = (*SWAPPED, {"left": "ann", "right": "past"}, {"left": "past", "right": "bob"})
 
 
-class StopAt:
-    """A logger that wishes for the end."""
-
-    def __init__(self, step: int, stop: StopSignal) -> None:
-        self.step, self.stop = step, stop
-
-    def log(self, step, stats) -> None:
-        if step == self.step:
-            self.stop.set("enough")
-
-
 def test_stop_during_games_ends_all_trainers_at_one_step(tmp_path):
     with players(folder=tmp_path) as table:
         stop = StopSignal()

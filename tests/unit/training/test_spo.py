@@ -114,13 +114,6 @@ async def test_batches_made_ahead_are_not_counted_twice_after_a_resume():
     assert tracker.state_dict() == credit
 
 
-# --- variance -------------------------------------------------------------------------------------------------
-
-NUM_PROMPTS, NUM_SAMPLES, GROUP = 128, 64, 8
-CHANCES = [(index + 0.5) / NUM_PROMPTS for index in range(NUM_PROMPTS)]
-"""Of the right one of two answers, prompt by prompt: a family of bandits from hopeless to solved."""
-
-
 # --- by name --------------------------------------------------------------------------------------------------
 
 

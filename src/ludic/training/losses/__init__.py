@@ -16,6 +16,8 @@ from ludic.training.losses.clipped import (
     CISPOLoss,
     ClippedSurrogateLoss,
     GMPOLoss,
+    ReinforceBaselineLoss,
+    ReinforceLoss,
     SAPOLoss,
     TokenClippedSurrogateLoss,
 )
@@ -35,7 +37,6 @@ from ludic.training.losses.corrections import (
 )
 from ludic.training.losses.kl import EntropyBonus, KLEstimator, KLLoss, Regularized, TokenKLLoss
 from ludic.training.losses.preferences import KTOLoss, PreferencePairLoss
-from ludic.training.losses.reinforce import ReinforceBaselineLoss, ReinforceLoss
 from ludic.training.losses.supervised import (
     DistillationLoss,
     MaskedCausalLMCrossEntropyLoss,

@@ -128,14 +128,6 @@ def test_two_different_kls_in_one_loss_are_refused():
             kind(terms)
 
 
-def test_distillation_beside_a_reward_loss_is_a_separate_term():
-    items = random_items(LENGTHS)
-    parts = [make_grpo().loss, DistillationLoss(coeff=0.5)]
-    both, _ = gradient(CompositeLoss([LossTerm(name=str(i), loss=loss) for i, loss in enumerate(parts)]), items)
-    rewards, teacher_only = (gradient(loss, items)[0] for loss in parts)
-    assert_same(both, {name: rewards[name] + teacher_only[name] for name in rewards})
-
-
 def test_a_batch_may_mix_rewards_and_a_teacher():
     mixed = mix_objectives(
         {"rl": Objective(algorithm=make_grpo()), "teacher": Objective(algorithm=make_opd(kl="reverse"))}

@@ -210,31 +210,6 @@ async def test_interrupted_batch_is_made_again_after_a_resume(tmp_path):
     assert resumed.step == 2 and resumed.batch_source.state_dict() == position
 
 
-async def test_untrained_batch_is_made_again_after_a_resume(tmp_path):
-    class Counting(Given):
-        num_taken = 0
-
-        async def next_batch(self):
-            self.num_taken += 1
-            return await super().next_batch()
-
-        def state_dict(self):
-            return {"num_taken": self.num_taken}
-
-        def load_state_dict(self, state):
-            self.num_taken = state["num_taken"]
-
-    good, too_long = random_items([12, 20]), random_items([100])
-    config = CheckpointConfig(output_dir=tmp_path)
-    trainer = hand_trainer(batch_source=Counting(good, too_long), checkpoint_config=config)
-    await trainer.train_step()
-    with pytest.raises(ConfigError, match="100 tokens"):
-        await trainer.train_step()
-    trainer.save_checkpoint()
-    resumed = hand_trainer(batch_source=Counting(), checkpoint_config=config, resume_from="latest")
-    assert resumed.batch_source.num_taken == 1
-
-
 async def test_best_checkpoint_has_the_evaluated_weights(tmp_path):
     class Peaks:
         """Step 2 is the best."""

@@ -1,7 +1,7 @@
 """The presets: which credit rule and which loss make an algorithm, and their defaults. A new one is an entry here.
 
 What a credit rule does is in `credit_assignment`, what a loss does in `losses`; docs/algorithms has a page for each.
-Algorithms with code of their own are functions: `make_echo`, `make_ppo` and `make_spo` below, imitation.py and distillation.py.
+Algorithms that need code are functions: `make_echo`, `make_ppo` and `make_spo` below, imitation.py and distillation.py.
 """
 
 from collections.abc import Mapping, Sequence

@@ -15,7 +15,7 @@ from ludic.training import TrainerConfig, common_step, train_policies
 from ludic.types import ConfigError, RequestsExhausted, ReturnSpec, SamplingParams, TokenCompletionRequest
 from ludic.util.stop import StopSignal
 from tests.unit.training.bandit import tiny_llama
-from tests.unit.training.two_players import SWAPPED, players, trained_weights
+from tests.unit.training.two_players import players, trained_weights
 
 pytestmark = pytest.mark.slow
 
@@ -191,8 +191,6 @@ def test_league_size_below_1_is_refused(every, max_size):
 
 
 # --- stop and resume ---
-
-WITH_PAST = (*SWAPPED, {"left": "ann", "right": "past"}, {"left": "past", "right": "bob"})
 
 
 def test_stop_during_games_ends_all_trainers_at_one_step(tmp_path):

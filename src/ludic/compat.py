@@ -1,33 +1,41 @@
-"""Second spellings of arguments, which the seeds have, rewritten at the border: inside there is one.
+"""Second spellings of the arguments of public classes, read at the border so that the classes know one spelling each."""
 
-`@second_spelling(old, apply)` on a function or a constructor: the caller may give `old`, and `apply(arguments, value)` changes
-the other arguments accordingly. The old name stays in the signature.
-"""
-
-import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-F = TypeVar("F", bound=Callable[..., Any])
+from ludic.types import ConfigError
+
+Class = TypeVar("Class", bound=type)
 
 
-def second_spelling(old: str, apply: Callable[[dict[str, Any], Any], None], *, default: Any = None) -> Callable[[F], F]:
-    """Take the keyword `old`; `apply` is called with the keyword arguments and its value if that is not the default."""
+def also_accepts(spellings: Any) -> Callable[[Class], Class]:
+    """Show the keywords of a TypedDict, which the class takes as `**also: Unpack[spellings]`, in the signature of the class."""
 
-    def decorate(function: F) -> F:
-        @functools.wraps(function)
-        def called(*args: Any, **given: Any) -> Any:
-            value = given.pop(old, default)
-            if value != default:
-                apply(given, value)
-            return function(*args, **given)
+    def shown(cls: Class) -> Class:
+        own = inspect.signature(cls)
+        plain = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        names = spellings.__annotations__
+        also = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
+        vars_of: Any = cls
+        vars_of.__signature__ = own.replace(parameters=[*plain, *also])
+        return cls
 
-        signature = inspect.signature(function)
-        extra = inspect.Parameter(old, inspect.Parameter.KEYWORD_ONLY, default=default)
-        known = [*signature.parameters.values()]
-        last = len(known) - bool(known and known[-1].kind is inspect.Parameter.VAR_KEYWORD)
-        called.__signature__ = signature.replace(parameters=[*known[:last], extra, *known[last:]])  # type: ignore[attr-defined]
-        return called  # type: ignore[return-value] # the same signature and one more keyword
+    return shown
 
-    return decorate
+
+def only_known(who: str, also: Mapping[str, Any], spellings: Any) -> None:
+    """TypeError for a keyword that is not a second spelling, as Python raises it."""
+    for name in also.keys() - spellings.__annotations__.keys():
+        raise TypeError(f"{who}() got an unexpected keyword argument {name!r}")
+
+
+def one_of(who: str, **spellings: Any) -> Any:
+    """The argument that was passed under one of several names; ConfigError unless it is exactly one."""
+    given = [name for name, value in spellings.items() if value is not None]
+    if len(given) != 1:
+        raise ConfigError(
+            f"{who} needs exactly one of {', '.join(f'{name}=…' for name in spellings)}; "
+            f"it was given {' and '.join(given) or 'none of them'}."
+        )
+    return spellings[given[0]]

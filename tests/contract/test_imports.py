@@ -15,12 +15,12 @@ CHECKOUT = Path(__file__).parents[2]
 ROOT = CHECKOUT / "src" / "ludic"
 PLUGINS = sorted(folder.name for folder in (CHECKOUT / "plugins").iterdir())
 
-BASE = {"types", "tasks", "registry", "catalog", "compat", "plugins", "util"}
+BASE = {"types", "tasks", "registry", "catalog", "plugins", "util", "compat"}
 MAY_IMPORT: dict[str, set[str]] = {
     "util": {"types"},
     "types": {"util"},
     "tasks": set(),
-    "compat": set(),
+    "compat": {"types"},
     "catalog": set(),
     "plugins": {"types", "util"},
     "registry": {"types", "catalog", "plugins"},

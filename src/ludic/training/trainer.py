@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
-from ludic.compat import second_spelling
+from ludic.compat import also_accepts, only_known
 from ludic.training.algorithms import RLAlgorithm
 from ludic.training.causes import LearningWatch
 from ludic.training.checkpoint.rng import restore_rng, rng_state
@@ -334,16 +334,19 @@ class TrainingLoop:
         return run_sync(self.eval())
 
 
-def _checkpoint_gradients(arguments: dict[str, Any], value: bool) -> None:
-    arguments["cfg"] = replace(arguments.get("cfg") or TrainerConfig(), gradient_checkpointing=value)
+class TrainerParts(LearnerParts, total=False):
+    """The further arguments of `Trainer`."""
+
+    enable_gradient_checkpointing: bool | None
+    """Another spelling of `TrainerConfig(gradient_checkpointing=True)`."""
 
 
+@also_accepts(TrainerParts)
 class Trainer(TrainingLoop):
     """Trains a torch model, in one process or on several ranks."""
 
     learner: TorchLearner
 
-    @second_spelling("enable_gradient_checkpointing", _checkpoint_gradients, default=False)
     def __init__(
         self,
         *,
@@ -359,11 +362,14 @@ class Trainer(TrainingLoop):
         param_filter: ParamFilter | None = None,
         checkpointer: "CheckpointManager | None" = None,
         checkpoint_config: CheckpointConfig | None = None,
-        **others: Unpack[LearnerParts],
+        **others: Unpack[TrainerParts],
     ) -> None:
         """With several ranks the model is sharded (shard_model); `batch_source` may be None on all ranks but the first, which
         then feeds all. Publisher, logger and evaluator are only used on the first. `others`: see `LearnerParts`."""
+        only_known(type(self).__name__, others, TrainerParts)
         cfg = cfg if cfg is not None else TrainerConfig()
+        if others.pop("enable_gradient_checkpointing", None):
+            cfg = replace(cfg, gradient_checkpointing=True)
         self.model, self.cfg = model, cfg
         self.learner = learner = TorchLearner(
             model=model,
@@ -374,7 +380,7 @@ class Trainer(TrainingLoop):
             param_filter=param_filter,
             checkpointer=checkpointer,
             checkpoint_config=checkpoint_config,
-            **others,
+            **cast(LearnerParts, others),
         )
         self.policy, self.critic = learner.policy, learner.critic
         self.optimizer = self.initialize_optimizer()

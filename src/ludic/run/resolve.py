@@ -281,7 +281,7 @@ NEGATIVE_MASK = "negative_sequence_mask=0.05"
 
 
 def is_masked_when_old(algo: str) -> bool:
-    """Whether an algorithm is a preset that loses reward on old samples, and holds it with NEGATIVE_MASK."""
+    """True for a preset that loses reward on old samples, and holds it with NEGATIVE_MASK."""
     return getattr(registry.algorithms.spec(algo).load(), "masked_when_old", False)
 
 

@@ -4,7 +4,7 @@ Loads without torch.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -174,8 +174,6 @@ class TrainerConfig:
     """Seconds for one model call while evaluating; None is no limit."""
     parity_tolerance: float = 0.05
     """A warning is logged if sampler and trainer differ by more on the first batch (mean |log-prob difference| per token)."""
-    extra: dict[str, Any] = field(default_factory=dict)
-    """Anything else to be written to the run's config file."""
 
     def __post_init__(self) -> None:
         if self.learning_rate is not None:

@@ -5,6 +5,7 @@ Algorithms that need code are functions: `make_echo`, `make_ppo` and `make_spo` 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -85,7 +86,8 @@ def _loss_of_constant_length(
     return TokenClippedSurrogateLoss(reduction=reduction, **settings)
 
 
-make_dr_grpo = Preset(
+make_dr_grpo = replace(
+    make_grpo,
     name="dr_grpo",
     doc="""Dr. GRPO (arXiv 2503.20783): GRPO without its two biases, the division by the group's deviation and by length.
 
@@ -95,17 +97,15 @@ make_dr_grpo = Preset(
     credit_settings={"group_size": 8, "positive_only": False},
     loss=_loss_of_constant_length,
     loss_settings={**_CLIP, "constant_length": None, **_RATIO},
-    preprocess_settings=_DROP,
 )
 
-make_maxrl = Preset(
+make_maxrl = replace(
+    make_grpo,
     name="maxrl",
     doc="MaxRL (arXiv 2602.02710): the log of the success rate instead of the rate, by dividing through the group's mean reward.",
     credit=MaximumLikelihoodReturn,
     credit_settings={"group_size": 8},
-    loss=TokenClippedSurrogateLoss,
     loss_settings={**_CLIP, **_RATIO},
-    preprocess_settings=_DROP,
 )
 
 
@@ -118,7 +118,8 @@ def _normalized_loss(*, normalize_batch: bool = True, **settings: Any) -> Loss:
     return BatchNormalized(loss) if normalize_batch else loss
 
 
-make_gdpo = Preset(
+make_gdpo = replace(
+    make_grpo,
     name="gdpo",
     doc="""GDPO (arXiv 2601.05242): GRPO for several rewards, each divided by its own deviation in the group before they are added.
 
@@ -128,7 +129,6 @@ make_gdpo = Preset(
     credit_settings={"group_size": 8, "component_weights": None},
     loss=_normalized_loss,
     loss_settings={"normalize_batch": True, **_CLIP, **_RATIO},
-    preprocess_settings=_DROP,
     facts={"compares_components": True},
 )
 
@@ -145,24 +145,22 @@ make_dapo = Preset(
     preprocess_settings={"filter_zvp": True, "zvp_filter_eps": 1e-6},
 )
 
-make_gigpo = Preset(
+make_gigpo = replace(
+    make_grpo,
     name="gigpo",
     doc="GiGPO (arXiv 2505.10978): episodes compared with their siblings, plus turns with turns taken in the same state.",
     credit=StateGroupReturn,
     credit_settings={"group_size": 8, "gamma": 0.95, "step_weight": 1.0, "state_of": observation_before},
-    loss=TokenClippedSurrogateLoss,
     loss_settings={**_CLIP, "reduction": None},
-    preprocess_settings=_DROP,
 )
 
-make_proposer_solver = Preset(
+make_proposer_solver = replace(
+    make_grpo,
     name="proposer_solver",
     doc="One role invents tasks, others attempt them: attempts are compared within their task, proposals with each other.",
     credit=ProposerSolverReturn,
     credit_settings={"group_size": 8, "proposer": "proposer", "normalize_adv": True},
-    loss=TokenClippedSurrogateLoss,
     loss_settings={**_CLIP, **_RATIO},
-    preprocess_settings=_DROP,
 )
 
 
@@ -219,11 +217,10 @@ def make_echo(
 
 # --- GRPO's credit under other losses ---
 
-make_gspo = Preset(
+make_gspo = replace(
+    make_grpo,
     name="gspo",
     doc="GSPO (arXiv 2507.18071): GRPO's credit; one ratio per sample, clipped very close to 1.",
-    credit=_in_group,
-    credit_settings=_GROUP,
     loss=ClippedSurrogateLoss,
     loss_settings={
         "clip_eps_low": 3e-4,
@@ -232,14 +229,12 @@ make_gspo = Preset(
         "ratio_clip": None,
         "reduction": "sample_mean",
     },
-    preprocess_settings=_DROP,
 )
 
-make_gmpo = Preset(
+make_gmpo = replace(
+    make_grpo,
     name="gmpo",
     doc="GMPO (arXiv 2507.20673): GRPO's credit; the geometric mean of token ratios, log ratios within ±0.4.",
-    credit=_in_group,
-    credit_settings=_GROUP,
     loss=GMPOLoss,
     loss_settings={
         "clip_eps_low": 0.4,
@@ -248,7 +243,6 @@ make_gmpo = Preset(
         "ratio_clip": None,
         "reduction": "sample_mean",
     },
-    preprocess_settings=_DROP,
 )
 
 
@@ -259,14 +253,12 @@ def _cispo_loss(*, kl_coeff: float, **settings: Any) -> Loss:
     return CompositeLoss([LossTerm(name="policy", loss=loss), LossTerm(name="kl", loss=kl)]) if kl_coeff else loss
 
 
-make_cispo = Preset(
+make_cispo = replace(
+    make_grpo,
     name="cispo",
     doc="CISPO (MiniMax-M1, arXiv 2506.13585): GRPO's credit; REINFORCE with token ratios capped at 1.2.",
-    credit=_in_group,
-    credit_settings=_GROUP,
     loss=_cispo_loss,
     loss_settings={"clip_eps_low": 1e6, "clip_eps_high": 0.2, "length_normalize": True, "kl_coeff": 0.0},
-    preprocess_settings=_DROP,
     masked_when_old=True,
 )
 
@@ -281,14 +273,12 @@ make_scalerl = Preset(
     masked_when_old=True,
 )
 
-make_sapo = Preset(
+make_sapo = replace(
+    make_grpo,
     name="sapo",
     doc="SAPO (arXiv 2511.20347): GRPO's credit; a sigmoid in place of the clip.",
-    credit=_in_group,
-    credit_settings=_GROUP,
     loss=SAPOLoss,
     loss_settings={"tau_pos": 1.0, "tau_neg": 1.05, "length_normalize": False, "reduction": None},
-    preprocess_settings=_DROP,
     masked_when_old=True,
 )
 

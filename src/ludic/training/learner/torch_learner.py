@@ -436,7 +436,6 @@ def _common_facts(
     settings: list[Any] = [cfg, *([settings_of(model)] if is_sharded(model) else [])]
     settings += [] if checkpoints is None else [checkpoints]
     facts = {f"{type(s).__name__}.{f.name}": repr(getattr(s, f.name)) for s in settings for f in fields(s)}
-    del facts["TrainerConfig.extra"]  # free for anything, such as a note on where the rank runs
     config = plain_model(model).config.to_dict() if is_decoder(model) else {}
     facts |= {f"the model's {name}": repr(value) for name, value in config.items() if name != "_name_or_path"}
     facts["checkpoints"] = "off" if checkpoints is None else "on"

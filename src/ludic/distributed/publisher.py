@@ -72,7 +72,7 @@ class SharedWeightsPublisher:
 
 class ClientPublisher:
     """Passes every new version to the client's `sync_weights`, for a client with its own copy of the weights, such as
-    `LocalEngine(copy_of_the_model)` beside a sharded model."""
+    `LocalEngine(copy_of_the_model)` next to a sharded model."""
 
     def __init__(self, client: ChatClient, *, timeout_s: float = 600.0) -> None:
         self._client, self._timeout_s = client, timeout_s

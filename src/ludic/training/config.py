@@ -147,7 +147,7 @@ class TrainerConfig:
     max_lag: int | None = None
     """Samples whose oldest token is more versions behind are dropped and counted; None keeps all."""
     max_empty_batches: int = 8
-    """The run stops with an error after so many batches in a row with nothing to train on."""
+    """Number of consecutive batches with nothing to train on after which the run stops with an error."""
     sync_every_steps: int | None = None
     """Publish after every n-th step, or where a batch takes several, after the batch in which it is; None is 1 with a publisher and
     never without, 0 is never. Weights that the engine shares are always published."""
@@ -165,13 +165,13 @@ class TrainerConfig:
     eval_every_n_steps: int | None = None
     """Evaluate after every n-th update, or after its batch; 0 or None never."""
     eval_in_background: bool = False
-    """Train on while evaluating; at most one evaluation runs beside the steps. With shared weights it needs a snapshot."""
+    """Train on while evaluating; at most one evaluation runs at a time. With shared weights it needs a snapshot."""
     eval_concurrency: int | None = None
-    """Episodes at a time while evaluating. Default: as many as the engine computes together; with servers 64."""
+    """Episodes at a time while evaluating. Default: the engine's batch size; with servers 64."""
     eval_max_steps: int = 1
     """Turns per episode while evaluating."""
     eval_timeout_s: float | None = None
-    """Seconds for one model call while evaluating; None is no limit."""
+    """Seconds for one model call while evaluating; None sets no limit."""
     parity_tolerance: float = 0.05
     """A warning is logged if sampler and trainer differ by more on the first batch (mean |log-prob difference| per token)."""
 

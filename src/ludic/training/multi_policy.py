@@ -92,7 +92,7 @@ class PolicyTrainers:
         return stats
 
     async def eval(self) -> dict[str, float]:
-        """Evaluate all policies as they are; the metrics by policy, which are logged, too."""
+        """Evaluate all policies as they are; the metrics by policy, which are also logged."""
         await self._evaluation.run_now(self.step)
         return _by_policy(self._evaluation.last)
 

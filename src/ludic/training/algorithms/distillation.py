@@ -1,7 +1,7 @@
 """On-policy distillation: the student samples, a teacher gives the probability of every token.
 
 A token's weight is log π_teacher − log π_student at the time of sampling, so the expected gradient is that of the reverse KL at
-each token; beside a task advantage it is a dense reward for GRPO. Samples must come with a teacher's log-probs
+each token; next to a task advantage it is a dense reward for GRPO. Samples must come with a teacher's log-probs
 (`ludic.batch_gen.TeacherAnnotatedBatchSource`). With the teacher in the trainer's process (`Trainer(teacher=…)`), the KL can be
 taken over the whole vocabulary instead (`DistillationLoss`): the exact gradient, where the sampled token gives an estimate.
 """

@@ -86,7 +86,7 @@ def check_target(target: Path) -> None:
 
 @contextmanager
 def _complete_or_absent(folder: Path, target: Path) -> Iterator[Path]:
-    """A folder beside `target` to write into; it becomes `target` when all of it is written and synced."""
+    """A folder next to `target` to write into; it becomes `target` when all of it is written and synced."""
     check_target(target)
     problem = problem_with(folder, checksums=True)
     if problem is not None:

@@ -2,7 +2,7 @@
 
 One process writes a transformers model as `save_pretrained` does, so that programs for Hugging Face folders read a checkpoint; a
 peft model as its adapter alone; any other module as one safetensors file. Several ranks write their parts into the rank files,
-and beside them the configuration. Reading copies into the model's own tensors, so an engine or an optimizer that shares them
+and the configuration next to them. Reading copies into the model's own tensors, so an engine or an optimizer that shares them
 sees the new values; of a sharded model every rank reads its part.
 """
 

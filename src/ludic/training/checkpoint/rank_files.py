@@ -85,7 +85,7 @@ def _copy_part(source: Tensor, begins: Box, target: Any) -> None:
 
 
 def write_rank_files(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> None:
-    """Write this rank's part of each tensor. Values come as tensors, too: see `encoded`."""
+    """Write this rank's part of each tensor. Values are given as tensors: see `encoded`."""
     (folder / RANKS).mkdir(exist_ok=True)
     for number, names in enumerate(_files(tensors)):
         content, parts = {}, {}
@@ -158,7 +158,7 @@ def encoded(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
             return {type(value).__name__: [encode(f"{path}[{index}]", each) for index, each in enumerate(value)]}
         if type(value) in _DICTS.values():
             pairs = [[encode(path, key), encode(f"{path}[{key!r}]", each)] for key, each in value.items()]
-            if hasattr(value, "_metadata"):  # torch puts versions there, beside the weights of a module
+            if hasattr(value, "_metadata"):  # torch puts versions there, next to a module's weights
                 return {type(value).__name__: pairs, "_metadata": encode(path, value._metadata)}
             return {type(value).__name__: pairs}
         if value is None or type(value) in (str, int, float, bool):
@@ -257,7 +257,7 @@ class StoredTensors(dict[str, _StoredTensor]):
         for file in files:
             with _opened(file) as stored:
                 parts = parse_json((stored.metadata() or {}).get(_PARTS, "{}"))
-                for name in stored.keys():  # noqa: SIM118 - it is no mapping
+                for name in stored.keys():  # noqa: SIM118 - it is not a mapping
                     if name.startswith(prefix):
                         self._add(name, file, stored.get_tensor(name), parts.get(name))
         for name, about in self.items():

@@ -35,7 +35,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
         torch.set_rng_state(state["torch"].cpu())
         saved, available = [each.cpu() for each in state["cuda"]], torch.cuda.device_count()
-        for device, each in zip(range(available), saved, strict=False):  # as many as both have
+        for device, each in zip(range(available), saved, strict=False):  # those that both have
             torch.cuda.set_rng_state(each, device)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ConfigError(

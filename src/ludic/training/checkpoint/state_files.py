@@ -130,7 +130,7 @@ def optimizer_tensors(state: Mapping[str, Any] | None) -> dict[str, Tensor]:
 
 
 def _without_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The rest of it: groups, settings, and what of each parameter's state is no tensor."""
+    """The rest of it: groups, settings, and the values of each parameter's state that are not tensors."""
     plain = {
         index: {slot: value for slot, value in values.items() if not isinstance(value, Tensor)}
         for index, values in state["state"].items()

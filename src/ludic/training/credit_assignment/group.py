@@ -189,7 +189,7 @@ class ProposerSolverReturn:
 
     Solvers: the attempts at one task, which are the other rollouts of the proposer's episode. An attempt that is alone in its
     episode is at a task of a dataset and compared in its group. Proposers: the proposals of one group, or of the batch if
-    requests have no group. A trainer of one role alone works, too.
+    requests have no group. A trainer of a single role works as well.
     """
 
     group_size: int | None = None

@@ -25,7 +25,7 @@ class CriticKind(StrEnum):
     """The input of the critic."""
 
     SHARED = "shared"
-    """The policy's hidden states; its gradient moves the policy's layers, too."""
+    """The policy's hidden states; its gradient also moves the policy's layers."""
     DETACHED = "detached"
     """The policy's hidden states, detached: the critic's loss does not train the policy."""
     SEPARATE = "separate"

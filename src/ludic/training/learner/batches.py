@@ -1,6 +1,6 @@
 """Turns a source's batch into one rank's share of it: leave out what cannot be trained on, gather all ranks' batches, scatter.
 
-`TrainingLoop` fetches and prepares; learners share batches out. A rank that cannot go on (no more requests, a signal, an error)
+`TrainingLoop` fetches and prepares; learners share batches out. A rank that cannot continue (no more requests, a signal, an error)
 reports the reason in the place of a batch, so that all ranks end at the same step, for the same reason. Also here: the metrics
 of a batch before its update, and the state of the data for checkpoints.
 """
@@ -263,7 +263,7 @@ def _make_shares(
 
 
 def _common_stop(reports: Sequence[PreparedBatch | RankStop]) -> RankStop | None:
-    """Why all ranks stop; None if they go on. Those with nothing to train on take their share of the others' batches."""
+    """The reason why all ranks stop; None if they continue. Those with nothing to train on take their share of the others' batches."""
     has_items = any(isinstance(report, PreparedBatch) and report.items for report in reports)
     for kind in StopKind:
         for rank, stop in enumerate(reports):

@@ -132,7 +132,7 @@ class TrainedPolicy:
     @contextlib.contextmanager
     def routed(self, batch: PackedBatch) -> Iterator[Any]:
         """Watch the routers of a mixture in passes over this batch, and replay the experts of its samples if the policy does. The
-        backward pass belongs inside, too. None for other models."""
+        backward pass belongs inside as well. None for other models."""
         if self.routers is None:
             yield None
             return

@@ -1,4 +1,4 @@
-"""`TokenRecorder`: what the trainer computes of every sampled token, written beside a run's rollouts for `ludic view`.
+"""`TokenRecorder`: what the trainer computes of every sampled token, written next to a run's rollouts for `ludic view`.
 
 trained/step_000012.rank0.npz holds the samples of update 12 (the metrics' step) that rank 0 computed: per sample rollout_id,
 segment, num_tokens and num_weights; flat, one entry per action token, logp (float32), entropy and gradient (float16); weight

@@ -1,6 +1,6 @@
 """`Loss`: what every loss implements, and the loss of a padded batch.
 
-A loss says what it needs beside log-probs, and turns action tokens into a scalar and statistics. `compute` is the same loss
+A loss says what it needs besides log-probs, and turns action tokens into a scalar and statistics. `compute` is the same loss
 on the logits of a padded batch, as the seeds describe it; the trainer uses it for losses that have nothing else.
 """
 

@@ -20,7 +20,7 @@ from ludic.training.losses.tokens import MAX_LOG_RATIO, ActionTokens, Stats, sum
 from ludic.types import ConfigError
 
 NUM_PARTS = 4
-"""The KL is also reported for each of so many equal parts of a sample's action tokens."""
+"""Number of equal parts of a sample's action tokens for each of which the KL is reported as well."""
 
 _SQUARES = {"ratio_token": "ess", "ratio_sequence": "ess_sequence", "correction": "correction_ess"}
 """Statistic → the name of the effective sample size that its mean and mean square give."""

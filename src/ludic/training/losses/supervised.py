@@ -47,7 +47,7 @@ class ObservationLoss(Loss):
 class DistillationLoss(Loss):
     """coeff · mean( Σ KL over action tokens ), per token if length-normalised; the KL is that of whole distributions.
 
-    It depends on the text before a token, not on the token sampled or its credit: so it can stand beside a loss on rewards,
+    It depends on the text before a token, not on the token sampled or its credit: so it can be added to a loss on rewards,
     and there are no ratios. A correction around it (`CorrectedLoss`) weights the tokens.
     """
 

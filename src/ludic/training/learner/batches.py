@@ -263,7 +263,7 @@ def _make_shares(
 
 
 def _common_stop(reports: Sequence[PreparedBatch | RankStop]) -> RankStop | None:
-    """The reason why all ranks stop; None if they continue. Those with nothing to train on take their share of the others' batches."""
+    """Why all ranks stop, or None. Those with nothing to train on take their share of the others' batches."""
     has_items = any(isinstance(report, PreparedBatch) and report.items for report in reports)
     for kind in StopKind:
         for rank, stop in enumerate(reports):

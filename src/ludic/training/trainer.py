@@ -29,7 +29,6 @@ from ludic.training.learner.mini_batches import BatchInProgress, groups_of
 from ludic.training.learner.publish import ParamFilter
 from ludic.training.learner.torch_learner import LearnerParts, TorchLearner
 from ludic.training.loggers import Resumable
-from ludic.training.sample_check import TrainableSamples
 from ludic.types import (
     AccountsForItems,
     BatchSource,
@@ -386,6 +385,8 @@ class Trainer(TrainingLoop):
         self.optimizer = self.initialize_optimizer()
         learner.use_optimizer(self.optimizer)
         if isinstance(batch_source, ChecksSamples):
+            from ludic.training.sample_check import TrainableSamples  # loaded for samples of other processes
+
             batch_source.use_sample_check(TrainableSamples(algo, cfg, model, reducers))
         super().__init__(learner, batch_source, resume_from, train_logger, reducers, evaluator)
 

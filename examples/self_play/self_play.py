@@ -57,7 +57,6 @@ from ludic.training import (
     train_policies,
 )
 from ludic.training.config import LRSchedule
-from ludic.training.learner.stop import StopSignal
 from ludic.types import (
     ChatClient,
     ConfigError,
@@ -72,6 +71,7 @@ from ludic.types import (
     TokenCompletionRequest,
     save_rollouts,
 )
+from ludic.util.stop import StopSignal
 
 TINY = Path(__file__).parents[1] / "tic_tac_toe" / "tiny" / "config.json"
 GAMES = "games.jsonl"

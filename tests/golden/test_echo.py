@@ -9,9 +9,8 @@ from ludic.training.learner.gradients import accumulate_gradients, batch_facts
 from ludic.training.learner.packing import collate_saw_items
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import ActionTokens, BatchFacts, LossTerm, ObservationLoss, ObservedTokens, RoutedLoss
-from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SAWItem
+from ludic.types import ActorTokenLogps, SampleAttachments, SAWItem
 from tests.unit.inference.local.tiny_models import new_model
-from tests.unit.training.bandit import hand_trainer
 
 pytestmark = pytest.mark.slow
 
@@ -149,23 +148,3 @@ def test_without_observations_it_is_grpo():
         found.append({name: p.grad.clone() for name, p in model.named_parameters()})
     for name, grad in found[0].items():
         assert torch.equal(grad, found[1][name]), name
-
-
-async def test_rollouts_without_reward_still_teach_what_the_env_answers():
-    # Every rollout has weight 0; after an action the env always answers 40 41 42.
-    def batch():
-        rng = np.random.default_rng(1)
-        return [sample([7, int(rng.integers(100)), 40, 41, 42, 9], [0, 1, 0, 0, 0, 1], 0.0) for _ in range(16)]
-
-    trainer = hand_trainer(
-        *[batch() for _ in range(12)],
-        algo=make_echo(group_size=4, observation_coeff=1.0),
-        cfg={"lr": 1e-2, "weight_decay": 0.0, "parity_tolerance": float("inf")},
-    )
-    logps = [(await trainer.train_step())["train/observation/observation_logp_mean"] for _ in range(12)]
-    assert logps[0] < -4 and logps[-1] > -1, logps
-
-
-def test_the_coefficient_is_not_negative():
-    with pytest.raises(ConfigError, match="coeff"):
-        ObservationLoss(coeff=-1.0)

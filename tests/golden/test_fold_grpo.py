@@ -1,12 +1,11 @@
 """FoldGRPO worked by hand: branches under the outcome of their episode, process rewards, value and gradient."""
 
 import pytest
-import torch
 
 from ludic.training.algorithms import make_fold_grpo
 from ludic.training.credit_assignment import FoldedReturn, fold_penalties
-from ludic.training.losses import ActionTokens, BatchFacts
 from ludic.types import ConfigError, Rollout, TokenTrace
+from tests.golden.tokens import by_hand
 from tests.unit.training.hand_made import agent_step, rollout, turn_weights
 
 near = pytest.approx
@@ -89,12 +88,7 @@ def test_penalties_are_for_long_parents_and_failed_calls():
 
 def test_value_and_gradient_of_a_clipped_turn():
     # A = 1 at ρ = 1.5 (beyond 1.28: no gradient), A = −1 at ρ = 1; sum over 2 samples.
-    logps = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
-    tokens = ActionTokens(
-        logps=logps, old_logps=logps.detach() - torch.tensor([1.5, 1.0], dtype=torch.float64).log(),
-        weights=torch.tensor([1.0, -1.0], dtype=torch.float64), item_index=torch.tensor([0, 1]), num_items=2,
-        facts=BatchFacts(num_items=2, num_tokens=2),
-    )  # fmt: skip
+    tokens = by_hand([-1.0, -2.0], [1.5, 1.0], [1.0, -1.0], [0, 1])
     loss, _ = make_fold_grpo().loss(tokens)
     loss.backward()
-    assert loss.item() == near(-(1.28 - 1.0) / 2) and logps.grad.tolist() == near([0.0, 0.5])
+    assert loss.item() == near(-(1.28 - 1.0) / 2) and tokens.logps.grad.tolist() == near([0.0, 0.5])

@@ -3,12 +3,11 @@
 from math import exp, sqrt
 
 import pytest
-import torch
 
 from ludic.rewards import Rewards
 from ludic.training.algorithms import make_gdpo
 from ludic.training.credit_assignment import ComponentNormalizedReturn, GroupNormalizedReturn, with_turn_rewards
-from ludic.training.losses import ActionTokens, BatchFacts
+from tests.golden.tokens import by_hand
 from tests.unit.training.hand_made import rollout, turn_weights
 
 near = pytest.approx
@@ -103,15 +102,7 @@ async def test_value_and_gradient_of_a_batch_of_two_groups():
     # One token each but the first sample, which has two. Ratios 1, e^0.5 (above 1.2 and pushed up: clipped), 1, e^0.1, 1.
     ratios, weights = [1.0, exp(0.5), 1.0, exp(0.1), 1.0], [sums[0], sums[0], *sums[1:]]
     logps = [-1.0, -2.0, -0.5, -1.5, -0.7]
-    old = torch.tensor(logps, dtype=torch.float64) - torch.tensor(ratios, dtype=torch.float64).log()
-    tokens = ActionTokens(
-        logps=torch.tensor(logps, dtype=torch.float64, requires_grad=True),
-        weights=torch.tensor(weights, dtype=torch.float64),
-        old_logps=old,
-        item_index=torch.tensor([0, 0, 1, 2, 3]),
-        num_items=4,
-        facts=BatchFacts(num_items=4, num_tokens=5, weight_mean=0.0, weight_std=std),
-    )
+    tokens = by_hand(logps, ratios, weights, [0, 0, 1, 2, 3], weight_mean=0.0, weight_std=std)
     value, _ = algorithm.loss(tokens)
     value.backward()
     assert value.item() == near(-(1.5 + 1.5 * 1.2 - 1.5 - exp(0.1) + 1.0) / std / 4, rel=1e-7)

@@ -18,7 +18,6 @@ from ludic.training.credit_assignment import (
     TurnLeaveOneOutReturn,
     info_potential,
     observation_before,
-    with_turn_rewards,
 )
 from ludic.types import Rollout, StopReason
 from tests.unit.training.hand_made import agent_step, rollout, turn_weights
@@ -148,13 +147,6 @@ def test_info_potential_is_the_last_value_of_the_env():
     for step, progress in zip(told.env_steps, [0.25, None, 0.75, 1.0], strict=True):
         step.info = {} if progress is None else {"progress": progress}
     assert info_potential("progress", start=0.1)(told) == [0.1, 0.25, 0.25, 0.75]
-
-
-def test_relabelling_changes_weights_and_not_rollouts():
-    played = rollout([0.0, 0.0, 0.0], calls=2)
-    reached_something_at_turn_1 = Relabelled(EpisodicReturn(), lambda r: with_turn_rewards(r, [0.0, 1.0, 0.0]))
-    assert per_turn(reached_something_at_turn_1, played) == [[1.0] * 3]
-    assert played.total_reward == 0.0
 
 
 def test_relabelling_must_keep_tokens_and_steps():

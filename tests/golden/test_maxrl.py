@@ -5,11 +5,10 @@ from math import comb, exp
 
 import numpy as np
 import pytest
-import torch
 
 from ludic.training.algorithms import make_maxrl
 from ludic.training.credit_assignment import MaximumLikelihoodReturn
-from ludic.training.losses import ActionTokens, BatchFacts
+from tests.golden.tokens import by_hand
 from tests.unit.training.hand_made import rollout, turn_weights
 
 near = pytest.approx
@@ -56,29 +55,19 @@ def test_the_mean_gradient_is_that_of_the_series_of_the_log_success_rate(size, l
     assert sum(comb(size, k) * p**k * (1 - p) ** (size - k) for k in range(size + 1)) == near(1.0)
 
 
-def tokens(logps, weights, old, item_index, num_items):
-    facts = BatchFacts(num_items=4, num_tokens=5)
-    given = [torch.tensor(values, dtype=torch.float64) for values in (logps, weights, old)]
-    given[0].requires_grad_()
-    return ActionTokens(
-        logps=given[0], weights=given[1], old_logps=given[2], item_index=torch.tensor(item_index), num_items=num_items, facts=facts
-    )  # fmt: skip
-
-
 def test_value_and_gradient_of_a_group_and_of_its_halves():
     # A = 3, −1, −1, −1; ratios 1, 1, and e^0.1, e^−0.5 (below 0.8 and pushed down: clipped), 1. Sum over tokens over 4 samples.
     loss = make_maxrl(group_size=4).loss
     ratios = [1.0, 1.0, exp(0.1), exp(-0.5), 1.0]
     logps, weights = [-1.0, -2.0, -0.5, -1.5, -0.7], [3.0, 3.0, -1.0, -1.0, -1.0]
-    old = [logp - float(np.log(ratio)) for logp, ratio in zip(logps, ratios, strict=True)]
     value = -(3.0 + 3.0 - exp(0.1) - 0.8 - 1.0) / 4
     gradient = [-3.0 / 4, -3.0 / 4, exp(0.1) / 4, 0.0, 1.0 / 4]
-    whole = tokens(logps, weights, old, [0, 0, 1, 2, 3], 4)
+    whole = by_hand(logps, ratios, weights, [0, 0, 1, 2, 3])
     found, _ = loss(whole)
     found.backward()
     assert found.item() == near(value) and whole.logps.grad.tolist() == near(gradient)
-    first = tokens(logps[:3], weights[:3], old[:3], [0, 0, 1], 2)
-    second = tokens(logps[3:], weights[3:], old[3:], [0, 1], 2)
+    first = by_hand(logps[:3], ratios[:3], weights[:3], [0, 0, 1], num_items=4, num_tokens=5)
+    second = by_hand(logps[3:], ratios[3:], weights[3:], [0, 1], num_items=4, num_tokens=5)
     parts = loss(first)[0] + loss(second)[0]
     parts.backward()
     assert parts.item() == near(value)

@@ -1,6 +1,5 @@
 """DPO, IPO and KTO worked by hand: value and gradient, however the batch is cut; and what the source makes of a file."""
 
-import copy
 import json
 from math import exp, log
 
@@ -19,9 +18,9 @@ from ludic.training.learner.packing import balanced_shares
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.losses import ActionTokens, BatchFacts
 from ludic.training.trainer import TrainerConfig
-from ludic.types import ConfigError, SampleOrigin, SAWBatch, SAWItem
+from ludic.types import ConfigError, SAWBatch
 from tests.unit.inference.local.tiny_models import new_model
-from tests.unit.training.bandit import hand_trainer, tiny_llama
+from tests.unit.training.bandit import tiny_llama
 
 pytestmark = pytest.mark.slow
 
@@ -206,29 +205,6 @@ async def test_a_pair_is_dropped_with_its_longer_half():
     assert len(items) == 14 and len(prepared.items) == 12
 
 
-@pytest.mark.parametrize("make", [make_dpo, make_ipo])
-async def test_the_margin_rises(make):
-    model = tiny_llama()
-    source = PreferenceBatchSource(PAIRS, ByteTemplate(), batch_size=6)
-    trainer = hand_trainer(
-        model=model, algo=make(beta=0.5), batch_source=source, reference=copy.deepcopy(model), cfg={"lr": 3e-3, "micro_token_budget": 256}
-    )  # fmt: skip
-    rows = [await trainer.train_step() for _ in range(8)]
-    margins = [row["train/margin"] for row in rows]
-    assert abs(margins[0]) < 1e-4 and margins[-1] > 0.5 and rows[-1]["train/preference_accuracy"] == 1.0
-
-
-async def test_kto_parts_wanted_from_unwanted():
-    model = tiny_llama()
-    rows = [{"prompt": "q", "completion": "yes" if n % 2 else "no", "label": n % 2 == 1} for n in range(8)]
-    trainer = hand_trainer(
-        model=model, algo=make_kto(beta=0.5), batch_source=PreferenceBatchSource(rows, ByteTemplate(), batch_size=8),
-        reference=copy.deepcopy(model), cfg={"lr": 3e-3, "micro_token_budget": 512},
-    )  # fmt: skip
-    seen = [await trainer.train_step() for _ in range(10)]
-    assert seen[-1]["train/wanted_reward"] > 0.3 and seen[-1]["train/unwanted_reward"] < -0.3
-
-
 # --- the source ---
 
 
@@ -293,8 +269,3 @@ async def test_epochs_are_shuffled_and_resume_where_they_were():
 def test_rows_that_cannot_be_read_are_named(rows, what):
     with pytest.raises(ConfigError, match=what):
         PreferenceBatchSource(rows, ByteTemplate())
-
-
-def test_a_sample_without_a_comparison_is_alone():
-    items = [SAWItem([1, 2], None, [0, 1], 1.0, origin=SampleOrigin()) for _ in range(3)]
-    assert sorted(map(len, balanced_shares(items, 3))) == [1, 1, 1]

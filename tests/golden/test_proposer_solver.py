@@ -1,12 +1,11 @@
 """Proposer and solver worked by hand: what a task is worth, who is compared with whom, value and gradient."""
 
 import pytest
-import torch
 
 from ludic.training.algorithms import make_proposer_solver
 from ludic.training.credit_assignment import ProposerSolverReturn, learnability
-from ludic.training.losses import ActionTokens, BatchFacts
 from ludic.types import ConfigError
+from tests.golden.tokens import by_hand
 from tests.unit.training.hand_made import failed, rollout, turn_weights
 
 near = pytest.approx
@@ -79,11 +78,7 @@ def test_attempts_at_a_dataset_are_compared_in_their_group():
 
 def test_value_and_gradient_on_policy():
     # A = 1, −1 at two samples of 2 and 1 tokens, all ratios 1, sum over 2 samples: −(1 + 1 − 1) / 2, gradient −A / 2 each.
-    logps = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64, requires_grad=True)
-    tokens = ActionTokens(
-        logps=logps, old_logps=logps.detach().clone(), weights=torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64),
-        item_index=torch.tensor([0, 0, 1]), num_items=2, facts=BatchFacts(num_items=2, num_tokens=3),
-    )  # fmt: skip
+    tokens = by_hand([-1.0, -2.0, -0.5], [1.0] * 3, [1.0, 1.0, -1.0], [0, 0, 1])
     loss, _ = make_proposer_solver().loss(tokens)
     loss.backward()
-    assert loss.item() == near(-0.5) and logps.grad.tolist() == near([-0.5, -0.5, 0.5])
+    assert loss.item() == near(-0.5) and tokens.logps.grad.tolist() == near([-0.5, -0.5, 0.5])

@@ -89,15 +89,6 @@ def test_a_state_survives_json_exactly():
     assert whole.state_dict() == resumed.state_dict() and len(resumed) == 2
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [({"d_half": 0.0}, "d_half=0"), ({"rho_min": 0.97}, "rho_min=0.97"), ({"rho_max": 1.0}, "rho_max=1"), ({"high": 0.0}, "high=0")],
-)  # fmt: skip
-def test_invalid_settings_are_refused(settings, named):
-    with pytest.raises(ConfigError, match=named):
-        BetaValueTracker(**settings)
-
-
 def test_a_reward_outside_the_range_is_refused_and_counts_for_nothing():
     tracker = BetaValueTracker()
     with pytest.raises(ConfigError, match=r"'x' earned -0\.1.*from 0\.0 to 1\.0.*low=…"):

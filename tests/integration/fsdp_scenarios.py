@@ -271,7 +271,6 @@ LOSSES: dict[str, Loss] = {
     "supervised": MaskedCausalLMCrossEntropyLoss(),
     "with_entropy_and_kl": _with_kl(CISPOLoss()),
 }
-REFERENCES = ("frozen", "adapter_off")
 
 
 @functools.cache

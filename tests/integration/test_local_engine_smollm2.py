@@ -2,20 +2,13 @@
 
 import asyncio
 from copy import deepcopy
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
-from ludic import registry
-from ludic.agents import Agent
-from ludic.context import FullDialog
 from ludic.inference import HFChatTemplate
-from ludic.interaction import SingleAgentProtocol
-from ludic.parsers import xml_tag_parser
-from ludic.types import InferenceSpec, ReturnSpec, Rollout, SamplingParams, TokenCompletionRequest
-from tests.fakes import RecordingClient
+from ludic.types import ReturnSpec, SamplingParams, TokenCompletionRequest
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -83,50 +76,3 @@ async def test_greedy_together_equals_generate_and_is_scored_alike(engine, promp
     for prompt, (response, _) in zip(prompts, together[:3], strict=True):
         scores = await engine.score_tokens(prompt, response.completion_token_ids)
         np.testing.assert_allclose(response.completion_logprobs, scores, atol=1e-3)
-
-
-@pytest.mark.extended(
-    covered_by="tests/unit/inference/local/test_sampling.py::test_a_seeded_request_gets_the_same_tokens_alone_and_in_any_batch"
-)
-async def test_seeded_requests_of_unequal_lengths_draw_the_same_alone_and_together(engine, prompts):
-    story = prompts[2].tolist()
-    requests = [request(story[: 3 + 2 * n], seed=n, temperature=1.5, ignore_eos=True, max_tokens=4) for n in range(6)]
-    await asyncio.to_thread(engine.release_cache)
-    alone = [(await engine.complete_tokens(r))[0] for r in requests]
-    await asyncio.to_thread(engine.release_cache)
-    together = await asyncio.gather(*(engine.complete_tokens(r) for r in requests))
-    for one, (other, _) in zip(alone, together, strict=True):
-        assert one.completion_token_ids.tolist() == other.completion_token_ids.tolist()
-        np.testing.assert_allclose(one.completion_logprobs, other.completion_logprobs, atol=1e-3)
-
-
-@pytest.mark.extended(
-    covered_by="tests/unit/inference/test_token_exactness.py::test_every_prompt_extends_what_was_sent_and_sampled"
-)
-async def test_an_agent_plays_tic_tac_toe_on_the_engine_token_exactly(engine):
-    client = RecordingClient(engine)
-    agent = Agent(
-        client=client,
-        model="smollm2",
-        ctx=FullDialog(),
-        parser=xml_tag_parser("move"),
-        chat_template=HFChatTemplate(engine.tokenizer),
-    )
-    reused = engine.stats["prefix_tokens_reused"]
-    (rollout,) = await SingleAgentProtocol(agent).run(
-        env=registry.envs.make("tic_tac_toe"),
-        max_steps=3,
-        env_seed=1,
-        sampling_seed=2,
-        inference=InferenceSpec(sampling=SamplingParams(temperature=0.7, max_tokens=8), return_=ReturnSpec.for_rl()),
-    )
-    traces = [step.trace for step in rollout.agent_steps]
-    assert rollout.failure is None and traces
-    assert [(t.prompt_token_ids.tolist(), t.completion_token_ids.tolist()) for t in traces] == client.calls
-    assert all(t.policy_version == engine.version and t.temperature == 0.7 for t in traces)
-    for earlier, later in pairwise(traces):  # an append-only conversation
-        known = [*earlier.prompt_token_ids, *earlier.completion_token_ids]
-        assert later.prompt_token_ids[: len(known)].tolist() == known
-    if len(traces) > 1:
-        assert engine.stats["prefix_tokens_reused"] - reused >= len(traces[0].prompt_token_ids) // 16 * 16
-    assert Rollout.from_json(rollout.to_json()) == rollout

@@ -8,7 +8,7 @@ from ludic.run.config.env_and_agent import EnvSettings
 from ludic.run.config.run_config import RunConfig
 from ludic.run.features.base import Feature
 from ludic.run.given import EnvFactory, Parts
-from ludic.training.learner.stop import run_sync
+from ludic.util.stop import run_sync
 from ludic_envs.workers import EnvPool
 from ludic_envs.workers.server import ServerAddress, connect, suggested_by
 

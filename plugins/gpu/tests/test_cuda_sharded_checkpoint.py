@@ -11,7 +11,7 @@ pytest.importorskip("peft", reason="the lora extra is not installed")
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
-from ludic.training.checkpoint.state_files import rng_state
+from ludic.training.checkpoint.rng import rng_state
 from tests.integration.sharded_checkpoint_worker import (
     VARIANTS,
     adamw,

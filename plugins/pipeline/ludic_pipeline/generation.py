@@ -21,9 +21,9 @@ from ludic.run.parts.episodes import EpisodeSetup
 from ludic.run.resolve import ResolvedRun
 from ludic.training import RLAlgorithm
 from ludic.training.credit_assignment import EpisodeCredit, HybridNormalizedReturn
-from ludic.training.learner.stop import run_sync
 from ludic.training.losses import CorrectedLoss, SequenceMask, TokenMask
 from ludic.types import ConfigError, FollowsDrift, LudicError, shown_url
+from ludic.util.stop import run_sync
 from ludic_pipeline.queue.connection import require_redis
 from ludic_pipeline.queue.queue import ExperienceQueue
 from ludic_pipeline.queue.source import PipelineBatchSource

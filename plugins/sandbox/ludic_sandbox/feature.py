@@ -5,7 +5,7 @@ import os
 from ludic.run.config.run_config import RunConfig
 from ludic.run.features.base import Feature
 from ludic.run.given import Parts
-from ludic.training.learner.stop import run_sync
+from ludic.util.stop import run_sync
 from ludic_sandbox.backends import BACKEND_VARIABLE, check_backend, require_server
 
 

@@ -23,10 +23,10 @@ from ludic.run.generation.in_process import EmbeddedGeneration
 from ludic.run.model import ServedPolicy, load_tokenizer
 from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import values_of
-from ludic.training.learner.stop import run_sync
 from ludic.types import BatchSource, ConfigError, PolicyPublisher, SAWBatch, UnknownName
 from ludic.types.interfaces import load_into, state_of, tell_version
 from ludic.util.restarts import RestartLimit, Restarts
+from ludic.util.stop import run_sync
 from ludic_vllm.client import VLLMChatClient
 from ludic_vllm.command import find_vllm
 from ludic_vllm.process import VLLMServerProcess, wait_for_vllm_health

@@ -26,7 +26,7 @@ _COMPLETE = re.compile(r"weights_(\d+)\.safetensors")
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class PublishedFile:
+class _PublishedFile:
     """One version in the folder, as of when it was listed."""
 
     version: int
@@ -35,14 +35,14 @@ class PublishedFile:
     """Identifies the file: a version that is published again has another stamp."""
 
 
-def published_files(folder: Path) -> list[PublishedFile]:
+def published_files(folder: Path) -> list[_PublishedFile]:
     """The complete versions in a folder, newest first; empty if there is no folder yet."""
     found = []
     for path in folder.glob("weights_*.safetensors"):
         if match := _COMPLETE.fullmatch(path.name):
             with contextlib.suppress(FileNotFoundError):  # deleted since the folder was listed
                 facts = path.stat()
-                found.append(PublishedFile(int(match[1]), path, (facts.st_ino, facts.st_mtime_ns, facts.st_size)))
+                found.append(_PublishedFile(int(match[1]), path, (facts.st_ino, facts.st_mtime_ns, facts.st_size)))
     return sorted(found, reverse=True)
 
 
@@ -67,7 +67,7 @@ class FolderPublisher:
         self._clean_up(version)
 
     def is_current(self, version: int) -> bool:
-        """Whether this version is the newest in the folder."""
+        """True if this version is the newest in the folder."""
         newest = next(iter(published_files(self.folder)), None)
         return newest is not None and newest.version == version
 
@@ -76,7 +76,7 @@ class FolderPublisher:
 
         path = self.folder / f"weights_{version}.safetensors"
         weights = {}
-        for name, weight in distinct_weights(state_dict):
+        for name, weight in _distinct_weights(state_dict):
             dtype = self._dtype if self._dtype and weight.is_floating_point() else weight.dtype
             weights[name] = weight.detach().to("cpu", dtype).contiguous()
         with replacing(path) as unfinished:
@@ -91,7 +91,7 @@ class FolderPublisher:
             path.unlink(missing_ok=True)
 
 
-def distinct_weights(state_dict: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _distinct_weights(state_dict: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Tied weights once, under their first name: safetensors stores no two names for one tensor."""
     seen: set[tuple[object, ...]] = set()
     for name, weight in state_dict.items():
@@ -110,8 +110,8 @@ class FolderFollower:
         self.folder = Path(folder)
         self._engine = engine
         self._model = engine.model if model is None else model
-        self._taken: PublishedFile | None = None
-        self._unreadable: PublishedFile | None = None
+        self._taken: _PublishedFile | None = None
+        self._unreadable: _PublishedFile | None = None
 
     @property
     def version(self) -> int | None:
@@ -152,7 +152,7 @@ class FolderFollower:
             await asyncio.to_thread(self.update)
             await asyncio.sleep(poll_s)
 
-    def _read(self, file: PublishedFile) -> dict[str, Tensor] | None:
+    def _read(self, file: _PublishedFile) -> dict[str, Tensor] | None:
         """The weights of a version; None if the file is gone or incomplete."""
         from safetensors import SafetensorError, safe_open
 
@@ -170,7 +170,7 @@ class FolderFollower:
             self._unreadable = file
             return None
 
-    def _require_fit(self, file: PublishedFile, shapes: Mapping[str, list[int]]) -> None:
+    def _require_fit(self, file: _PublishedFile, shapes: Mapping[str, list[int]]) -> None:
         """Compare everything before changing anything. A tied weight may come under any of its names."""
         problem = _unfit(shapes, _named(self._model))
         if problem is not None:
@@ -181,7 +181,7 @@ class FolderFollower:
             )
 
     @torch.no_grad()
-    def _take(self, file: PublishedFile, weights: Mapping[str, Tensor]) -> None:
+    def _take(self, file: _PublishedFile, weights: Mapping[str, Tensor]) -> None:
         own = _named(self._model)
         with self._engine.updating(file.version):
             for name, weight in weights.items():

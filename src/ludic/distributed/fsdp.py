@@ -42,7 +42,7 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FSDPSettings:
-    """How a model is sharded over ranks."""
+    """Settings of a model that is sharded over ranks."""
 
     param_dtype: Precision | None = None
     """dtype in which weights are gathered and computed; None is bf16 on GPUs and the weights' own on CPUs."""
@@ -268,14 +268,14 @@ def sync_gradients(model: Any, *, is_last: bool) -> None:
 @torch.no_grad()
 def clip_gradients(grads: Sequence[Tensor], limit: float, ranks: Ranks) -> float:
     """Clip gradients to this norm over all ranks; returns the norm before clipping."""
-    norm = math.sqrt(square_norm(grads, ranks))
+    norm = math.sqrt(_square_norm(grads, ranks))
     factor = limit / (norm + 1e-6)
     if factor < 1:
         torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in grads], factor)
     return norm
 
 
-def square_norm(grads: Sequence[Tensor], ranks: Ranks) -> float:
+def _square_norm(grads: Sequence[Tensor], ranks: Ranks) -> float:
     """Sum of squares of the full gradients, each counted once: shards are summed over ranks, copies are not."""
     parts = [_square(grad.to_local()) / _num_copies(grad) for grad in grads if isinstance(grad, DTensor)]
     copies = [_square(grad) for grad in grads if not isinstance(grad, DTensor)]

@@ -72,7 +72,7 @@ class SharedWeightsPublisher:
 
 class ClientPublisher:
     """Passes every new version to the client's `sync_weights`, for a client with its own copy of the weights, such as
-    `LocalEngine(copy_of_the_model)` beside a sharded model."""
+    `LocalEngine(copy_of_the_model)` next to a sharded model."""
 
     def __init__(self, client: ChatClient, *, timeout_s: float = 600.0) -> None:
         self._client, self._timeout_s = client, timeout_s
@@ -117,7 +117,7 @@ class _GatherRequest:
     failure: str | None = None
 
 
-class GatheredWeights(Mapping[str, Tensor]):
+class _GatheredWeights(Mapping[str, Tensor]):
     """All weights on rank 0, without ever holding all of them: each read gathers one weight from all ranks, and the caller owns
     the tensor. They may be read in any order and any number of times."""
 
@@ -153,7 +153,7 @@ def publish_gathered(
     by_name = {weight.name: weight for weight in weights}
     if not ranks.is_first:
         return _gather_until_closed(by_name, ranks)
-    gathered = GatheredWeights(by_name, ranks)
+    gathered = _GatheredWeights(by_name, ranks)
     try:
         publish(gathered)
     except RankFailed:

@@ -189,7 +189,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-class Launch(NamedTuple):
+class _Launch(NamedTuple):
     """The place of this process in torchrun's group."""
 
     rank: int
@@ -197,7 +197,7 @@ class Launch(NamedTuple):
     world_size: int
 
 
-def launched() -> Launch | None:
+def launched() -> _Launch | None:
     """None outside of torchrun (or a launcher that sets the same variables)."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     found = [name for name in names if name in os.environ]
@@ -208,7 +208,7 @@ def launched() -> Launch | None:
             f"{', '.join(sorted(found))} are set, but {', '.join(name for name in names if name not in found)} are not, so "
             "this process cannot find its group. Start it with torchrun, or unset them."
         )
-    return Launch(*(int(os.environ[name]) for name in names[:3]))
+    return _Launch(*(int(os.environ[name]) for name in names[:3]))
 
 
 def join_ranks(*, timeout_s: float = TIMEOUT_S, device: str | None = None) -> Ranks:
@@ -235,7 +235,7 @@ def _store() -> dist.Store:
     return dist.PrefixStore(f"ludic-attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _take_gpu(launch: Launch) -> None:
+def _take_gpu(launch: _Launch) -> None:
     if launch.local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"Local rank {launch.local_rank} has no GPU: this machine has {torch.cuda.device_count()}. Start at most as many "

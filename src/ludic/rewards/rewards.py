@@ -97,7 +97,7 @@ class Rewards:
         return {"scorers": [scorer.name for scorer in self.scorers], "weights": self.weights}
 
     def metrics(self) -> dict[str, float]:
-        """What scorers have to say of themselves so far, such as what a judge has cost."""
+        """Metrics of the scorers themselves so far, such as the cost of a judge."""
         found: dict[str, float] = {}
         for scorer in self.scorers:
             if isinstance(scorer, ReportsMetrics):
@@ -105,7 +105,7 @@ class Rewards:
         return found
 
     def mean_weights(self) -> dict[str, float]:
-        """Of the metrics that are means: over how many."""
+        """Metric that is a mean -> the number of values it is over."""
         found: dict[str, float] = {}
         for scorer in self.scorers:
             if isinstance(scorer, ReportsMeans):

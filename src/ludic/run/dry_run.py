@@ -27,7 +27,7 @@ from ludic.run.parts.episodes import check_protocol
 from ludic.run.parts.samples import eval_samples, first_env, train_samples, train_stream
 from ludic.run.policies.team import check_team
 from ludic.run.protocols.agents import outside_agent
-from ludic.run.resolve import MASKED_WHEN_OLD, NEGATIVE_MASK, ResolvedRun
+from ludic.run.resolve import NEGATIVE_MASK, ResolvedRun, is_masked_when_old
 from ludic.run.sources import check_source
 from ludic.types import ConfigError
 
@@ -123,7 +123,7 @@ def _task_lines(run: ResolvedRun, share: float = 1.0) -> list[str]:
 def mask_lines(run: ResolvedRun) -> list[str]:
     """What the default mask of some presets does, and how to leave it out; empty where no preset has it."""
     masked = {own.config.algo.algo: None for own in run.each if NEGATIVE_MASK in own.config.algo.correction}
-    names = " and ".join(name for name in masked if name in MASKED_WHEN_OLD)
+    names = " and ".join(name for name in masked if is_masked_when_old(name))
     where = f"max_lag {run.max_lag}" if run.max_lag else "[replay]"
     line = (
         f"With {names}, older samples ({where}) of negative weight do not count once they have become unlikely: {NEGATIVE_MASK}, "

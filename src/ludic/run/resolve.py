@@ -1,6 +1,5 @@
 """From settings as written to a `ResolvedRun`: fills in every default, and has everything checked that needs no weights."""
 
-import inspect
 import math
 import re
 from collections.abc import Mapping
@@ -247,9 +246,11 @@ def _group_size(algo: AlgoSettings, parts: Parts) -> int:
         return algo.group_size
     if parts.algorithm is not None:
         return int(getattr(parts.algorithm.credit_assigner, "group_size", None) or 1)
+    from ludic.training.algorithms import settings_of
+
     factory = registry.algorithms.spec(algo.algo).load()
     is_yours = ":" in algo.algo  # whether it compares is not known
-    return 8 if is_yours or "group_size" in inspect.signature(factory).parameters else 1
+    return 8 if is_yours or "group_size" in settings_of(factory) else 1
 
 
 def open_reduction(algo: AlgoSettings) -> Averaging | None:
@@ -257,10 +258,12 @@ def open_reduction(algo: AlgoSettings) -> Averaging | None:
 
     Within a batch the two differ by one factor, so the direction stays that of the sum.
     """
-    reduction = inspect.signature(registry.algorithms.spec(algo.algo).load()).parameters.get("reduction")
-    is_open = reduction is not None and reduction.default is None
+    from ludic.training.algorithms import settings_of
+
+    settings = settings_of(registry.algorithms.spec(algo.algo).load())
+    is_open = "reduction" in settings and settings["reduction"] is None
     if algo.reduction is not None:
-        takes_it = reduction is not None and algo.reduction in (reduction.default, "episode_mean")
+        takes_it = "reduction" in settings and algo.reduction in (settings["reduction"], "episode_mean")
         if not (is_open or takes_it):
             raise ConfigError(
                 f"reduction = {algo.reduction!r} is for algorithms that leave it open, such as grpo; {algo.algo} takes a mean "
@@ -275,8 +278,11 @@ _SAYS_THE_REDUCTION = {"reduction", "length_normalize", "constant_length"}
 
 
 NEGATIVE_MASK = "negative_sequence_mask=0.05"
-MASKED_WHEN_OLD = ("cispo", "scalerl", "sapo")
-"""Presets that lose reward on samples of 4 batches ago, and hold it with NEGATIVE_MASK (stale_data_presets.jsonl in research/)."""
+
+
+def is_masked_when_old(algo: str) -> bool:
+    """True for a preset that loses reward on old samples, and holds it with NEGATIVE_MASK."""
+    return getattr(registry.algorithms.spec(algo).load(), "masked_when_old", False)
 
 
 def _corrections(config: RunConfig, max_lag: int, parts: Parts) -> tuple[str, ...]:
@@ -290,7 +296,7 @@ def _corrections(config: RunConfig, max_lag: int, parts: Parts) -> tuple[str, ..
         raise ConfigError(f"correction = {', '.join(given)}: none stands alone. Leave it out, or the others.")
     is_named = parts.algorithm is None and parts.loss is None  # what an object needs is not known
     is_old = max_lag > 0 or config.replay.replay > 0
-    needs_it = is_named and is_old and engine_of(config).corrects_lag(config) and config.algo.algo in MASKED_WHEN_OLD
+    needs_it = is_named and is_old and engine_of(config).corrects_lag(config) and is_masked_when_old(config.algo.algo)
     default = (NEGATIVE_MASK,) if needs_it else ()
     return tuple(c for text in given if text != "none" for c in (default if text == "auto" else (text,)))
 

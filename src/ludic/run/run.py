@@ -49,12 +49,12 @@ from ludic.run.settings import read_toml, with_given, with_values
 from ludic.tasks import cancel_all, long_lived_objects_exempt
 from ludic.training import TeeLogger, Trainer
 from ludic.training.checkpoint.manager import CheckpointError
-from ludic.training.critic.critic import CriticKind
-from ludic.training.learner.stop import StopSignal, run_sync
+from ludic.training.critic.gae import CriticKind
 from ludic.training.learner.token_recorder import TokenRecorder
 from ludic.training.multi_policy import PolicyTrainers
 from ludic.types import BatchSource, ConfigError, LudicError, PolicyGone, Reducer, Rollout, default_reducers
 from ludic.types.errors import TryAgain
+from ludic.util.stop import StopSignal, run_sync
 
 T = TypeVar("T")
 

@@ -84,7 +84,9 @@ def make_source(
         max_steps=run.max_steps,
         concurrency=rollouts.concurrency or setup.concurrency,
         sample_filter=make_filter(run),
-        dynamic_sampling=DynamicSampling(max_rounds=rollouts.dynamic_sampling, by_component=algorithm.name == "gdpo")
+        dynamic_sampling=DynamicSampling(
+            max_rounds=rollouts.dynamic_sampling, by_component=algorithm.compares_components
+        )
         if rollouts.dynamic_sampling
         else None,
         stragglers=_stragglers(run),

@@ -2,7 +2,7 @@
 
 `run` and `tinker` import it; it never imports `batch_gen` (the table below only names it, so that one import serves a loop).
 Nothing is imported until it is asked for, so `ludic.training.MonteCarloReturn` loads no torch. Start with trainer.py, then
-algorithms/grpo.py (what GRPO is), credit_assignment/group.py (its advantage), losses/, learner/ (the update).
+algorithms/presets.py (what GRPO is), credit_assignment/group.py (its advantage), losses/, learner/ (the update).
 """
 
 import importlib

@@ -59,7 +59,7 @@ def why_nothing_was_learned(rows: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _is_solved(first: Mapping[str, Any], last: Mapping[str, Any], best: float) -> bool:
-    """Whether all episodes of the last update earned the best reward so far, and more than those of the first."""
+    """True if all episodes of the last update earned the best reward so far, and more than those of the first."""
     return last.get("train/total_reward_std") == 0 and best <= _reward(last) > _reward(first)
 
 

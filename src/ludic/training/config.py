@@ -4,7 +4,7 @@ Loads without torch.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -36,11 +36,11 @@ class LRSchedule:
     warmup_steps: int = 0
     """The first step uses 1/warmup_steps of the rate, and the last of the warm-up all of it."""
     total_steps: int | None = None
-    """Where the decay arrives at `min_ratio`; later steps stay there. Every kind but `constant` needs it."""
+    """The step at which the decay arrives at `min_ratio`; later steps stay there. Every kind but `constant` needs it."""
     min_ratio: float = 0.0
     """The share of the rate that is left at the end."""
     decay_steps: int | None = None
-    """How long `wsd` decays; None is a fifth of `total_steps`."""
+    """Length of the decay of `wsd`; None is a fifth of `total_steps`."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(ScheduleKind):
@@ -84,22 +84,22 @@ class LRSchedule:
 
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
-    """How the trainer steps; what it learns is the algorithm's business."""
+    """Settings of the optimizer, of batches in memory and of evaluations. An algorithm defines what is learned."""
 
     lr: float = 1e-5
     """Learning rate."""
     learning_rate: float | None = None
     """Another name of `lr`; it wins if both are given."""
     critic_lr: float | None = None
-    """Of a critic's own weights, its head or its model; None is `lr`."""
+    """Learning rate of a critic's own weights, its head or its model; None is `lr`."""
     optimizer: OptimizerName = "adamw"
     """`adamw8bit` keeps both moments in 8 bits instead of 32 (the package bitsandbytes); not for weights that ranks share."""
     weight_decay: float = 0.01
-    """AdamW's."""
+    """Weight decay of AdamW."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's."""
+    """Betas of AdamW."""
     eps: float = 1e-8
-    """AdamW's."""
+    """Epsilon of AdamW."""
     max_grad_norm: float | None = 1.0
     """Gradients are scaled down to this norm; 0 or None leaves them."""
     lr_schedule: LRSchedule | None = None
@@ -108,7 +108,7 @@ class TrainerConfig:
     max_seq_len: int = 1024
     """Tokens of a sample, prompt and replies; a run ends an episode that gets longer."""
     too_long: LengthPolicy = "raise"
-    """What happens to a sample longer than `max_seq_len`: the run ends, the right end is cut off, or the sample is dropped."""
+    """The fate of a sample longer than `max_seq_len`: the run ends, the right end is cut off, or the sample is dropped."""
     micro_token_budget: int = 8192
     """Tokens in one forward pass. The gradient does not depend on it."""
     packed: bool = True
@@ -119,7 +119,7 @@ class TrainerConfig:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, slower."""
     offload_activations: bool = False
-    """What the decoder saves for the backward pass waits in host memory; the gradient stays the same. With
+    """Tensors that the decoder saves for the backward pass wait in host memory; the gradient stays the same. With
     gradient_checkpointing it is each layer's input alone. For long samples on a GPU; on a CPU it saves nothing."""
     context_parallel: int = 1
     """Neighbouring ranks that share each packed row, for samples longer than one GPU holds; under torchrun only."""
@@ -137,27 +137,27 @@ class TrainerConfig:
     batch of fewer groups has fewer parts."""
 
     balance_experts: float = 0.0
-    """Of a mixture of experts: the weight of the load-balancing loss (docs/mixtures.md); 0 is off. It is that of the whole batch,
+    """For a mixture of experts, the weight of the load-balancing loss (docs/mixtures.md); 0 is off. It is that of the whole batch,
     which takes one more forward pass if a batch is several micro-batches."""
     replay_experts: bool = False
-    """Of a mixture of experts: send every token to the experts that the sampler recorded (`LocalEngine(record_experts=True)`)."""
+    """For a mixture of experts: send every token to the experts that the sampler recorded (`LocalEngine(record_experts=True)`)."""
 
     watch_entropy: bool = True
     """Report the entropy of the policy at action tokens, at a small cost."""
     max_lag: int | None = None
     """Samples whose oldest token is more versions behind are dropped and counted; None keeps all."""
     max_empty_batches: int = 8
-    """The run stops with an error after so many batches in a row with nothing to train on."""
+    """Number of consecutive batches with nothing to train on after which the run stops with an error."""
     sync_every_steps: int | None = None
     """Publish after every n-th step, or where a batch takes several, after the batch in which it is; None is 1 with a publisher and
     never without, 0 is never. Weights that the engine shares are always published."""
 
     model_device: str | None = None
-    """Where to train; None is where the model is."""
+    """Device to train on; None is that of the model."""
     pad_token_id: Any = 0
     """Only for the padded form. An id, or a tokenizer to ask."""
     seed: int = 0
-    """Of everything random."""
+    """Seed of everything random."""
     log_every: int = 1
     """Log every n-th step."""
     eval_at_start: bool = False
@@ -165,17 +165,15 @@ class TrainerConfig:
     eval_every_n_steps: int | None = None
     """Evaluate after every n-th update, or after its batch; 0 or None never."""
     eval_in_background: bool = False
-    """Train on while evaluating; at most one evaluation runs beside the steps. With shared weights it needs a snapshot."""
+    """Train on while evaluating; at most one evaluation runs at a time. With shared weights it needs a snapshot."""
     eval_concurrency: int | None = None
-    """Episodes at a time while evaluating. Default: as many as the engine computes together; with servers 64."""
+    """Episodes at a time while evaluating. Default: the engine's batch size; with servers 64."""
     eval_max_steps: int = 1
     """Turns per episode while evaluating."""
     eval_timeout_s: float | None = None
-    """Seconds for one model call while evaluating; None is no limit."""
+    """Seconds for one model call while evaluating; None sets no limit."""
     parity_tolerance: float = 0.05
     """A warning is logged if sampler and trainer differ by more on the first batch (mean |log-prob difference| per token)."""
-    extra: dict[str, Any] = field(default_factory=dict)
-    """Anything else to be written to the run's config file."""
 
     def __post_init__(self) -> None:
         if self.learning_rate is not None:
@@ -224,7 +222,7 @@ class TrainerConfig:
         return self.updates_per_batch * self.mini_batches
 
     def lacks_evaluation(self, step: int, newest: int | None) -> bool:
-        """Whether an update up to `step`, or the start, was to be evaluated after `newest`, the newest step with a result in the
+        """True if an update up to `step`, or the start, was to be evaluated after `newest`, the newest step with a result in the
         record of the run (-1: no step has one). Without a record, None, that cannot be said."""
         every = self.eval_every_n_steps or 0
         due = step // every * every if every and step >= every else 0 if self.eval_at_start else -1
@@ -233,13 +231,13 @@ class TrainerConfig:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """Where, when and how much to save."""
+    """The folder of checkpoints, when one is saved and which are kept."""
 
     output_dir: str | Path
     every_n_steps: int = 0
     """0 saves when training ends, and when asked to."""
     max_to_keep: int | None = 2
-    """How many of the newest stay, beside the best; None keeps all."""
+    """Number of newest checkpoints that stay, and the best stays as well; None keeps all."""
     keep_every: int = 0
     """Checkpoints of steps that this divides are never removed; 0 makes no such exception."""
     save_optimizer: bool = True
@@ -247,7 +245,7 @@ class CheckpointConfig:
     best_metric: str | None = None
     """Name of the metric that decides which checkpoint is the best, such as "eval/accuracy"."""
     best_mode: Literal["max", "min"] = "max"
-    """Whether the largest or the smallest value of that metric is the best."""
+    """The largest value of that metric is the best, or the smallest."""
     max_shard_size: str = "5GB"
     """Larger weights are split into several files."""
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from ludic.tasks import cancel_all
 from ludic.training.config import TrainerConfig
-from ludic.training.learner.stop import StopRequested, StopSignal
 from ludic.training.loggers import KeepsRecord
 from ludic.types import ConfigError, Evaluator, TakesSnapshots, TrainingLogger
+from ludic.util.stop import StopRequested, StopSignal
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Evaluation:
         """The evaluation that runs while training continues, or whose result was not yet looked at."""
         self._task_step = 0
         self.is_missing = False
-        """Whether an evaluation was due before this process began, and has no result: the next one makes up for it."""
+        """True if an evaluation was due before this process began, and has no result: the next one makes up for it."""
 
     def find_missing(self, step: int, record: TrainingLogger | None) -> None:
         """Called when a run goes on after `step`. A stop or a kill may have ended an evaluation: the record has no result of it."""
@@ -51,7 +51,7 @@ class Evaluation:
             logger.info("the last evaluation up to step %d has no result: the resumed weights are evaluated", step)
 
     def is_due(self, step: int, since: int) -> bool:
-        """Whether one of the updates after `since` is to be evaluated."""
+        """True if one of the updates after `since` is to be evaluated."""
         every = self._cfg.eval_every_n_steps
         return self.is_missing or (every is not None and every > 0 and step // every > since // every)
 

@@ -1,4 +1,4 @@
-"""What each metric of a training run means: `METRICS`, name to text. `ludic parts metric` prints it.
+"""The meaning of each metric of a training run: `METRICS`, name to text. `ludic parts metric` prints it.
 
 Every name begins with `train/`, `gateway/`, `perf/` or `eval/` (`ludic.eval.report`). A mean is over the whole batch, however it
 was split. `ρ` is the ratio of a token: its probability under the trainer's weights over that when it was sampled. A

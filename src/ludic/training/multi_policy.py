@@ -12,10 +12,10 @@ from pathlib import Path
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.evaluation import Evaluation, check_evaluation
-from ludic.training.learner.stop import StopRequested, StopSignal
 from ludic.training.loggers import Resumable
 from ludic.training.trainer import Trainer
 from ludic.types import ConfigError, Evaluator, RequestsExhausted, TrainingLogger
+from ludic.util.stop import StopRequested, StopSignal
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class PolicyTrainers:
         evaluator: Evaluator | None = None,
         cfg: TrainerConfig | None = None,
     ) -> None:
-        """As of `train_policies`."""
+        """The arguments are those of `train_policies`."""
         _check(trainers)
         cfg = cfg or TrainerConfig()
         shares = any(trainer.learner.shares_weights for trainer in trainers.values())
@@ -92,7 +92,7 @@ class PolicyTrainers:
         return stats
 
     async def eval(self) -> dict[str, float]:
-        """Evaluate all policies as they are; the metrics by policy, which are logged, too."""
+        """Evaluate all policies as they are; the metrics by policy, which are also logged."""
         await self._evaluation.run_now(self.step)
         return _by_policy(self._evaluation.last)
 

@@ -17,7 +17,7 @@ from ludic.training.learner.batches import prepare
 from ludic.training.learner.gradients import batch_facts
 from ludic.training.learner.metrics import PREFIXES, batch_stats, prefixed
 from ludic.training.learner.packing import action_fields
-from ludic.training.vocabulary import require_known_ids, vocabulary_of
+from ludic.training.learner.policy import require_known_ids, vocabulary_of
 from ludic.types import LudicError, Reducer, SAWBatch, SAWItem
 
 MAX_WEIGHT = 1e9
@@ -106,7 +106,7 @@ def _check_facts(item: SAWItem) -> None:
 
 
 def positions_of(model: Any) -> int | None:
-    """How many positions a model with learned ones has; None for those that compute them (rotary)."""
+    """The number of positions of a model with learned ones; None for those that compute them (rotary)."""
     tables = {
         name.rpartition(".")[2]: module
         for name, module in model.named_modules()

@@ -10,17 +10,16 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
-from ludic.distributed.ranks import Ranks
-from ludic.models.loading import LoadedModel
+from ludic.compat import also_accepts, only_known
 from ludic.training.algorithms import RLAlgorithm
 from ludic.training.causes import LearningWatch
-from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
-from ludic.training.checkpoint.state_files import restore_rng, rng_state
-from ludic.training.config import TrainerConfig
+from ludic.training.checkpoint.rng import restore_rng, rng_state
+from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.training.evaluation import Evaluation, check_evaluation
 from ludic.training.guards import check_parity
 from ludic.training.learner.batches import PreparedBatch, RankBatch, data_states, describe, fetch, load_data_states
@@ -28,11 +27,8 @@ from ludic.training.learner.interface import Learner
 from ludic.training.learner.metrics import prefixed
 from ludic.training.learner.mini_batches import BatchInProgress, groups_of
 from ludic.training.learner.publish import ParamFilter
-from ludic.training.learner.stop import StopRequested, StopSignal, run_sync
-from ludic.training.learner.token_recorder import TokenRecorder
-from ludic.training.learner.torch_learner import TorchLearner
+from ludic.training.learner.torch_learner import LearnerParts, TorchLearner
 from ludic.training.loggers import Resumable
-from ludic.training.sample_check import TrainableSamples
 from ludic.types import (
     AccountsForItems,
     BatchSource,
@@ -46,6 +42,10 @@ from ludic.types import (
     TrainingLogger,
 )
 from ludic.types.interfaces import UnsavedState, own_parts
+from ludic.util.stop import StopRequested, StopSignal, run_sync
+
+if TYPE_CHECKING:
+    from ludic.training.checkpoint.manager import CheckpointManager
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class TrainingLoop:
         self._batch_began = 0
         """The step from which the latest batch was trained on."""
         self._num_fetched = 0
-        """How many samples of the current batch came from this process's source."""
+        """Number of samples of the current batch that came from this process's source."""
         learner.check(lambda: self._check(resume_from))
         if resume_from is not None:
             self._resume(resume_from)
@@ -333,6 +333,14 @@ class TrainingLoop:
         return run_sync(self.eval())
 
 
+class TrainerParts(LearnerParts, total=False):
+    """The further arguments of `Trainer`."""
+
+    enable_gradient_checkpointing: bool | None
+    """Another spelling of `TrainerConfig(gradient_checkpointing=True)`."""
+
+
+@also_accepts(TrainerParts)
 class Trainer(TrainingLoop):
     """Trains a torch model, in one process or on several ranks."""
 
@@ -345,49 +353,40 @@ class Trainer(TrainingLoop):
         algo: RLAlgorithm,
         batch_source: BatchSource | None,
         cfg: TrainerConfig | None = None,
-        publisher: PolicyPublisher | None = None,
-        param_filter: ParamFilter | None = None,
-        enable_gradient_checkpointing: bool = False,
-        checkpointer: CheckpointManager | None = None,
-        checkpoint_config: CheckpointConfig | None = None,
         resume_from: int | str | None = None,
         train_logger: TrainingLogger | None = None,
         reducers: Mapping[str, Reducer] | None = None,
         evaluator: Evaluator | None = None,
-        reference: Any = None,
-        critic: Any = None,
-        teacher: LoadedModel | None = None,
-        tokenizer: Any = None,
-        ranks: Ranks | None = None,
-        token_recorder: TokenRecorder | None = None,
+        publisher: PolicyPublisher | None = None,
+        param_filter: ParamFilter | None = None,
+        checkpointer: "CheckpointManager | None" = None,
+        checkpoint_config: CheckpointConfig | None = None,
+        **others: Unpack[TrainerParts],
     ) -> None:
-        """With several `ranks` the model is sharded (shard_model); `batch_source` may be None on all ranks but the first, which
-        then feeds all. Publisher, logger and evaluator are only used on the first. `teacher`: for losses that compare whole
-        distributions (`make_opd(kl="reverse")`). `critic`: for a critic that is a second model (`make_ppo(critic="separate")`).
-        `token_recorder`: writes what the loss was given of every token, for `ludic view`; the caller closes it."""
+        """With several ranks the model is sharded (shard_model); `batch_source` may be None on all ranks but the first, which
+        then feeds all. Publisher, logger and evaluator are only used on the first. `others`: see `LearnerParts`."""
+        only_known(type(self).__name__, others, TrainerParts)
         cfg = cfg if cfg is not None else TrainerConfig()
+        if others.pop("enable_gradient_checkpointing", None):
+            cfg = replace(cfg, gradient_checkpointing=True)
         self.model, self.cfg = model, cfg
         self.learner = learner = TorchLearner(
             model=model,
             algo=algo,
             cfg=cfg,
-            ranks=ranks,
             has_source=batch_source is not None,
             publisher=publisher,
             param_filter=param_filter,
-            recompute=enable_gradient_checkpointing or cfg.gradient_checkpointing,
             checkpointer=checkpointer,
             checkpoint_config=checkpoint_config,
-            reference=reference,
-            critic=critic,
-            teacher=teacher,
-            tokenizer=tokenizer,
-            token_recorder=token_recorder,
+            **cast(LearnerParts, others),
         )
         self.policy, self.critic = learner.policy, learner.critic
         self.optimizer = self.initialize_optimizer()
         learner.use_optimizer(self.optimizer)
         if isinstance(batch_source, ChecksSamples):
+            from ludic.training.sample_check import TrainableSamples  # loaded for samples of other processes
+
             batch_source.use_sample_check(TrainableSamples(algo, cfg, model, reducers))
         super().__init__(learner, batch_source, resume_from, train_logger, reducers, evaluator)
 

@@ -74,13 +74,6 @@ def test_only_the_newest_versions_are_kept(folder):
     assert not publisher.is_current(11), "a version deleted from the folder is gone for followers too"
 
 
-def test_default_version_is_the_newest_plus_one(folder):
-    publisher = FolderPublisher(folder)
-    publisher.publish({"w": torch.zeros(1)})
-    publisher.publish({"w": torch.zeros(1)})
-    assert versions(folder) == [1, 0]
-
-
 def test_a_resumed_learner_removes_newer_and_unfinished_versions(folder):
     FolderPublisher(folder).publish({"w": torch.zeros(1)}, 57)
     (folder / ".unfinished-weights_58.safetensors").write_bytes(b"half")
@@ -99,16 +92,6 @@ def test_a_failed_write_keeps_the_version_before(folder):
     assert versions(folder) == [1] and publisher.is_current(1)
 
 
-def test_a_publisher_that_keeps_no_version_is_refused(folder):
-    with pytest.raises(ConfigError, match="keep at least 1"):
-        FolderPublisher(folder, keep=0)
-
-
-def test_publishing_no_weights_is_refused(folder):
-    with pytest.raises(ConfigError, match="no weights"):
-        FolderPublisher(folder).publish({}, 1)
-
-
 # --- what arrives is what was sent ---
 
 
@@ -125,13 +108,6 @@ def test_weights_arrive_exactly_or_rounded_to_the_actors_dtype(folder, family, a
     expected = {name: weight.to(held) for name, weight in trained.named_parameters(remove_duplicate=False)}
     assert are_same(server.model, expected)
     assert {p.dtype for p in server.model.parameters()} == {held}
-
-
-def test_publisher_casts_to_its_dtype(folder):
-    trained, server = new_model(seed=9), StillServer(new_model())
-    FolderPublisher(folder, dtype=torch.bfloat16).publish(dict(trained.named_parameters()), 1)
-    FolderFollower(folder, server).update()
-    assert are_same(server.model, {name: p.to(torch.bfloat16).float() for name, p in trained.named_parameters()})
 
 
 def test_an_adapter_arrives_merged(folder):

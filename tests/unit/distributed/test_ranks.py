@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from ludic.distributed.ranks import ProcessRanks, RankFailed, Ranks, difference, join_ranks, launched, require_same
+from ludic.distributed.ranks import ProcessRanks, RankFailed, Ranks, join_ranks, launched, require_same
 from ludic.training.learner.batches import (
     NothingToTrainOn,
     PreparedBatch,
@@ -17,10 +17,9 @@ from ludic.training.learner.batches import (
     credit_over_ranks,
     scatter_batch,
 )
-from ludic.training.learner.metrics import MetricSums, merge
 from ludic.training.learner.packing import balanced_shares
-from ludic.training.learner.stop import StopRequested
 from ludic.types import ConfigError, RequestsExhausted
+from ludic.util.stop import StopRequested
 from tests import forked
 from tests.unit.training.samples import random_items
 
@@ -56,13 +55,6 @@ def test_incomplete_torchrun_variables_are_an_error(monkeypatch):
 def test_process_ranks_need_a_process_group():
     with pytest.raises(ConfigError, match="torchrun"):
         ProcessRanks()
-
-
-def test_difference_names_the_first_differing_setting():
-    assert difference([{"lr": "1", "seed": "0"}, {"lr": "1", "seed": "0"}]) == ""
-    said = difference([{"lr": "1", "seed": "0"}, {"lr": "1", "seed": "0"}, {"lr": "1", "seed": "2"}])
-    assert "seed is 0 on rank 0 and 2 on rank 2" in said
-    assert "extra is nothing on rank 0 and 1 on rank 1" in difference([{}, {"extra": "1"}])
 
 
 # --- in a group ---
@@ -157,14 +149,3 @@ def test_balanced_shares_are_disjoint_and_of_similar_length():
     assert sorted(id(item) for share in shares for item in share) == sorted(map(id, items))
     lengths = [sum(len(item.input_ids) for item in share) for share in shares]
     assert max(lengths) - min(lengths) <= 9
-
-
-def test_merged_metrics_of_ranks_equal_those_of_one_process():
-    whole, first, second = MetricSums(), MetricSums(), MetricSums()
-    for sums in (whole, first):
-        sums.add({"loss": (1.0, 0.5), "kl": (2.0, 4.0)})
-        sums.add_max({"ratio": 3.0})
-    for sums in (whole, second):
-        sums.add({"loss": (3.0, 0.5)})
-        sums.add_max({"ratio": 2.0})
-    assert merge([first.totals(), second.totals(), MetricSums().totals()]).means() == whole.means()

@@ -6,7 +6,7 @@ import pytest
 from ludic.inference import ScriptedClient
 from ludic.rewards import FunctionScorer, Rewards, as_scorer, remove_scores
 from ludic.training.credit_assignment import EpisodeCredit, EpisodicReturn
-from ludic.types import ConfigError, Rollout, Scorer, ScorerContractError, UnknownName
+from ludic.types import ConfigError, Rollout, ScorerContractError, UnknownName
 from tests.unit.batch_gen.parts import make_engine, request
 from tests.unit.training.hand_made import session
 
@@ -27,10 +27,6 @@ async def played(num=1, **fields) -> list[Rollout]:
     return await make_engine().generate_rollouts([request(num_episodes=num, env_seed=1, **fields)], max_steps=1)
 
 
-def test_a_function_scorer_is_a_scorer():
-    assert isinstance(FunctionScorer(len), Scorer) and isinstance(Fixed(), Scorer)
-
-
 async def test_a_component_is_added_after_its_weight_and_its_value_is_kept():
     (rollout,) = await played()
     own = rollout.reward_components
@@ -40,20 +36,6 @@ async def test_a_component_is_added_after_its_weight_and_its_value_is_kept():
     assert rollout.total_reward == sum(rollout.reward_components.values())
     assert rollout.env_steps[-1].info["scores"] == {"judge/style": 1.0, "judge/fact": 0.25}
     assert rollout.scores == {**own, "judge/style": 1.0, "judge/fact": 0.25}
-
-
-async def test_the_weight_of_a_component_comes_before_that_of_its_scorer():
-    (rollout,) = await played()
-    rewards = Rewards([Fixed(answer={"judge/style": 1.0, "judge/fact": 1.0})], {"judge": 0.5, "judge/fact": 2.0})
-    await rewards.score_episode([rollout])
-    assert rollout.reward_components["judge/style"] == 0.5 and rollout.reward_components["judge/fact"] == 2.0
-
-
-async def test_a_weight_for_env_scales_the_envs_reward_and_its_value_is_kept():
-    (right, *_) = [rollout for rollout in await played(8) if rollout.total_reward > 1]
-    await Rewards([], {"env": 0.25}).score_episode([right])
-    assert right.total_reward == 0.25 + 0.1 and right.reward_components == {"env": 0.25, "parser": 0.1}
-    assert right.scores == {"env": 1.0, "parser": 0.1}
 
 
 async def test_applying_rewards_again_replaces_the_scores_and_removing_them_restores_the_rollout():

@@ -2,7 +2,7 @@ import pytest
 
 from ludic.rewards import Rewards
 from ludic.rewards.shaping import LengthPenalty, ShorterThanSiblings, SoftOverlong, UnknownLength, num_tokens
-from ludic.types import AgentStep, ConfigError, EnvironmentStep, Rollout, Scorer, TokenTrace
+from ludic.types import AgentStep, ConfigError, EnvironmentStep, Rollout, TokenTrace
 
 
 def replied(*lengths, env=0.0, **info) -> Rollout:
@@ -30,13 +30,6 @@ def replied(*lengths, env=0.0, **info) -> Rollout:
 
 async def values(scorer, *rollouts):
     return [next(iter(answer.values())) for answer in await scorer.score(rollouts)]
-
-
-@pytest.mark.parametrize(
-    "scorer", [LengthPenalty(), SoftOverlong(max_tokens=8, buffer_tokens=4), ShorterThanSiblings()]
-)
-def test_each_is_a_scorer_with_another_name(scorer):
-    assert isinstance(scorer, Scorer) and scorer.name in ("length", "overlong", "shorter")
 
 
 def test_length_is_that_of_all_replies_or_of_the_longest_and_of_a_servers_count():

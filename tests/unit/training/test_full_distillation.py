@@ -23,9 +23,9 @@ from ludic.training.losses import (
 )
 from ludic.types import ConfigError
 from tests.unit.inference.local.tiny_models import new_model
-from tests.unit.training.bandit import bandit_trainer, earns, tiny_llama, train_until
+from tests.unit.training.bandit import bandit_trainer, tiny_llama
 from tests.unit.training.samples import random_items
-from tests.unit.training.test_teaching import ASCII, KL, OTHERS, REWARD, Vocabulary, mean, taught
+from tests.unit.training.test_teaching import Vocabulary
 
 pytestmark = pytest.mark.slow
 
@@ -128,14 +128,6 @@ def test_two_different_kls_in_one_loss_are_refused():
             kind(terms)
 
 
-def test_distillation_beside_a_reward_loss_is_a_separate_term():
-    items = random_items(LENGTHS)
-    parts = [make_grpo().loss, DistillationLoss(coeff=0.5)]
-    both, _ = gradient(CompositeLoss([LossTerm(name=str(i), loss=loss) for i, loss in enumerate(parts)]), items)
-    rewards, teacher_only = (gradient(loss, items)[0] for loss in parts)
-    assert_same(both, {name: rewards[name] + teacher_only[name] for name in rewards})
-
-
 def test_a_batch_may_mix_rewards_and_a_teacher():
     mixed = mix_objectives(
         {"rl": Objective(algorithm=make_grpo()), "teacher": Objective(algorithm=make_opd(kl="reverse"))}
@@ -212,30 +204,3 @@ def test_sharded_weights_are_refused():
             tokenizer=Vocabulary(),
             is_spread=True,
         )
-
-
-@pytest.mark.slow
-@pytest.mark.extended(
-    covered_by="tests/examples/test_opd_example.py::test_a_student_with_some_of_the_layers_comes_nearer_to_the_whole"
-)
-@pytest.mark.parametrize("kl", ["reverse", "forward"])
-async def test_a_student_learns_from_whole_distributions_what_is_not_rewarded(kl):
-    engine = taught(x=ASCII, y=OTHERS)
-    engine.close()
-    trainer, served = bandit_trainer(
-        make_opd(kl=kl),
-        group_size=1,
-        num_prompts=32,
-        teacher=LoadedModel(engine.model, Vocabulary(), "taught"),
-        tokenizer=Vocabulary(),
-    )
-    before = {name: p.clone() for name, p in engine.model.named_parameters()}
-    name = KL if kl == "reverse" else "train/teacher_kl_forward"
-
-    def is_learned(history):
-        return earns(0.9)(history) and mean(history[-5:], name) < 0.2 * mean(history[:2], name)
-
-    history = await train_until(trainer, is_learned, at_most=25)
-    served.close()
-    assert mean(history[:2], REWARD) < 0.7 and is_learned(history)
-    assert all(torch.equal(p, before[name]) for name, p in engine.model.named_parameters()), "the teacher stays"

@@ -40,27 +40,8 @@ def test_lazy_names_are_those_of_the_module(module):
         assert getattr(ludic.training, name) is getattr(loaded, name)
 
 
-def test_no_name_is_claimed_by_two_modules():
-    names = " ".join(TABLE.values()).split()
-    assert len(names) == len(set(names))
-
-
 def test_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="'ludic.training' has no attribute 'make_gpro'"):
         _ = ludic.training.make_gpro
     with pytest.raises(ImportError, match="make_gpro"):
         exec("from ludic.training import make_gpro")
-
-
-def test_dir_lists_all_names_without_importing_them():
-    listed = dir(ludic.training)
-    assert {"Trainer", "make_grpo", "MonteCarloReturn", "__name__"} <= set(listed)
-    assert set(ludic.training.__all__) <= set(listed)
-
-
-def test_submodules_can_be_imported_from_the_package():
-    from ludic.training import config, filters
-
-    assert filters.drop_truncated is ludic.training.drop_truncated
-    assert config.TrainerConfig is ludic.training.TrainerConfig
-    assert filters.compose_preprocess is ludic.training.compose_preprocess

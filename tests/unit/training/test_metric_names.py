@@ -90,9 +90,3 @@ def test_every_kind_of_a_gateways_calls_is_listed():
     assert {f"gateway/{kind}_rate" for kind in GATEWAY_KINDS} | {"gateway/calls", "gateway/raised_rate"} == {
         name for name in METRICS if name.startswith("gateway/")
     }
-
-
-async def test_a_name_that_is_not_listed_is_found():
-    assert unexplained(
-        {"train/loss": 0.0, "train/policy/loss": 0.0, "train/policy/lots": 0.0, "train/reward/mine": 0.0}
-    ) == {"train/policy/lots"}

@@ -8,7 +8,7 @@ import torch
 
 from ludic.training.causes import LearningWatch, why_nothing_was_learned
 from ludic.training.learner.metrics import MetricSums, batch_stats, prefixed
-from ludic.types import ConfigError, Reducer, SAWItem
+from ludic.types import ConfigError, SAWItem
 from tests.origins import meta_and_origin
 
 # --- names ------------------------------------------------------------------------------------------------------
@@ -172,20 +172,6 @@ def test_averages_of_the_source_win_and_counts_are_those_of_the_items():
     assert not {"source", "done"} & stats.keys()
 
 
-def test_own_reducers_replace_the_default_ones():
-    stats = batch_stats(
-        ITEMS, {}, {"errors_per_rollout": Reducer("count_true", "parse_error", normalize_by="rollouts")}
-    )
-    assert stats["errors_per_rollout"] == 0.5
-    assert "completion_truncated_rate" not in stats
-
-
-def test_items_without_a_rollout_have_no_reward_stats():
-    stats = batch_stats([item([0, 1]), item([0, 1])])
-    assert stats["num_rollouts"] == 2 and "avg_total_reward" not in stats
-    assert batch_stats([])["num_samples"] == 0
-
-
 # --- what a run comes to ----------------------------------------------------------------------------------------
 
 
@@ -271,8 +257,3 @@ def test_unread_replies_of_a_run_with_gradients_are_not_called_learning_nothing(
     for reward in (0.1, 0.2, 0.3):
         watch.note(update(0.7, parse_error_rate=1, unreadable_rate=1, avg_total_reward=reward, total_reward_std=0.2))
     assert [record.message[:36] for record in caplog.records] == ["Every episode had replies that the p"]
-
-
-@pytest.mark.parametrize("rows", [[], [update(norm=0.1)], [update(), update(norm=0.1)], [{"eval/accuracy": 1.0}]])
-def test_run_with_gradients_gets_no_message(rows):
-    assert why_nothing_was_learned(rows) is None

@@ -22,7 +22,7 @@ from ludic.training.learner.packing import pack
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SAWBatch, SAWItem
 from tests.unit.inference.local.tiny_models import new_model
-from tests.unit.training.bandit import BanditRequests, bandit_trainer, earns, mean_reward, rollout_engine, train_until
+from tests.unit.training.bandit import BanditRequests, bandit_trainer, rollout_engine
 from tests.unit.training.hand_made import item, rollout
 from tests.unit.training.samples import random_items
 
@@ -197,19 +197,6 @@ def trainer_of_both(**settings):
     trainer, engine = bandit_trainer(MIXED, make_source=lambda source: both(source, later), **sizes)
     client.append(engine)
     return trainer, engine
-
-
-@pytest.mark.extended(covered_by="test_a_resumed_mixture_is_identical_to_the_bit")
-@pytest.mark.slow
-async def test_rl_imitation_and_replay_together_learn_the_bandit():
-    trainer, engine = trainer_of_both()
-    history = await train_until(trainer, earns(0.9), at_most=30)
-    engine.close()
-    assert mean_reward(history[:3]) < 0.65 and mean_reward(history[-5:]) > 0.9
-    last = history[-1]
-    assert last["train/played/num_mixed"] == 3 * last["train/demos/num_mixed"] == 48
-    assert last["train/num_replayed"] == 16 and 0 < last["train/lag_max"] <= 4
-    assert {"train/rl/loss", "train/rl/clip_frac", "train/sft/loss", "train/sft/nll_mean"} <= last.keys()
 
 
 async def test_a_resumed_mixture_is_identical_to_the_bit(tmp_path):

@@ -2,11 +2,9 @@
 
 import pytest
 
-from ludic.batch_gen import ReplayBatchSource
 from ludic.training import make_rft
 from ludic.training.filters import forget_temperature, keep_distinct, keep_few_per_group, keep_rewarded
 from ludic.types import ActorTokenLogps, CandidateSets, ConfigError, SampleAttachments, SampleOrigin, SAWBatch, SAWItem
-from tests.unit.training.bandit import bandit_trainer, earns, mean_reward, train_until
 
 
 def sample(*ids, reward=1.0, group="g", rollout=None, **facts):
@@ -76,31 +74,3 @@ def test_the_roles_of_an_episode_are_not_compared_with_each_other():
     helper = sample(7, reward=0.1, agent_id="X", delegate="helper")
     kept = keep_few_per_group(SAWBatch(items=[*games, helper]), max_rollouts=1)
     assert [item.origin.rollout_id for item in kept.items] == ["X1", "O0", helper.origin.rollout_id]
-
-
-async def rewards_of(steps, is_learned, make_source=lambda source: source, **settings):
-    trainer, engine = bandit_trainer(make_rft(**settings), make_source=make_source)
-    history = await train_until(trainer, is_learned, at_most=steps)
-    engine.close()
-    return history
-
-
-@pytest.mark.extended(
-    covered_by="tests/examples/test_rft_example.py::test_the_reward_goes_from_chance_to_nearly_always"
-)
-async def test_rft_learns_the_bandit():
-    history = await rewards_of(40, earns(0.9, over=4))
-    assert mean_reward(history[:3]) < 0.65 and mean_reward(history[-4:]) > 0.9
-    assert history[-1]["train/accepted_frac"] == pytest.approx(history[-1]["train/avg_total_reward"])
-
-
-@pytest.mark.extended(
-    covered_by="tests/examples/test_rft_example.py::test_the_reward_goes_from_chance_to_nearly_always"
-)
-async def test_several_updates_of_one_sampling_learn_from_fewer_episodes():
-    history = await rewards_of(
-        30,
-        lambda history: len(history) >= 8 and mean_reward(history[::2][-2:]) > 0.9,
-        lambda source: ReplayBatchSource(source, capacity=256, num_replayed=64, max_lag=4, fresh_every=2),
-    )
-    assert mean_reward(history[::2][-2:]) > 0.9 > 0.65 > mean_reward(history[:1])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ludic.training.checkpoint.state_files import restore_rng, rng_state
+from ludic.training.checkpoint.rng import restore_rng, rng_state
 from ludic.types import ConfigError
 
 

@@ -48,21 +48,6 @@ def test_a_session_is_its_main_rollout_and_its_threads_whatever_their_order():
     assert all(thread.is_thread and thread.group == a.group for thread in threads) and not a.is_thread
 
 
-def test_rollouts_without_threads_stay_one_by_one():
-    facts = {"engine": {"episode_run": "e"}, "model": "p"}
-    found = [
-        rollout([1.0], **facts), rollout([1.0], **facts), rollout([1.0]),
-        rollout([0.0], delegate="searcher", parent_step_id="s", **facts),
-    ]  # fmt: skip
-    assert by_session(found) == [[own] for own in found]
-    assert found[3].group is not None and found[3].group.delegate == "searcher"
-
-
-def test_threads_without_a_main_rollout_are_one():
-    threads = session(1.0, [0], [1], [2])[1:]
-    assert by_session(threads) == [threads]
-
-
 # --- averages and metrics -----------------------------------------------------------------------------------
 
 

@@ -1,7 +1,6 @@
 """Two policies on one base: neither sees the other, each learns from its own games, and the run can be stopped and resumed."""
 
 import asyncio
-import json
 import threading
 from dataclasses import replace
 
@@ -12,11 +11,11 @@ import torch
 pytest.importorskip("peft", reason="the lora extra is not installed")
 
 from ludic.models.lora import adapters_on
-from ludic.training import JSONLLogger, TrainerConfig, common_step, train_policies
-from ludic.training.learner.stop import StopSignal
+from ludic.training import TrainerConfig, common_step, train_policies
 from ludic.types import ConfigError, RequestsExhausted, ReturnSpec, SamplingParams, TokenCompletionRequest
+from ludic.util.stop import StopSignal
 from tests.unit.training.bandit import tiny_llama
-from tests.unit.training.two_players import SWAPPED, players, trained_weights
+from tests.unit.training.two_players import players, trained_weights
 
 pytestmark = pytest.mark.slow
 
@@ -141,19 +140,6 @@ def test_tokens_have_the_version_of_their_policy():
 # --- together ---
 
 
-@pytest.mark.extended(covered_by="tests/unit/run/test_policy_runs.py::test_each_policy_learns_its_own_role")
-def test_both_policies_learn_and_agree_with_their_samplers(tmp_path):
-    with players(groups=12) as table:
-        asyncio.run(train_policies(table.trainers, 16, train_logger=JSONLLogger(tmp_path / "log.jsonl")))
-    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, 17))
-    for name in ("ann", "bob"):
-        rewards = [row[f"{name}/train/avg_total_reward"] for row in rows]
-        assert np.mean(rewards[:2]) < 0.7 and np.mean(rewards[-2:]) > 0.9, rewards
-        assert max(row[f"{name}/train/logp_difference_abs"] for row in rows) < 1e-5
-        assert max(row[f"{name}/train/lag_max"] for row in rows) == 0
-
-
 def test_frozen_policys_turns_are_not_trained_on():
     seatings = [{"left": "ann", "right": "past"}]
     with players(seatings=seatings) as table:
@@ -206,41 +192,6 @@ def test_league_size_below_1_is_refused(every, max_size):
 
 # --- stop and resume ---
 
-WITH_PAST = (*SWAPPED, {"left": "ann", "right": "past"}, {"left": "past", "right": "bob"})
-
-
-class StopAt:
-    """A logger that wishes for the end."""
-
-    def __init__(self, step: int, stop: StopSignal) -> None:
-        self.step, self.stop = step, stop
-
-    def log(self, step, stats) -> None:
-        if step == self.step:
-            self.stop.set("enough")
-
-
-@pytest.mark.extended(
-    covered_by="tests/unit/cli/test_train_process.py::test_killed_and_resumed_run_of_two_policies_equals_an_uninterrupted_run"
-)
-def test_stopped_and_resumed_run_equals_an_uninterrupted_one(tmp_path):
-    with players(seatings=WITH_PAST) as whole:
-        asyncio.run(train_policies(whole.trainers, 5))
-        expected = {name: trained_weights(model) for name, model in whole.models.items()}
-        members = {v: sample(whole.league.client(v)) for v in whole.league.versions}
-    with players(seatings=WITH_PAST, folder=tmp_path) as first:
-        stop = StopSignal()
-        asyncio.run(train_policies(first.trainers, 5, stop=stop, train_logger=StopAt(3, stop)))
-        assert [trainer.step for trainer in first.trainers.values()] == [3, 3]
-    step = common_step([tmp_path / "ann", tmp_path / "bob"])
-    assert step == 3
-    with players(seatings=WITH_PAST, folder=tmp_path, resume_from=step) as second:
-        assert second.league.versions == [0, 2]
-        asyncio.run(train_policies(second.trainers, 2))
-        for name, model in second.models.items():
-            assert same(trained_weights(model), expected[name])
-        assert {v: sample(second.league.client(v)) for v in second.league.versions} == members
-
 
 def test_stop_during_games_ends_all_trainers_at_one_step(tmp_path):
     with players(folder=tmp_path) as table:
@@ -291,10 +242,6 @@ def test_run_killed_between_two_saves_resumes_at_the_common_step(tmp_path):
     with players(folder=tmp_path, every_n_steps=1, resume_from=2) as table:
         asyncio.run(train_policies(table.trainers, 1))
         assert [trainer.step for trainer in table.trainers.values()] == [3, 3]
-
-
-def test_common_step_without_checkpoints_is_none(tmp_path):
-    assert common_step([tmp_path / "ann", tmp_path / "bob"]) is None
 
 
 def test_requests_that_run_out_within_a_round_are_reported(caplog):

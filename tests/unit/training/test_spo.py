@@ -1,9 +1,5 @@
 """SPO in the trainer: learning, resume, policy drift, and a gradient with less variance than GRPO's."""
 
-import random
-from dataclasses import replace
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -14,29 +10,20 @@ from ludic.inference.local import LocalEngine
 from ludic.training import (
     BetaValueTracker,
     CheckpointConfig,
-    GroupNormalizedReturn,
     Trainer,
     TrainerConfig,
-    collate_saw_items,
-    make_grpo,
     make_spo,
 )
 from ludic.training.learner.batches import load_data_states
 from ludic.training.learner.gradients import DriftProbe
 from ludic.training.learner.packing import PADDING_ITEM
 from ludic.training.learner.policy import TrainedPolicy
-from ludic.types import ActorTokenLogps, SampleAttachments, SAWItem
 from tests.unit.training.bandit import (
     BanditRequests,
     ByteTokenizer,
-    bandit_trainer,
-    earns,
-    mean_reward,
     rollout_engine,
     tiny_llama,
-    train_until,
 )
-from tests.unit.training.hand_made import rollout
 from tests.unit.training.samples import random_items
 
 pytestmark = pytest.mark.slow
@@ -65,22 +52,6 @@ def spo_trainer(*, num_tasks=64, batch_size=32, make_source=lambda source: sourc
 # --- in the loop ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.extended(
-    covered_by="tests/golden/test_tracked_value.py::test_credit_is_the_total_reward_minus_the_value_before_the_batch"
-)
-@pytest.mark.slow
-async def test_a_tiny_model_learns_the_bandit_with_one_sample_per_prompt():
-    trainer, engine, tracker = spo_trainer(num_tasks=128, batch_size=64)
-
-    def is_learned(history):
-        beliefs = [tracker.value_of(key) for key in tracker.state_dict()["beliefs"]]
-        return earns(0.85)(history) and sum(beliefs) / len(beliefs) > 0.6
-
-    history = await train_until(trainer, is_learned, at_most=32)
-    engine.close()
-    assert mean_reward(history[:3]) < 0.6 and is_learned(history)
-
-
 async def test_each_step_reports_policy_drift_to_the_tracker():
     trainer, engine, tracker = spo_trainer()
     history = [await trainer.train_step() for _ in range(3)]
@@ -89,12 +60,6 @@ async def test_each_step_reports_policy_drift_to_the_tracker():
     assert all(kl > 0 for kl in moved)
     assert all(stats["train/kl_actor_policy"] < kl / 10 for stats, kl in zip(history, moved, strict=True))
     assert tracker.drift == pytest.approx(sum(moved))
-
-
-async def test_drift_is_not_measured_for_other_algorithms():
-    trainer, engine = bandit_trainer(make_grpo(group_size=4), group_size=4, num_prompts=4)
-    assert "train/policy_drift" not in await trainer.train_step()
-    engine.close()
 
 
 def test_the_drift_is_the_kl_of_the_tokens_under_both_weights():
@@ -147,82 +112,6 @@ async def test_batches_made_ahead_are_not_counted_twice_after_a_resume():
     totals = {round(wins + losses, 6) for wins, losses, _ in again.state_dict()["beliefs"].values()}
     assert totals == {2.92} and len(again) == 32
     assert tracker.state_dict() == credit
-
-
-# --- variance -------------------------------------------------------------------------------------------------
-
-NUM_PROMPTS, NUM_SAMPLES, GROUP = 128, 64, 8
-CHANCES = [(index + 0.5) / NUM_PROMPTS for index in range(NUM_PROMPTS)]
-"""Of the right one of two answers, prompt by prompt: a family of bandits from hopeless to solved."""
-
-
-class Table(torch.nn.Module):
-    """A policy with separate logits for each prompt; answer 1 is right."""
-
-    def __init__(self):
-        super().__init__()
-        chances = torch.tensor(CHANCES)
-        self.logits = torch.nn.Parameter(torch.stack([torch.log(1 - chances), torch.log(chances)], dim=1))
-
-    def forward(self, input_ids, attention_mask):
-        return SimpleNamespace(logits=self.logits[input_ids])
-
-
-def gradient(algo, prompts, rng, *, group=GROUP):
-    """Of one batch, through the algorithm's own credit rule and loss."""
-    answers = [int(rng.random() < CHANCES[prompt]) for prompt in prompts]
-    rollouts = [
-        rollout([float(answer)], group=None, request_meta={"sample_index": prompt, "group_id": str(number // group)})
-        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
-    ]
-    weights = algo.credit_assigner.compute(rollouts)
-    items = [
-        SAWItem([prompt, answer], None, [0, 1], weights[(played.id, 0)], {}, attached(prompt, answer))
-        for prompt, answer, played in zip(prompts, answers, rollouts, strict=True)
-    ]
-    model = Table()
-    algo.compute_loss(model, collate_saw_items(items, pad_token_id=0))[0].backward()
-    return model.logits.grad[:, 1]
-
-
-def attached(prompt, answer):
-    chance = CHANCES[prompt] if answer else 1 - CHANCES[prompt]
-    return SampleAttachments(actor_logps=ActorTokenLogps([float(torch.tensor(chance).log())]))
-
-
-def noise(gradients):
-    """Trace of the covariance over the squared length of the mean, both without bias from the number of gradients."""
-    stacked = torch.stack(gradients).double()
-    variance = stacked.var(dim=0).sum()
-    signal = stacked.mean(dim=0).square().sum() - variance / len(gradients)
-    return float(variance / signal)
-
-
-@pytest.mark.extended(covered_by="test_a_tracked_value_varies_less_than_the_mean_of_a_pair")
-def test_the_gradient_varies_less_than_grpos_at_equal_samples():
-    rng = random.Random(0)
-    spo, tracker = make_spo()
-    for prompt, chance in enumerate(CHANCES):
-        tracker.initialise(f"sample_index={prompt}", [float(rng.random() < chance) for _ in range(8)])
-    grpo = make_grpo(group_size=GROUP)
-    found = {"spo": [], "grpo": []}
-    for _ in range(100):
-        found["spo"].append(gradient(spo, rng.sample(range(NUM_PROMPTS), NUM_SAMPLES), rng))
-        chosen = rng.sample(range(NUM_PROMPTS), NUM_SAMPLES // GROUP)
-        found["grpo"].append(gradient(grpo, [prompt for prompt in chosen for _ in range(GROUP)], rng))
-    assert noise(found["spo"]) < 0.25 * noise(found["grpo"])
-
-
-def test_a_tracked_value_varies_less_than_the_mean_of_a_pair():
-    """What is left of the difference when both see all prompts, under one loss: the baseline alone."""
-    rng = random.Random(1)
-    spo, tracker = make_spo()
-    for prompt, chance in enumerate(CHANCES):
-        tracker.initialise(f"sample_index={prompt}", [float(rng.random() < chance) for _ in range(8)])
-    pairs = replace(spo, credit_assigner=GroupNormalizedReturn(2))
-    prompts = [prompt for prompt in range(0, NUM_PROMPTS, 4) for _ in range(2)]
-    tracked, paired = (noise([gradient(algo, prompts, rng, group=2) for _ in range(100)]) for algo in (spo, pairs))
-    assert tracked < 0.75 * paired
 
 
 # --- by name --------------------------------------------------------------------------------------------------

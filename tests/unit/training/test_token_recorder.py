@@ -14,7 +14,6 @@ import torch
 from ludic.run.config.rollouts import RolloutSettings
 from ludic.training import Trainer, TrainerConfig, make_grpo
 from ludic.training.learner.gradients import accumulate_gradients
-from ludic.training.learner.packing import PADDING_ITEM
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.learner.token_recorder import StepRecord, TokenRecorder
 from ludic.training.losses import CorrectedLoss, TokenClippedSurrogateLoss, TokenMask, as_loss
@@ -86,16 +85,6 @@ def test_record_holds_the_inputs_of_the_loss_token_by_token(way):
         np.testing.assert_array_equal(found[item.origin.rollout_id]["weight"], item.token_weights)
         assert len(found[item.origin.rollout_id]["logp"]) == item.num_action_tokens
     assert ("gradient" in arrays) == (way != "whole_logits"), "such a loss does not use the log-probs"
-
-
-def test_rows_of_a_rollout_are_those_of_its_tokens_in_every_form():
-    items = [with_prefix(item, np.arange(7, dtype=np.int32)) for item in random_items(LENGTHS)]
-    ways = [{"packed": True}, {"packed": False}, {"packed": True, "share_prefixes": True}]
-    first, *others = [by_rollout(recorded(items, budget=90, **way)[0].arrays()) for way in ways]
-    for other in others:
-        for id, columns in first.items():
-            for name in ("logp", "entropy", "gradient"):
-                np.testing.assert_allclose(other[id][name], columns[name], rtol=2e-3, atol=2e-3, err_msg=f"{id} {name}")
 
 
 def test_gradient_is_ratio_times_advantage_and_zero_where_the_loss_clips():
@@ -184,13 +173,6 @@ def test_every_nth_update_and_the_first_are_recorded(tmp_path):
     assert names(tmp_path / "trained") == [f"step_00000{n}.rank0.npz" for n in (1, 2, 4)]
 
 
-def test_off_writes_nothing(tmp_path):
-    recorder = TokenRecorder(tmp_path / "trained", every=0)
-    trainer(recorder).train_sync(2)
-    recorder.close()
-    assert not (tmp_path / "trained").exists()
-
-
 def test_resumed_run_replaces_the_records_after_its_checkpoint_and_no_others(tmp_path):
     from ludic.training import CheckpointConfig
 
@@ -210,11 +192,6 @@ def test_resumed_run_replaces_the_records_after_its_checkpoint_and_no_others(tmp
     assert (folder / "step_000001.rank0.npz").stat().st_mtime_ns == first
     with np.load(folder / "step_000003.rank0.npz") as record:
         assert set(record["rollout_id"].tolist()) == {b"3-r0", b"3-r1", b"3-r2"}
-
-
-def test_padding_items_of_other_ranks_are_not_recorded():
-    record, _ = recorded([PADDING_ITEM])
-    assert not record.items
 
 
 def test_record_is_dropped_and_counted_while_the_disk_is_slow(tmp_path, caplog):
@@ -301,11 +278,6 @@ def test_out_of_memory_in_the_record_is_a_warning(tmp_path, monkeypatch, caplog)
 
 
 # --- the setting --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("text", "every"), [("all", 1), ("off", 0), ("every=1", 1), ("every=25", 25)])
-def test_save_tokens_is_a_number_of_updates(text, every):
-    assert RolloutSettings(save_tokens=text).tokens_every == every
 
 
 @pytest.mark.parametrize("text", ["", "none", "every", "every=0", "every=-1", "every=1.5", "every=x", "5"])

@@ -20,10 +20,10 @@ from ludic.training import CheckpointConfig, CheckpointManager, Trainer, Trainer
 from ludic.training.checkpoint.manifest import read_json
 from ludic.training.learner import torch_learner
 from ludic.training.learner.policy import TrainedPolicy
-from ludic.training.learner.stop import StopRequested, StopSignal
 from ludic.training.losses import CompositeLoss, LossTerm, TokenKLLoss
 from ludic.types import ConfigError, NotFinite, OutOfGPUMemory
 from ludic.util import stop as stopping
+from ludic.util.stop import StopRequested, StopSignal
 from tests.unit.training.bandit import ByteTokenizer, Given, bandit_trainer, hand_trainer, hide_nan_queries, tiny_llama
 from tests.unit.training.samples import random_items
 
@@ -35,11 +35,6 @@ def small_bandit(**settings):
 
 
 # --- event loops and stops ---
-
-
-def test_train_step_sync_can_be_called_repeatedly():
-    trainer = hand_trainer(*[random_items([12, 20])] * 3)
-    assert [trainer.train_step_sync()["train/step"] for _ in range(3)] == [1, 2, 3]
 
 
 async def test_train_sync_works_inside_a_running_event_loop():
@@ -213,31 +208,6 @@ async def test_interrupted_batch_is_made_again_after_a_resume(tmp_path):
     resumed, engine = small_bandit(checkpoint_config=config, resume_from="latest")
     engine.close()
     assert resumed.step == 2 and resumed.batch_source.state_dict() == position
-
-
-async def test_untrained_batch_is_made_again_after_a_resume(tmp_path):
-    class Counting(Given):
-        num_taken = 0
-
-        async def next_batch(self):
-            self.num_taken += 1
-            return await super().next_batch()
-
-        def state_dict(self):
-            return {"num_taken": self.num_taken}
-
-        def load_state_dict(self, state):
-            self.num_taken = state["num_taken"]
-
-    good, too_long = random_items([12, 20]), random_items([100])
-    config = CheckpointConfig(output_dir=tmp_path)
-    trainer = hand_trainer(batch_source=Counting(good, too_long), checkpoint_config=config)
-    await trainer.train_step()
-    with pytest.raises(ConfigError, match="100 tokens"):
-        await trainer.train_step()
-    trainer.save_checkpoint()
-    resumed = hand_trainer(batch_source=Counting(), checkpoint_config=config, resume_from="latest")
-    assert resumed.batch_source.num_taken == 1
 
 
 async def test_best_checkpoint_has_the_evaluated_weights(tmp_path):
@@ -422,21 +392,6 @@ async def test_reference_is_moved_to_the_policys_device():
     trainer = hand_trainer(random_items([12, 20]), algo=algo, reference=reference)
     assert moves == [(torch.device("cpu"),)]
     assert (await trainer.train_step())["train/kl/kl_mean"] == pytest.approx(0.0, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"too_long": "cut"}, "too_long='cut'"),
-        ({"mixed_precision_dtype": "fp16"}, "mixed_precision_dtype='fp16'"),
-        ({"sync_every_steps": -1}, "sync_every_steps=-1"),
-        ({"eval_every_n_steps": -2}, "eval_every_n_steps=-2"),
-    ],
-    ids=str,
-)
-def test_unknown_precision_is_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        TrainerConfig(**settings)
 
 
 # --- weights that are not finite ---

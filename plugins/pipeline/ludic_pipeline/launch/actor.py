@@ -31,8 +31,8 @@ from ludic.run.parts.requests import request_strategy, train_requests
 from ludic.run.policies.resolve import resolve_run
 from ludic.run.resolve import ResolvedRun
 from ludic.tasks import cancel_all
-from ludic.training.learner.stop import StopRequests
 from ludic.types import ChatClient, PolicyGone, derive_seed, shown_url
+from ludic.util.stop import StopRequests
 from ludic_pipeline.generation import connect_to_servers, pipeline_algorithm
 from ludic_pipeline.queue.actor import ActorReport, run_pipeline_actor
 from ludic_pipeline.queue.connection import RedisGone, require_redis

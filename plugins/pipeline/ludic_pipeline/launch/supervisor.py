@@ -16,8 +16,8 @@ from types import FrameType
 from typing import IO, Protocol
 
 from ludic.cli.terminal.colour import is_coloured
-from ludic.training.learner.stop import StopRequests
 from ludic.util.restarts import RestartLimit, Restarts
+from ludic.util.stop import StopRequests
 from ludic_vllm.watch import HANGS, BackgroundCheck
 
 _LOOK_EVERY_S = 0.1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -48,12 +47,12 @@ def recorded_algorithm(entry: RecordedEntry) -> RLAlgorithm:
 def _played_algorithm(run: ResolvedRun) -> RLAlgorithm:
     """The given or named algorithm, with the group size if it takes one, reduction, regularisers, a given loss. For agents behind
     the gateway its credit is that of whole episodes."""
-    from ludic.training import RLAlgorithm, with_episode_credit
+    from ludic.training.algorithms import RLAlgorithm, settings_of, with_episode_credit
 
     config, given = run.config.algo, run.parts.algorithm
     if given is None:
         arguments = dict(config.algo_set)
-        if "group_size" in inspect.signature(registry.algorithms.spec(config.algo).load()).parameters:
+        if "group_size" in settings_of(registry.algorithms.spec(config.algo).load()):
             arguments.setdefault("group_size", run.group_size)
         if config.reduction is not None:
             arguments["reduction"] = config.reduction
@@ -61,7 +60,7 @@ def _played_algorithm(run: ResolvedRun) -> RLAlgorithm:
             arguments["train_on"] = _trained_roles(config)
         given = registry.algorithms.make(config.algo, **arguments)
     if not isinstance(given, RLAlgorithm):
-        hint = f" Call it: algo={given.__name__}(…)." if inspect.isfunction(given) else ""
+        hint = f" Call it: algo={given.__name__}(…)." if callable(given) and hasattr(given, "__name__") else ""
         raise ConfigError(
             f"algo = {config.algo!r} gives a {type(given).__name__}; it must return an RLAlgorithm, as make_grpo() does.{hint}"
         )
@@ -89,7 +88,9 @@ def _check_sub_agents(algorithm: RLAlgorithm, run: ResolvedRun) -> None:
 
 def _trained_roles(settings: AlgoSettings) -> tuple[str, ...]:
     """`train_on` for an algorithm that takes it; commas may stand between roles."""
-    if "train_on" not in inspect.signature(registry.algorithms.spec(settings.algo).load()).parameters:
+    from ludic.training.algorithms import settings_of
+
+    if "train_on" not in settings_of(registry.algorithms.spec(settings.algo).load()):
         raise ConfigError(
             f"train_on = {list(settings.train_on)}, but {settings.algo} learns from sampled tokens alone. Take sft or rft, which "
             "imitate texts, or echo, which also predicts the answers to its replies."

@@ -44,7 +44,7 @@ from ludic.run.resolve import NamedPolicy, ResolvedRun
 from ludic.run.sources import check_source, make_filter
 from ludic.training import Trainer
 from ludic.training.checkpoint.model_files import read_weights
-from ludic.training.critic.critic import CriticKind
+from ludic.training.critic.gae import CriticKind
 from ludic.training.learner.token_recorder import TokenRecorder
 from ludic.training.multi_policy import PolicyTrainers
 from ludic.types import ChatClient, Evaluator, TakesSnapshots, TrainingLogger, default_reducers, derive_seed

@@ -6,8 +6,6 @@ What is imitated are the action tokens, or with `train_on` the messages of chose
 from collections.abc import Sequence
 from functools import partial
 
-from torch import Tensor
-
 from ludic.training.algorithms.algorithm import Preprocess, RLAlgorithm
 from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.filters import (
@@ -19,21 +17,7 @@ from ludic.training.filters import (
     keep_rewarded,
     train_on_roles,
 )
-from ludic.training.losses.base import Loss, Needs
-from ludic.training.losses.tokens import ActionTokens, Reduction, Stats, sum_and_count
-
-
-class MaskedCausalLMCrossEntropyLoss(Loss):
-    """mean( weight · Σ NLL over action tokens ), per token if length-normalised."""
-
-    needs = Needs(old_logps=False)
-
-    def __init__(self, *, length_normalize: bool = True, reduction: Reduction | str | None = None) -> None:
-        self.reduction = Reduction.of(reduction, length_normalize=length_normalize)
-
-    def __call__(self, tokens: ActionTokens) -> tuple[Tensor, Stats]:
-        loss = tokens.reduce_tokens(-tokens.weights * tokens.logps, self.reduction)
-        return loss, {"nll_mean": sum_and_count(-tokens.logps)}
+from ludic.training.losses import MaskedCausalLMCrossEntropyLoss, Reduction
 
 
 def make_sft(

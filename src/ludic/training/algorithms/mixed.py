@@ -20,7 +20,7 @@ class Objective:
     algorithm: RLAlgorithm
     """Its credit rule, preprocessing and loss."""
     weight: float = 1.0
-    """What its loss is multiplied by; 1 is what it would be if the batch held its samples only."""
+    """Factor of its loss; 1 is what it would be if the batch held its samples only."""
 
     def __post_init__(self) -> None:
         if self.weight < 0:

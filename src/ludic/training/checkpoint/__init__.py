@@ -3,20 +3,14 @@
 `training`, `tinker`, `run` and `cli` import it. Start with manager.py; the other files are one kind of file each.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ludic.training.config import CheckpointConfig
+from ludic.util.lazy import lazy
 
 if TYPE_CHECKING:
     from ludic.training.checkpoint.manager import CheckpointManager
 
 __all__ = ["CheckpointConfig", "CheckpointManager"]
 
-
-def __getattr__(name: str) -> Any:
-    """`CheckpointManager` loads torch, so it is imported when it is asked for."""
-    if name != "CheckpointManager":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ludic.training.checkpoint.manager import CheckpointManager
-
-    return CheckpointManager
+__getattr__ = lazy(__name__, {"manager": "CheckpointManager"})  # it loads torch

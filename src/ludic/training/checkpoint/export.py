@@ -1,4 +1,4 @@
-"""From a checkpoint to a folder for other programs: `from_pretrained`, vLLM, peft, and CheckpointManager.
+"""Exports a checkpoint as a folder for other programs: `from_pretrained`, vLLM, peft, and CheckpointManager.
 
 `export_checkpoint` puts the parts of several ranks together and leaves an adapter an adapter; `export_model` writes a model
 that is in memory, such as a base with its adapter merged. `ludic export` calls both. The model must fit into CPU memory; neither
@@ -72,7 +72,7 @@ def export_model(
 
 
 def write_pretrained(model: Any, tokenizer: Any, folder: Path, *, max_shard_size: str = "5GB") -> None:
-    """As `save_pretrained` writes it: weights, configuration, generation settings, tokenizer, chat template."""
+    """Write what `save_pretrained` writes: weights, configuration, generation settings, tokenizer, chat template."""
     with no_progress_bar():
         model.save_pretrained(folder, max_shard_size=max_shard_size)
     if tokenizer is not None:
@@ -86,7 +86,7 @@ def check_target(target: Path) -> None:
 
 @contextmanager
 def _complete_or_absent(folder: Path, target: Path) -> Iterator[Path]:
-    """A folder beside `target` to write into; it becomes `target` when all of it is written and synced."""
+    """A folder next to `target` to write into; it becomes `target` when all of it is written and synced."""
     check_target(target)
     problem = problem_with(folder, checksums=True)
     if problem is not None:

@@ -4,8 +4,8 @@
     output_dir/latest.json    {"path": "step_000100", "step": 100}; best.json likewise, with the metric. Both are for people
 
 A checkpoint is written next to its place, synced, and renamed. One that is incomplete or damaged is never loaded.
-`CheckpointManager` is for one process. Of a model that is sharded over ranks, each rank has a `ShardedCheckpointManager`: it
-writes its own part, in the background. Any number of ranks can load what either of them wrote.
+One process writes a whole model. Of a model that is sharded over ranks, each rank has a manager that writes its own part, in the
+background. Any number of ranks can load what any number wrote.
 """
 
 import logging
@@ -51,7 +51,7 @@ from ludic.training.config import CheckpointConfig
 from ludic.types import ConfigError
 from ludic.util.files import UNFINISHED, NotWritten, sync, write_json
 
-__all__ = ["CheckpointConfig", "CheckpointError", "CheckpointManager", "ShardedCheckpointManager"]
+__all__ = ["CheckpointConfig", "CheckpointError", "CheckpointManager"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,15 +78,40 @@ class _SaveJob:
 
 
 class CheckpointManager:
-    """The checkpoints of one run. One process writes; any number may read."""
+    """The checkpoints of one run, as seen by the one process that writes them, or by one of the ranks of a sharded model.
 
-    rank, world_size = 0, 1
-    per_rank: Sequence[str] = (RNG,)
-    """Which parts of the state each rank has for itself."""
+    Ranks call everything together, and see one output_dir. There `save` copies what is to be written into CPU memory and returns; a
+    thread of every rank writes. When all have written, rank 0 writes the manifest and renames the folder. A rank that fails, or
+    dies, leaves what was there before. `on_committed` is called on every rank, from the writing thread. The error of a failed
+    checkpoint is raised by the next `save` or `finish`.
+    """
 
-    def __init__(self, config: CheckpointConfig) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        *,
+        is_sharded: bool = False,
+        per_rank: Sequence[str] = (RNG,),
+        timeout_s: float = 1800.0,
+    ) -> None:
+        """`per_rank`: which parts of the state each rank has for itself; of everything else rank 0's is saved. `timeout_s`: how
+        long ranks wait for the slowest to write its part."""
+        self.config, self.is_sharded, self.per_rank = config, is_sharded, tuple(per_rank)
         self.root = Path(config.output_dir)
+        self.rank, self.world_size = 0, 1
+        self._writing: Future[None] | None = None
+        self._fingerprint: dict[str, str] | None = None
+        if not is_sharded:
+            return
+        if not dist.is_initialized():
+            raise ConfigError(
+                "CheckpointManager(is_sharded=True) needs torch.distributed, which is not initialised. Start the run by torchrun, "
+                "or leave is_sharded out: one process reads checkpoints of several ranks as well."
+            )
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        # A separate group: the writing thread communicates while training does, and gloo needs no GPU for it.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     # --- writing ---
 
@@ -142,15 +167,32 @@ class CheckpointManager:
         return target
 
     def finish(self) -> None:
-        """Wait for what is being written. Here `save` has waited already."""
+        """Wait until the checkpoint that is being written is complete; CheckpointError if it could not be written."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def _write_model(self, model: torch.nn.Module, folder: Path) -> dict[str, Tensor]:
         """Write the files of the model; returns the tensors that go into the rank files."""
-        write_weights(model, folder, max_shard_size=self.config.max_shard_size)
-        return {}
+        if not self.is_sharded:
+            write_weights(model, folder, max_shard_size=self.config.max_shard_size)
+            return {}
+        self._together(lambda: _check_is_seen(folder))
+        if self._fingerprint is None:  # once: frozen weights do not change, and every rank has to send its parts for it
+            own = uncompiled(model)
+            self._fingerprint = base_fingerprint(own) if is_peft(own) else {}
+        fingerprint = self._fingerprint
+        self._on_first(lambda: write_description(model, fingerprint, folder))
+        return model_tensors(model)
 
     def _start(self, job: _SaveJob) -> None:
-        self._write(job)
+        """One process writes at once; ranks write from copies, which training does not change."""
+        if not self.is_sharded:
+            self._write(job)
+            return
+        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in job.tensors.items()}
+        self._writing = self._thread.submit(self._write, replace(job, tensors=copies))
+        self._writing.add_done_callback(_log_failure)
 
     def _write(self, job: _SaveJob) -> None:
         """On every rank: write its files. When all have, rank 0 finishes the checkpoint."""
@@ -163,7 +205,7 @@ class CheckpointManager:
 
     @contextmanager
     def _explained(self, target: Path, unfinished: Path) -> Iterator[None]:
-        """What fails in the block is a CheckpointError, and leaves no unfinished folder."""
+        """Turns an error in the block into a CheckpointError, and leaves no unfinished folder."""
         is_done = False
         try:
             yield
@@ -180,8 +222,23 @@ class CheckpointManager:
         return CheckpointError(str(_NotSaved.of(target, error, before)))
 
     def _together(self, action: Callable[[], Result]) -> list[Result]:
-        """Call `action` on every rank; returns the results of all."""
-        return [action()]
+        """Call `action` on every rank; returns the results of all. An error on one rank is raised on all."""
+        if not self.is_sharded:
+            return [action()]
+        result, error = None, None
+        try:
+            result = action()
+        except Exception as failure:  # noqa: BLE001 - the other ranks would wait for this one; it is raised below
+            error = failure
+        outcomes: list[Any] = [None] * self.world_size
+        reason = None if error is None else f"{type(error).__name__}: {error}"
+        dist.all_gather_object(outcomes, (result, reason), group=self._group)
+        if error is not None and not isinstance(error, (OSError, SafetensorError)):
+            raise error
+        failed = [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(outcomes) if reason is not None]
+        if failed:
+            raise CheckpointError("; ".join(failed)) from error
+        return [result for result, _ in outcomes]
 
     def _on_first(self, action: Callable[[], Result]) -> Result:
         """Call `action` on rank 0; returns its result on every rank."""
@@ -207,9 +264,7 @@ class CheckpointManager:
         listed = {name: entry for of_rank in entries for name, entry in of_rank.items()}
         write_manifest(job.unfinished, listed, step=job.step, serial=serial)
         replaced = self.root / f"{_REPLACED}{job.target.name}"
-        if (
-            job.target.exists()
-        ):  # a folder cannot replace another in one step; between the two renames the old one counts
+        if job.target.exists():  # a folder cannot replace another at once; between the two renames the old one counts
             job.target.rename(replaced)
         job.unfinished.rename(job.target)
         sync(self.root)
@@ -236,11 +291,11 @@ class CheckpointManager:
         return next(iter(self._finished()), None)
 
     def is_empty(self) -> bool:
-        """Whether no checkpoint was ever finished here, not even one that is damaged now."""
+        """True if no checkpoint was ever finished here, not even one that is damaged now."""
         return not self._folders()
 
     def steps(self) -> list[int]:
-        """Of all complete checkpoints, the newest first."""
+        """Steps of all complete checkpoints, the newest first."""
         return list(map(_step_of, self._finished()))
 
     def best(self) -> Path | None:
@@ -329,7 +384,7 @@ class CheckpointManager:
 
 
 def _quick_problem(folder: Path) -> str | None:
-    """Of a folder under its own name; the content of its files is not read."""
+    """The problem of a folder under its own name; the content of its files is not read."""
     problem = problem_with(folder, checksums=False)
     if problem is None and _step_of(folder) != (read_manifest(folder) or {}).get("step"):
         return "its manifest.json is that of another step"
@@ -340,79 +395,6 @@ def _step_of(folder: Path) -> int:
     named = _FOLDER.fullmatch(folder.name)
     assert named is not None, "only called for folders that are named so"
     return int(named[1])
-
-
-class ShardedCheckpointManager(CheckpointManager):
-    """The checkpoints of one run, as seen by one of its ranks. All ranks call everything together, and see one output_dir.
-
-    `save` copies what is to be written into CPU memory and returns; a thread of every rank writes. When all have written, rank 0
-    writes the manifest and renames the folder. A rank that fails, or dies, leaves what was there before. `on_committed` is called
-    on every rank, from the writing thread. The error of a failed checkpoint is raised by the next `save` or `finish`.
-    """
-
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        *,
-        per_rank: Sequence[str] = (RNG,),
-        in_background: bool = True,
-        timeout_s: float = 1800.0,
-    ) -> None:
-        """`per_rank`: which parts of the state each rank has for itself; of everything else rank 0's is saved. `timeout_s`: how
-        long ranks wait for the slowest to write its part."""
-        super().__init__(config)
-        if not dist.is_initialized():
-            raise ConfigError(
-                "ShardedCheckpointManager needs torch.distributed, which is not initialised. Start the run by torchrun, or use "
-                "CheckpointManager, which reads checkpoints of several ranks as well."
-            )
-        self.per_rank, self.in_background = tuple(per_rank), in_background
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        # A separate group: the writing thread communicates while training does, and gloo needs no GPU for it.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: Future[None] | None = None
-        self._fingerprint: dict[str, str] | None = None
-
-    def finish(self) -> None:
-        """Wait until the checkpoint that is being written is complete; CheckpointError if it could not be written."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
-
-    def _write_model(self, model: torch.nn.Module, folder: Path) -> dict[str, Tensor]:
-        self._together(lambda: _check_is_seen(folder))
-        if self._fingerprint is None:  # once: frozen weights do not change, and every rank has to send its parts for it
-            own = uncompiled(model)
-            self._fingerprint = base_fingerprint(own) if is_peft(own) else {}
-        fingerprint = self._fingerprint
-        self._on_first(lambda: write_description(model, fingerprint, folder))
-        return model_tensors(model)
-
-    def _start(self, job: _SaveJob) -> None:
-        """Write from copies, which training does not change."""
-        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in job.tensors.items()}
-        self._writing = self._thread.submit(self._write, replace(job, tensors=copies))
-        self._writing.add_done_callback(_log_failure)
-        if not self.in_background:
-            self.finish()
-
-    def _together(self, action: Callable[[], Result]) -> list[Result]:
-        """An error on one rank is raised on all."""
-        result, error = None, None
-        try:
-            result = action()
-        except Exception as failure:  # noqa: BLE001 - the other ranks would wait for this one; it is raised below
-            error = failure
-        outcomes: list[Any] = [None] * self.world_size
-        reason = None if error is None else f"{type(error).__name__}: {error}"
-        dist.all_gather_object(outcomes, (result, reason), group=self._group)
-        if error is not None and not isinstance(error, (OSError, SafetensorError)):
-            raise error
-        failed = [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(outcomes) if reason is not None]
-        if failed:
-            raise CheckpointError("; ".join(failed)) from error
-        return [result for result, _ in outcomes]
 
 
 def _check_is_seen(folder: Path) -> None:

@@ -16,7 +16,7 @@ from ludic.util.files import parse_json, sync, write_json
 
 MANIFEST = "manifest.json"
 FORMAT = 2
-"""Which files a checkpoint consists of. Checkpoints of another format are not read."""
+"""Version of the set of files. Checkpoints of another format are not read."""
 _CHUNK = 1 << 22
 
 
@@ -115,13 +115,13 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a relative path stays in its folder."""
+    """True if a relative path stays in its folder."""
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts and path.as_posix() == name and "\0" not in name
 
 
 def problem_with(folder: Path, *, checksums: bool, share: slice = slice(None)) -> str | None:
-    """What is wrong with a folder, or None. Sizes are always compared; `checksums` also reads every byte of a `share` of
+    """The problem of a folder, or None. Sizes are always compared; `checksums` also reads every byte of a `share` of
     the files, so that several processes can divide the work."""
     if not folder.is_dir():
         return "it does not exist"

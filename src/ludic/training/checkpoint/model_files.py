@@ -2,7 +2,7 @@
 
 One process writes a transformers model as `save_pretrained` does, so that programs for Hugging Face folders read a checkpoint; a
 peft model as its adapter alone; any other module as one safetensors file. Several ranks write their parts into the rank files,
-and beside them the configuration. Reading copies into the model's own tensors, so an engine or an optimizer that shares them
+and the configuration next to them. Reading copies into the model's own tensors, so an engine or an optimizer that shares them
 sees the new values; of a sharded model every rank reads its part.
 """
 
@@ -40,7 +40,7 @@ def is_peft(model: torch.nn.Module) -> bool:
     return _made_by("peft", "PeftModel", model)
 
 
-def is_transformers(model: torch.nn.Module) -> bool:
+def _is_transformers(model: torch.nn.Module) -> bool:
     return _made_by("transformers", "PreTrainedModel", model)
 
 
@@ -86,7 +86,7 @@ def write_weights(model: torch.nn.Module, folder: Path, *, max_shard_size: str =
         # peft would look up on the hub whether embeddings were resized; the fingerprint answers it without.
         own.save_pretrained(folder, save_embedding_layers=False)
         write_json(folder / BASE_FINGERPRINT, base_fingerprint(own))
-    elif is_transformers(own):
+    elif _is_transformers(own):
         with no_progress_bar():
             own.save_pretrained(folder, max_shard_size=max_shard_size)
     else:
@@ -121,7 +121,7 @@ def write_description(model: torch.nn.Module, fingerprint: Mapping[str, str], fo
             place.mkdir(exist_ok=True)
             written.save_pretrained(place)
         write_json(folder / BASE_FINGERPRINT, dict(fingerprint))
-    elif is_transformers(own):
+    elif _is_transformers(own):
         config = copy.deepcopy(own.config)
         config.architectures = [_class_name(own)]
         config.save_pretrained(folder)
@@ -136,7 +136,7 @@ def _class_name(model: Any) -> str:
 
 
 def _adapter_folder(folder: Path, adapter: str) -> Path:
-    """Where peft puts an adapter."""
+    """The folder in which peft puts an adapter."""
     return folder if adapter == "default" else folder / adapter
 
 
@@ -196,7 +196,7 @@ def _matching_model(model: Any, folder: Path) -> Matched:
             f"{is_adapter if folder / ADAPTER_CONFIG in listed else 'Give the folder of a checkpoint that has them.'}"
         )
     differing = _names_that_differ(stored, own)
-    if differing and is_transformers(model) and any(file.match("model*.safetensors") for file in listed):
+    if differing and _is_transformers(model) and any(file.match("model*.safetensors") for file in listed):
         stored, unmatched = _converted(model, folder)
         differing = unmatched or _names_that_differ(stored, own)
     if differing:
@@ -329,7 +329,7 @@ def _saved_kind(folder: Path) -> str:
 def _kind(model: Any) -> str:
     if is_peft(model):
         return f"{_class_name(model.base_model.model)} with the adapters {', '.join(model.peft_config)}"
-    if is_transformers(model):
+    if _is_transformers(model):
         return _described({**model.config.to_dict(), "architectures": [_class_name(model)]})
     return f"a {_class_name(model)}"
 

@@ -1,4 +1,4 @@
-"""What each rank writes: safetensors files with its parts of sharded tensors, whole tensors, and plain values as JSON.
+"""Files of a rank: safetensors files with its parts of sharded tensors, whole tensors, and plain values as JSON.
 
     step_000100/ranks/00000-000.safetensors   the first file of rank 0; a run of one process is rank 0 alone
 
@@ -45,7 +45,7 @@ Box: TypeAlias = tuple[int, ...]
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether it is a DTensor. Where torch.distributed.tensor is not loaded there can be none, so this never loads it."""
+    """True for a DTensor. Where torch.distributed.tensor is not loaded there can be none, so this never loads it."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -61,7 +61,7 @@ def _local_part(tensor: Any) -> tuple[Tensor, Box]:
 
 
 def is_written_by(rank: int, tensor: Any) -> bool:
-    """Whether this rank writes its part: of the ranks that hold the same part one does, and rank 0 writes unsharded tensors."""
+    """True if this rank writes its part: of the ranks that hold the same part one does, and rank 0 writes unsharded tensors."""
     if not is_sharded(tensor):
         return rank == 0
     place = tensor.device_mesh.get_coordinate()
@@ -85,7 +85,7 @@ def _copy_part(source: Tensor, begins: Box, target: Any) -> None:
 
 
 def write_rank_files(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> None:
-    """Write this rank's part of each tensor. Values come as tensors, too: see `encoded`."""
+    """Write this rank's part of each tensor. Values are given as tensors: see `encoded`."""
     (folder / RANKS).mkdir(exist_ok=True)
     for number, names in enumerate(_files(tensors)):
         content, parts = {}, {}
@@ -158,7 +158,7 @@ def encoded(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
             return {type(value).__name__: [encode(f"{path}[{index}]", each) for index, each in enumerate(value)]}
         if type(value) in _DICTS.values():
             pairs = [[encode(path, key), encode(f"{path}[{key!r}]", each)] for key, each in value.items()]
-            if hasattr(value, "_metadata"):  # torch puts versions there, beside the weights of a module
+            if hasattr(value, "_metadata"):  # torch puts versions there, next to a module's weights
                 return {type(value).__name__: pairs, "_metadata": encode(path, value._metadata)}
             return {type(value).__name__: pairs}
         if value is None or type(value) in (str, int, float, bool):
@@ -195,12 +195,12 @@ def rank_files(folder: Path) -> list[Path]:
 
 
 def num_ranks(folder: Path) -> int:
-    """How many ranks wrote a checkpoint; 1 if none wrote a file, as in an export."""
+    """The number of ranks that wrote a checkpoint; 1 if none wrote a file, as in an export."""
     return len({file.name.partition("-")[0] for file in rank_files(folder)}) or 1
 
 
 def read_values(folder: Path, rank: int) -> dict[str, Any]:
-    """What a rank gave to `encoded`; empty if there was no such rank."""
+    """The tables that a rank gave to `encoded`; empty if there was no such rank."""
     file = folder / RANKS / f"{rank:05d}-000.safetensors"
     if file not in listed_files(folder):
         return {}
@@ -232,7 +232,7 @@ def _decoded(node: Any, stored: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Where a part of a tensor is stored."""
+    """The place of a part of a tensor."""
 
     file: Path
     begins: Box
@@ -240,15 +240,15 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """What is known of a tensor without reading its numbers."""
+class _StoredTensor:
+    """Facts about a tensor that are known without reading its numbers."""
 
     shape: torch.Size
     dtype: torch.dtype
     parts: list[_Part]
 
 
-class StoredTensors(dict[str, StoredTensor]):
+class StoredTensors(dict[str, _StoredTensor]):
     """The tensors of several files under one prefix, named without it. Parts of one tensor may lie in several files."""
 
     def __init__(self, files: Sequence[Path], prefix: str = "") -> None:
@@ -257,7 +257,7 @@ class StoredTensors(dict[str, StoredTensor]):
         for file in files:
             with _opened(file) as stored:
                 parts = parse_json((stored.metadata() or {}).get(_PARTS, "{}"))
-                for name in stored.keys():  # noqa: SIM118 - it is no mapping
+                for name in stored.keys():  # noqa: SIM118 - it is not a mapping
                     if name.startswith(prefix):
                         self._add(name, file, stored.get_tensor(name), parts.get(name))
         for name, about in self.items():
@@ -270,7 +270,7 @@ class StoredTensors(dict[str, StoredTensor]):
         shape, begins = (tensor.shape, (0,) * tensor.ndim) if place is None else map(_numbers, place)
         if any(first + size > whole for first, size, whole in zip(begins, tensor.shape, shape, strict=True)):
             raise ValueError(f"a part of {name} is not within {tuple(shape)}")
-        about = self.setdefault(name.removeprefix(self._prefix), StoredTensor(shape, tensor.dtype, []))
+        about = self.setdefault(name.removeprefix(self._prefix), _StoredTensor(shape, tensor.dtype, []))
         if (about.shape, about.dtype) != (shape, tensor.dtype) or any(begins == part.begins for part in about.parts):
             raise ValueError(f"{name} contradicts its part in {about.parts[0].file.name}")
         about.parts.append(_Part(file, tuple(begins), tuple(tensor.shape)))

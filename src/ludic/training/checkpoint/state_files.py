@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside the weights: the state of the run, random generators among it, and the optimizer.
+"""The content of a checkpoint besides weights: the state of the run, random generators among it, and the optimizer.
 
 Plain values of the state are in trainer_state.json, for people to read; all else is in the rank files. Another number of ranks
 can read a checkpoint: the optimizer is divided as the parameters are, and new ranks get new random generators. A position in
@@ -7,18 +7,16 @@ the data cannot be divided: some samples would come twice and others never.
 
 import logging
 import math
-import random
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ludic.training.checkpoint.manifest import CheckpointError, read_object
 from ludic.training.checkpoint.rank_files import StoredTensors, encoded, num_ranks, rank_files, read_values
+from ludic.training.checkpoint.rng import rng_of_new_rank
 from ludic.types import ConfigError
 from ludic.util.files import write_json
 
@@ -102,7 +100,7 @@ def read_state(folder: Path, *, rank: int = 0, world_size: int = 1, per_rank: Se
         )
     before = of_first.get(RNG, shared.get(RNG))
     if before is not None and not own and rank:
-        own = {RNG: _new_rng(before, rank)}
+        own = {RNG: rng_of_new_rank(before, rank)}
     return {**shared, **own}
 
 
@@ -113,54 +111,6 @@ def _table(values: Mapping[str, Any], name: str) -> dict[str, Any]:
             f"A rank file cannot be read: its {name!r} is a {type(found).__name__}, and no dictionary."
         )
     return found
-
-
-# --- random generators: python, numpy, torch on the CPU and on every GPU ---
-
-
-def rng_state() -> dict[str, Any]:
-    """Everything that the next random number of this process depends on."""
-    name, keys, position, has_gauss, cached = np.random.get_state()
-    keys_K = torch.from_numpy(np.asarray(keys).astype(np.int64))
-    return {
-        "python": random.getstate(),
-        "numpy": (name, keys_K, int(position), int(has_gauss), float(cached)),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def restore_rng(state: Mapping[str, Any]) -> None:
-    """Set all generators to what `rng_state` returned."""
-    try:
-        version, internal, gauss = state["python"]
-        random.setstate((version, tuple(internal), gauss))
-        name, keys, position, has_gauss, cached = state["numpy"]
-        np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-        torch.set_rng_state(state["torch"].cpu())
-        saved, available = [each.cpu() for each in state["cuda"]], torch.cuda.device_count()
-        for device, each in zip(range(available), saved, strict=False):  # as many as both have
-            torch.cuda.set_rng_state(each, device)
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise ConfigError(
-            f"The random state cannot be restored ({type(error).__name__}: {error}). Give what `rng_state` returned, which "
-            "checkpoints of a Trainer have."
-        ) from error
-    if len(saved) != available:
-        message = "The random state was saved with %d GPUs and there are %d here; samples drawn on a GPU will differ."
-        logger.warning(message, len(saved), available)
-
-
-def _new_rng(of_first: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """For a rank that did not exist when the checkpoint was made: other numbers than another rank's, and always the same."""
-    seed = zlib.crc32(of_first["torch"].numpy().tobytes(), rank)
-    before = rng_state()
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    new = rng_state()
-    restore_rng(before)
-    return new
 
 
 # --- optimizer ----------------------------------------------------------------------------------------------------
@@ -180,7 +130,7 @@ def optimizer_tensors(state: Mapping[str, Any] | None) -> dict[str, Tensor]:
 
 
 def _without_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The rest of it: groups, settings, and what of each parameter's state is no tensor."""
+    """The rest of it: groups, settings, and the values of each parameter's state that are not tensors."""
     plain = {
         index: {slot: value for slot, value in values.items() if not isinstance(value, Tensor)}
         for index, values in state["state"].items()

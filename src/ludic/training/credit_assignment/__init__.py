@@ -5,20 +5,20 @@ weight. Start with group.py (GRPO's advantage) or returns.py.
 """
 
 from ludic.training.credit_assignment.branches import FoldedReturn, ProcessFn, fold_penalties
-from ludic.training.credit_assignment.combine import RoutedCredit, ScaledCredit
-from ludic.training.credit_assignment.episodes import EpisodeCredit
+from ludic.training.credit_assignment.combine import EpisodeCredit, RoutedCredit, ScaledCredit
 from ludic.training.credit_assignment.group import (
     ComponentNormalizedReturn,
     GroupNormalizedReturn,
     HybridNormalizedReturn,
     LeaveOneOutReturn,
     MaximumLikelihoodReturn,
+    ProposerSolverReturn,
     RoleBaselineReturn,
     RoleFn,
     agent_in_env,
+    learnability,
 )
 from ludic.training.credit_assignment.grouping import returns_to_go
-from ludic.training.credit_assignment.proposer import ProposerSolverReturn, learnability
 from ludic.training.credit_assignment.returns import ConstantCredit, EpisodicReturn, MonteCarloReturn, PerStepReward
 from ludic.training.credit_assignment.shaping import (
     KLCreditModifier,

@@ -17,7 +17,7 @@ ProcessFn: TypeAlias = Callable[[Rollout], Mapping[int, float]]
 """A rollout, of a parent or a branch → process rewards by the step's index."""
 
 
-def no_process(rollout: Rollout) -> Mapping[int, float]:
+def _no_process(rollout: Rollout) -> Mapping[int, float]:
     return {}
 
 
@@ -30,7 +30,7 @@ class FoldedReturn(GroupRule):
     clipped itself. Branches of a failed parent get 0.
     """
 
-    process: ProcessFn = field(default=no_process, kw_only=True)
+    process: ProcessFn = field(default=_no_process, kw_only=True)
     low: float = field(default=0.0, kw_only=True)
     high: float = field(default=1.0, kw_only=True)
 
@@ -63,7 +63,7 @@ def fold_penalties(
     max_main_tokens: int | None = None,
     unfolded: float = 1.0,
     failed_call: float = 1.0,
-    scope: ProcessFn = no_process,
+    scope: ProcessFn = _no_process,
 ) -> ProcessFn:
     """FoldGRPO's process rewards: minus `unfolded` for a parent's call whose prompt and reply are longer than `max_main_tokens`
     and that starts no branch, minus `failed_call` for a call that cannot be read or whose tool fails, and what `scope` says of a

@@ -1,6 +1,6 @@
 """Better or worse than the siblings of the group (GRPO, MaxRL, GDPO, ScaleRL, RLOO), or than the role's average (SPIRAL)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, TypeAlias
@@ -142,7 +142,7 @@ class RoleBaselineReturn:
     """
 
     decay: float = 0.95
-    """How much of the mean is kept per batch in which the role occurs."""
+    """Share of the mean that is kept per batch in which the role occurs."""
     role_of: RoleFn = agent_in_env
     _sums: dict[str, float] = field(default_factory=dict, init=False, repr=False)
     _masses: dict[str, float] = field(default_factory=dict, init=False, repr=False)
@@ -174,3 +174,49 @@ class RoleBaselineReturn:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._sums, self._masses = dict(state["sums"]), dict(state["masses"])
+
+
+def learnability(solved: float, *, target: float = 0.5) -> float:
+    """1 for a task whose attempts are solved at the rate `target`, falling in a line to 0 at the rate furthest from it."""
+    if not (0 <= solved <= 1 and 0 < target < 1):
+        raise ConfigError(f"learnability(solved={solved}, target={target}); both are rates, the target not 0 or 1.")
+    return 1.0 - abs(solved - target) / max(target, 1 - target)
+
+
+@dataclass(frozen=True, slots=True)
+class ProposerSolverReturn:
+    """Total reward minus the mean, over the spread, of those that can be compared; the same on every step.
+
+    Solvers: the attempts at one task, which are the other rollouts of the proposer's episode. An attempt that is alone in its
+    episode is at a task of a dataset and compared in its group. Proposers: the proposals of one group, or of the batch if
+    requests have no group. A trainer of a single role works as well.
+    """
+
+    group_size: int | None = None
+    """Episodes of a request; groups of any size are taken."""
+    proposer: str = "proposer"
+    """The agent id that proposes."""
+    normalize_adv: bool = True
+
+    def compute(self, rollouts: Sequence[Rollout]) -> Weights:
+        kept = finished(rollouts)
+        sizes: dict[str, int] = {}
+        for rollout in kept:
+            sizes[_episode(rollout)] = sizes.get(_episode(rollout), 0) + 1
+        teams: dict[Hashable, list[Rollout]] = {}
+        for rollout in kept:
+            group: Hashable = rollout.group
+            if rollout.agent_id == self.proposer:
+                key: Hashable = ("proposals", group)
+            else:
+                is_alone = sizes[_episode(rollout)] == 1 and group is not None
+                key = ("group", group) if is_alone else ("episode", _episode(rollout))
+            teams.setdefault(key, []).append(rollout)
+        weights: Weights = {}
+        for members in teams.values():
+            weights |= same_on_every_step(members, compared_totals(members, scaled=self.normalize_adv))
+        return weights
+
+
+def _episode(rollout: Rollout) -> str:
+    return rollout.episode_run or rollout.id

@@ -14,7 +14,7 @@ from ludic.types import ConfigError, GroupKey, Rollout, RolloutStepKey, spread_o
 
 Floats = npt.NDArray[np.float64]
 Weights = dict[RolloutStepKey, float]
-"""What a credit rule returns: one number per step."""
+"""The result of a credit rule: one number per step."""
 
 EPS = 1e-8
 """Added to a standard deviation that is divided by."""

@@ -30,7 +30,7 @@ from ludic.types import (
 from ludic.types.steps import SCORES
 
 Relabel: TypeAlias = Callable[[Rollout], Rollout]
-"""From a finished rollout to a copy with other rewards; `with_turn_rewards` makes one. It must not change its input."""
+"""Makes a copy of a finished rollout with other rewards; `with_turn_rewards` makes one. It must not change its input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def _same_steps(changed: Sequence[Step], steps: Sequence[Step]) -> bool:
 
 
 PotentialFn: TypeAlias = Callable[[Rollout], Sequence[float] | Floats]
-"""How promising the state before each turn is: one number per turn, from what was known before it."""
+"""The promise of the state before each turn: one number per turn, from what was known before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class KLCreditModifier:
 
     coeff: float = 1.0
     discount: float = 0.0
-    """How much of the difference of later tokens a token gets: 0 none (the KL of each token, given what came before it), 1 all
+    """Share of the difference of later tokens that a token gets: 0 none (the KL of each token, given what came before it), 1 all
     (the KL of whole replies)."""
     name: str = "kl"
     """The batch's mean of log π_old − log π_teacher is logged as teacher_<name>."""

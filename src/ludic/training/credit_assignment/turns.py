@@ -25,7 +25,7 @@ StateFn: TypeAlias = Callable[[Turn], Hashable | None]
 """The state that a turn was taken in; None when it is not known, and then the turn is compared with no other."""
 
 Comparison: TypeAlias = Literal["scaled", "mean", "others"]
-"""How a return is compared with its group.
+"""The comparison of a return with its group.
 
 scaled: minus the mean, divided by the population standard deviation (plus 1e-8).
 mean: minus the mean.
@@ -89,14 +89,14 @@ def _against_others(own_T: Floats, others: Sequence[Floats]) -> Floats:
 
 
 def _expected(t: int, others: Sequence[Floats]) -> float:
-    """What the others earned from turn t on; where all of them had stopped by then, from their last turns on."""
+    """Mean return of the others from turn t on; where all of them had stopped by then, from their last turns on."""
     reached = [returns_T[t] for returns_T in others if len(returns_T) > t]
     values = reached or [returns_T[-1] for returns_T in others if len(returns_T) > 0]
     return float(np.mean(values)) if values else 0.0
 
 
 def observation_before(turn: Turn) -> str | None:
-    """What the env said before the turn; for a reply that never reached the env, the last message that was shown."""
+    """The observation before the turn; for a reply that never reached the env, the last message that was shown."""
     for step in turn.steps:
         if isinstance(step, EnvironmentStep):
             return None if step.prev_obs is None else text_of(step.prev_obs)
@@ -121,11 +121,11 @@ class StateGroupReturn(GroupRule):
     gamma: float = 0.95
     """Discount per turn of the step term; below 1, the sooner of two ways to the same reward wins."""
     step_weight: float = 1.0
-    """How much the step term counts beside the episode term (omega in the paper)."""
+    """Weight of the step term relative to the episode term (omega in the paper)."""
     comparison: Comparison = "scaled"
     """The same for both terms."""
     state_of: StateFn = observation_before
-    """What counts as the same state. Strip what never repeats (a clock, moves left), or no two turns are alike."""
+    """The key that makes two states the same. Strip what never repeats (a clock, moves left), or no two turns are alike."""
 
     def __post_init__(self) -> None:
         GroupRule.__post_init__(self)

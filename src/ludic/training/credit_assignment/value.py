@@ -68,7 +68,7 @@ class GAE:
         return one_per_turn(kept, [self._estimate(rollout)[0] for rollout in kept])
 
     def value_targets(self, rollouts: Sequence[Rollout]) -> Weights:
-        """What the values should have been, A_t + V_t: the regression target of a value head."""
+        """Targets of the values, A_t + V_t: the regression target of a value head."""
         kept = finished(rollouts)
         return one_per_turn(kept, [advantages_T + values_T for advantages_T, values_T in map(self._estimate, kept)])
 
@@ -93,7 +93,7 @@ class GAE:
 
 @dataclass(frozen=True, slots=True)
 class _Belief:
-    """What is known of one prompt."""
+    """The belief about one prompt."""
 
     wins: float
     """Alpha of the Beta distribution."""
@@ -108,7 +108,7 @@ class _Belief:
 
 
 class BetaValueTracker:
-    """How often each prompt is solved, remembered from one visit to the next; prompts go by a key that never changes.
+    """Share of episodes that solve each prompt, remembered from one visit to the next; prompts go by a key that never changes.
 
     Rewards are counted as a Beta distribution counts successes and failures. Before a new reward is added, the old counts shrink
     by rho, the more the further the policy has moved since the prompt was last seen (SPO, arXiv 2509.13232). The trainer reports
@@ -138,7 +138,7 @@ class BetaValueTracker:
         self.d_half, self.rho_min, self.rho_max = d_half, rho_min, rho_max
         self.low, self.high = low, high
         self.drift = 0.0
-        """How far the policy has moved since the run began: the sum of all updates' KL."""
+        """The distance that the policy has moved since the run began: the sum of all updates' KL."""
         self._beliefs: dict[str, _Belief] = {}
 
     @property

@@ -1,10 +1,9 @@
 """Critics: the expected return before each action token, from the policy's hidden states or from a second model.
 
-ludic.training.critic.gae turns values into weights; ludic.training.algorithms.ppo has the critic's loss.
+ludic.training.critic.gae turns values into weights; ludic.training.losses.supervised has the critic's loss.
 """
 
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,17 +14,6 @@ from ludic.models.head import decoder_of
 from ludic.training.learner.packing import PackedBatch
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.types import ConfigError, SAWItem
-
-
-class CriticKind(StrEnum):
-    """What the critic looks at."""
-
-    SHARED = "shared"
-    """The policy's hidden states; its gradient moves the policy's layers, too."""
-    DETACHED = "detached"
-    """The policy's hidden states, detached: the critic's loss does not train the policy."""
-    SEPARATE = "separate"
-    """The hidden states of a second model, which is trained with the policy."""
 
 
 class Critic(Protocol):
@@ -49,7 +37,7 @@ class Critic(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-class ValueHead(nn.Module):
+class _ValueHead(nn.Module):
     """One number per hidden state; it begins at zero, so that the first advantages are plain returns."""
 
     def __init__(self, hidden_size: int) -> None:
@@ -67,7 +55,7 @@ class HeadCritic:
     """A head on the policy's hidden states."""
 
     def __init__(self, policy: TrainedPolicy, *, is_detached: bool) -> None:
-        self.head = ValueHead(policy.head.shape[1]).to(policy.device)
+        self.head = _ValueHead(policy.head.shape[1]).to(policy.device)
         self.is_apart = is_detached
 
     def values(self, batch: PackedBatch, hidden_AD: Tensor | None, policy: TrainedPolicy) -> Tensor:
@@ -94,7 +82,7 @@ class ModelCritic:
 
     def __init__(self, trunk: TrainedPolicy) -> None:
         self._trunk = trunk
-        self.head = ValueHead(trunk.head.shape[1]).to(trunk.device)
+        self.head = _ValueHead(trunk.head.shape[1]).to(trunk.device)
 
     def values(self, batch: PackedBatch, hidden_AD: Tensor | None, policy: TrainedPolicy) -> Tensor:
         values: Tensor = self.head(self._trunk.action_hidden(batch))

@@ -8,6 +8,7 @@ one chain: the estimate runs over all of them.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,8 +21,19 @@ from ludic.types.rollout import THREAD
 Floats = npt.NDArray[np.float64]
 
 
+class CriticKind(StrEnum):
+    """The input of the critic."""
+
+    SHARED = "shared"
+    """The policy's hidden states; its gradient also moves the policy's layers."""
+    DETACHED = "detached"
+    """The policy's hidden states, detached: the critic's loss does not train the policy."""
+    SEPARATE = "separate"
+    """The hidden states of a second model, which is trained with the policy."""
+
+
 class Advantages(Protocol):
-    """How values and rewards become weights."""
+    """Turns values and rewards into weights."""
 
     def credit(self, items: Sequence[SAWItem], values: Sequence[np.ndarray]) -> list[SAWItem]:
         """The samples with their advantages as weights, and with the critic's values and the returns."""
@@ -33,9 +45,9 @@ class _Chain(NamedTuple):
 
     rewards: Floats
     values: Floats
-    """What the critic expected before each token."""
+    """Expected return before each token."""
     bootstrap: float
-    """What it expects of the time after the last token."""
+    """Expected return after the last token."""
     samples: list[SAWItem]
 
 

@@ -9,7 +9,8 @@ from ludic.distributed.ranks import Ranks
 from ludic.models.execution import recompute_activations
 from ludic.training.algorithms import RLAlgorithm
 from ludic.training.config import TrainerConfig
-from ludic.training.critic.critic import Critic, CriticKind, HeadCritic, ModelCritic, expected_values
+from ludic.training.critic.critic import Critic, HeadCritic, ModelCritic, expected_values
+from ludic.training.critic.gae import CriticKind
 from ludic.training.learner.batches import RankBatch, credit_over_ranks
 from ludic.training.learner.gradients import equal_micro_batches
 from ludic.training.learner.policy import TrainedPolicy
@@ -18,7 +19,7 @@ from ludic.types import ConfigError, SAWItem
 
 
 def make_critic(
-    given: Any, algo: RLAlgorithm, policy: TrainedPolicy, cfg: TrainerConfig, *, is_spread: bool, recomputes: bool
+    given: Any, algo: RLAlgorithm, policy: TrainedPolicy, cfg: TrainerConfig, *, is_spread: bool
 ) -> Critic | None:
     """The critic that the algorithm asks for, if it does; `given` is the model of a separate one."""
     _check_request(given, algo, policy, cfg, is_spread=is_spread)
@@ -32,7 +33,7 @@ def make_critic(
         mixed_precision_dtype=cfg.mixed_precision_dtype,
         offload=cfg.offload_activations,
     )
-    if recomputes:
+    if cfg.gradient_checkpointing:
         recompute_activations(given)
     if trunk.head.shape[0] < policy.head.shape[0]:
         raise ConfigError(

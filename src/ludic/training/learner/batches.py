@@ -1,6 +1,6 @@
-"""From a source's batch to one rank's share of it: leave out what cannot be trained on, gather all ranks' batches, scatter.
+"""Turns a source's batch into one rank's share of it: leave out what cannot be trained on, gather all ranks' batches, scatter.
 
-`TrainingLoop` fetches and prepares; learners share batches out. A rank that cannot go on (no more requests, a signal, an error)
+`TrainingLoop` fetches and prepares; learners share batches out. A rank that cannot continue (no more requests, a signal, an error)
 reports the reason in the place of a batch, so that all ranks end at the same step, for the same reason. Also here: the metrics
 of a batch before its update, and the state of the data for checkpoints.
 """
@@ -20,10 +20,10 @@ from ludic.training.guards import check_masks
 from ludic.training.learner.gradients import batch_facts
 from ludic.training.learner.metrics import batch_stats
 from ludic.training.learner.packing import balanced_shares, fit_length
-from ludic.training.learner.stop import StopRequested
 from ludic.training.losses import BatchFacts, Loss
 from ludic.types import BatchSource, ConfigError, LudicError, Reducer, RequestsExhausted, SAWBatch, SAWItem, Stateful
 from ludic.types.interfaces import is_saved, own_parts
+from ludic.util.stop import StopRequested
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +47,13 @@ class PreparedBatch:
 
 @dataclass(frozen=True, slots=True)
 class RankBatch:
-    """What one rank trains on, with facts and metrics of the whole batch."""
+    """The samples that one rank trains on, with facts and metrics of the whole batch."""
 
     items: list[SAWItem]
     facts: BatchFacts
     stats: dict[str, float]
     places: list[int] | None = None
-    """Of the items in the whole batch, where it is shared."""
+    """Positions of the items in the whole batch, where it is shared."""
 
 
 Describe: TypeAlias = Callable[[PreparedBatch], dict[str, float]]
@@ -132,7 +132,7 @@ def _whole_comparisons(items: list[SAWItem], all_items: Sequence[SAWItem]) -> li
 
 
 def _lag(item: SAWItem, step: int) -> int | None:
-    """How many versions its oldest token is behind; None if the sample does not say."""
+    """Number of versions that its oldest token is behind; None if the sample does not say."""
     return None if item.oldest_version is None else step - item.oldest_version
 
 
@@ -209,7 +209,7 @@ _ERRORS: dict[StopKind, type[Exception]] = {
 
 @dataclass(frozen=True, slots=True)
 class RankStop:
-    """What a rank reports in the place of a batch."""
+    """The report of a rank that has no batch."""
 
     kind: StopKind
     reason: str
@@ -263,7 +263,7 @@ def _make_shares(
 
 
 def _common_stop(reports: Sequence[PreparedBatch | RankStop]) -> RankStop | None:
-    """Why all ranks stop; None if they go on. Those with nothing to train on take their share of the others' batches."""
+    """Why all ranks stop, or None. Those with nothing to train on take their share of the others' batches."""
     has_items = any(isinstance(report, PreparedBatch) and report.items for report in reports)
     for kind in StopKind:
         for rank, stop in enumerate(reports):

@@ -8,14 +8,16 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ludic.training.algorithms import RLAlgorithm
-from ludic.training.checkpoint.manager import CheckpointManager
 from ludic.training.config import TrainerConfig
 from ludic.training.learner.batches import Describe, PreparedBatch, RankBatch, part_of_batch
 from ludic.training.learner.gradients import batch_facts
 from ludic.types import SAWItem
+
+if TYPE_CHECKING:
+    from ludic.training.checkpoint.manager import CheckpointManager
 
 T = TypeVar("T")
 
@@ -34,13 +36,13 @@ class Learner(ABC):
     cfg: TrainerConfig
     tokenizer: Any = None
     """Saved with checkpoints, and used to show samples."""
-    checkpointer: CheckpointManager | None = None
+    checkpointer: "CheckpointManager | None" = None
     is_first: bool = True
-    """Whether this process evaluates, logs and publishes."""
+    """This process evaluates, logs and publishes."""
     is_alone: bool = True
-    """Whether no other process trains the same policy."""
+    """No other process trains the same policy."""
     shares_weights: bool = False
-    """Whether samples are drawn from the very weights that an update changes."""
+    """Samples are drawn from the very weights that an update changes."""
 
     # --- before training ---
 

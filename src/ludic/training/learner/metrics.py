@@ -31,7 +31,7 @@ Scalar: TypeAlias = float | torch.Tensor
 # --- names ----------------------------------------------------------------------------------------------------
 
 
-def prefixed_name(name: str) -> str:
+def _prefixed_name(name: str) -> str:
     """`eval_x` is eval/x; `gpu_x` and every `x_s` are under perf/; a name with a prefix keeps it; the rest is under train/."""
     if name.startswith(PREFIXES):
         return name
@@ -48,7 +48,7 @@ def prefixed(stats: Mapping[str, float]) -> dict[str, float]:
     """The stats under their full names."""
     named: dict[str, float] = {}
     for name, value in stats.items():
-        full = prefixed_name(name)
+        full = _prefixed_name(name)
         if full in named:
             raise ConfigError(f"Two stats are called {full!r}; one of them came as {name!r}. Rename one.")
         named[full] = value
@@ -97,7 +97,7 @@ class MetricSums:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What micro-batches have reported, added up; those of several ranks can be added up again."""
+    """Sums and maxima that micro-batches have reported; those of several ranks can be added up again."""
 
     sums: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Name → (sum, count)."""
@@ -203,13 +203,13 @@ def _same_reply_rate(rollouts: Sequence[Sequence[SAWItem]]) -> float | None:
 
 
 def _total_reward(items: Sequence[SAWItem]) -> float | None:
-    """Of a rollout and its threads; None if it is not known."""
+    """Total reward of a rollout and its threads; None if it is not known."""
     rewards = {item.origin.rollout_id: item.origin.total_reward for item in items}
     return None if None in rewards.values() else float(sum(filter(None, rewards.values())))
 
 
 def _components(rollouts: Sequence[Sequence[SAWItem]]) -> dict[str, float]:
-    """Of the rollouts whose components are known."""
+    """Mean components of the rollouts whose components are known."""
     origins = [list({item.origin.rollout_id: item.origin for item in own}.values()) for own in rollouts]
     known = [own for own in origins if all(origin.reward_components is not None for origin in own)]
     components = [added(origin.reward_components or {} for origin in own) for own in known]
@@ -223,7 +223,7 @@ def _is_truncated(item: SAWItem) -> bool:
 
 
 def _result(items: Sequence[SAWItem]) -> str | None:
-    """How the rollout ended, if its env says so in info["result"]."""
+    """The result of the rollout, if its env gives one in info["result"]."""
     said = [result for item in items if isinstance(result := item.meta.get("result"), str)]
     return said[-1] if said else None
 

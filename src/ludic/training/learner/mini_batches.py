@@ -46,7 +46,7 @@ class BatchInProgress:
     num_done: int = 0
     """Optimizer steps done on it."""
     sums: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Of the metrics of these steps: sum and count."""
+    """Sum and count of each metric of these steps."""
 
     @classmethod
     def begin(
@@ -71,7 +71,7 @@ class BatchInProgress:
         return self.num_done >= self.num_steps
 
     def part(self) -> list[SAWItem]:
-        """What the next step trains on, in the batch's order."""
+        """The samples of the next step, in the batch's order."""
         if self.num_parts == 1 or not self.items:
             return self.items
         number, part = divmod(self.num_done, self.num_parts)
@@ -141,7 +141,7 @@ def items_state(items: Sequence[SAWItem]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """As a checkpoint takes it: an enum's value, and numbers that are not numpy's."""
+    """The value that a checkpoint takes: an enum's value, and numbers that are not numpy's."""
     value = value.value if isinstance(value, Enum) else value
     return value.item() if isinstance(value, np.generic) else value
 

@@ -35,7 +35,7 @@ def make_adamw(
         optimizer = adamw8bit()(parameters, **settings)
     else:
         on_gpu = parameters[0].is_cuda
-        kind = FullPrecisionAdamW if is_narrow(parameters) else LocalAdamW
+        kind = FullPrecisionAdamW if _is_narrow(parameters) else LocalAdamW
         optimizer = kind(parameters, **settings, fused=on_gpu, foreach=not on_gpu)
     if cfg.critic_lr is not None:
         [group] = optimizer.param_groups
@@ -56,8 +56,6 @@ class LocalAdamW(torch.optim.AdamW):
     def _init_group(self, group: dict[str, Any], *collected: list[Tensor]) -> bool:
         """torch collects weights, gradients and state here; what it computes with are the local parts, in the same memory."""
         has_complex = super()._init_group(group, *collected)
-        weights, grads = collected[:2]
-        grads[:] = [_cut_alike(grad, weight) for grad, weight in zip(grads, weights, strict=True)]
         for tensors in collected:
             tensors[:] = [local_part(tensor) for tensor in tensors]
         return bool(has_complex)
@@ -65,13 +63,6 @@ class LocalAdamW(torch.optim.AdamW):
 
 def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _cut_alike(grad: Tensor, weight: Tensor) -> Tensor:
-    """Under tensor parallel a gradient may come whole, or as terms of a sum, where its weight is cut."""
-    if isinstance(grad, DTensor) and isinstance(weight, DTensor) and grad.placements != weight.placements:
-        return grad.redistribute(placements=weight.placements)
-    return grad
 
 
 _NARROW = (torch.bfloat16, torch.float16)
@@ -145,8 +136,8 @@ def adamw8bit() -> type[torch.optim.Optimizer]:
     return FullPrecisionAdamW8bit
 
 
-def is_narrow(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether any of them would lose small updates."""
+def _is_narrow(parameters: Iterable[nn.Parameter]) -> bool:
+    """True if any of them would lose small updates."""
     return any(p.dtype in _NARROW for p in parameters)
 
 

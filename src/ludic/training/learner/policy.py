@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 from ludic.distributed.fsdp import compute_device, is_sharded
 from ludic.distributed.ranks import Ranks
 from ludic.models.execution import MAX_LAUNCHED_WEIGHTS, decoder_layers
-from ludic.models.head import EntropyMode, Head
+from ludic.models.head import EntropyMode, Head, plain_model
 from ludic.models.kinds import part, part_if_installed, router_modules
 from ludic.models.passes import ForwardPass, Outputs, PassNeeds, choose
 from ludic.models.teacher_kl import VocabularyKL, vocabulary_kl
@@ -24,8 +24,30 @@ from ludic.training.learner.packing import (
     pack,
     prefix_pair,
 )
-from ludic.training.vocabulary import require_known_ids, vocabulary_of
-from ludic.types import ConfigError, SAWItem
+from ludic.types import ConfigError, LudicError, SAWItem
+
+
+def vocabulary_of(model: Any) -> int | None:
+    """The number of tokens that have an embedding and a logit; None if the model does not say."""
+    inner = plain_model(model)
+    if not hasattr(inner, "get_input_embeddings"):
+        return None
+    # A model that is not from transformers may have the first method only.
+    tables = (inner.get_input_embeddings(), getattr(inner, "get_output_embeddings", lambda: None)())
+    sizes = [getattr(table, name, None) for table, name in zip(tables, ("num_embeddings", "out_features"), strict=True)]
+    return min((size for size in sizes if size is not None), default=None)
+
+
+def require_known_ids(items: Iterable[SAWItem], num_tokens: int | None, error: type[LudicError], advice: str) -> None:
+    """Raise `error` for a token, or a candidate of one, that a model of `num_tokens` tokens does not have."""
+    for item in items:
+        candidates = item.attachments.candidates
+        arrays = [item.input_ids] if candidates is None else [item.input_ids, candidates.ids]
+        largest = max(int(ids.max(initial=0)) for ids in arrays)
+        if num_tokens is not None and largest >= num_tokens:
+            what = "a token" if candidates is None else "a token, or a candidate of one,"
+            raise error(f"A sample has {what} with the id {largest}; the model has {num_tokens} tokens. {advice}")
+
 
 logger = logging.getLogger(__name__)
 ANOTHER_TOKENIZER = (
@@ -60,7 +82,7 @@ class TrainedPolicy:
                 "replay_experts does not work with context_parallel, where ranks share a row. Leave one out."
             )
         self.routers: Any = None if context is not None else _routers_of(model, is_needed=replay_experts)
-        """Those of a mixture of experts; None for other models, and if ranks share rows."""
+        """The routers of a mixture of experts; None for other models, and if ranks share rows."""
         self._replays = replay_experts
         self.device: torch.device = compute_device(model)
         is_converted = is_sharded(model)  # FSDP gathers weights in the precision that they are used in
@@ -82,12 +104,12 @@ class TrainedPolicy:
 
     @property
     def packed(self) -> bool:
-        """Whether micro-batches are packed."""
+        """True if micro-batches are packed."""
         return self.forward_pass.packs
 
     @property
     def is_fused(self) -> bool:
-        """Whether packed batches run through a fused pass; compiled layers would not be called."""
+        """True if packed batches run through a fused pass; compiled layers would not be called."""
         return self.forward_pass.is_fused
 
     @property
@@ -110,7 +132,7 @@ class TrainedPolicy:
     @contextlib.contextmanager
     def routed(self, batch: PackedBatch) -> Iterator[Any]:
         """Watch the routers of a mixture in passes over this batch, and replay the experts of its samples if the policy does. The
-        backward pass belongs inside, too. None for other models."""
+        backward pass belongs inside as well. None for other models."""
         if self.routers is None:
             yield None
             return
@@ -181,7 +203,7 @@ class TrainedPolicy:
 
 
 def _routers_of(model: Any, *, is_needed: bool) -> Any:
-    """What watches the routers of a mixture. Without the plug-in a mixture is trained unwatched, unless that `is_needed`."""
+    """The watcher of the routers of a mixture. Without the plug-in a mixture is trained unwatched, unless that `is_needed`."""
     if is_needed:
         return part("experts").Routers(model)
     experts = part_if_installed("experts") if router_modules(model) else None

@@ -18,11 +18,11 @@ from ludic.types import AdapterPublisher, ChecksServers, ConfigError, InPlacePub
 logger = logging.getLogger(__name__)
 
 ParamFilter: TypeAlias = Callable[[str, torch.Tensor], bool]
-"""Whether the weight of this name is published."""
+"""True if the weight of this name is published."""
 
 
 def is_due(every: int | None, version: int, since: int) -> bool:
-    """Whether one of the versions after `since` is published, if every n-th one is; None is 1, 0 is never."""
+    """True if one of the versions after `since` is published, if every n-th one is; None is 1, 0 is never."""
     every = 1 if every is None else every
     return every > 0 and version // every > since // every
 
@@ -55,7 +55,7 @@ class WeightUpdates:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether the publisher's engine holds the very weights that are trained."""
+        """True if the publisher's engine holds the very weights that are trained."""
         return self._in_place is not None
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""`TokenRecorder`: what the trainer computes of every sampled token, written beside a run's rollouts for `ludic view`.
+"""`TokenRecorder`: what the trainer computes of every sampled token, written next to a run's rollouts for `ludic view`.
 
 trained/step_000012.rank0.npz holds the samples of update 12 (the metrics' step) that rank 0 computed: per sample rollout_id,
 segment, num_tokens and num_weights; flat, one entry per action token, logp (float32), entropy and gradient (float16); weight
@@ -37,7 +37,7 @@ class StepRecord:
         self.items: list[SAWItem] = []
         self.error: Exception | None = None
         self._parts: list[Tensor] = []
-        """Of each micro-batch: [3, A] log-probs, gradients and entropies; NaN where there are none."""
+        """One tensor per micro-batch: [3, A] log-probs, gradients and entropies; NaN where there are none."""
 
     def watch(self, tokens: ActionTokens) -> None:
         """Before the backward pass: keep the gradient of the log-probs, which a loss makes zero where it clips or masks."""
@@ -57,7 +57,7 @@ class StepRecord:
         self._parts.append(part)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What is written; the copy from the device is made here."""
+        """The arrays that are written; the copy from the device is made here."""
         logp, gradient, entropy = torch.cat(self._parts, dim=1).cpu().numpy()
         weights = [_weights(item) for item in self.items]
         arrays = {

@@ -8,7 +8,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 import torch
 
@@ -20,8 +20,7 @@ from ludic.models.kinds import image_processor_of, part, router_modules
 from ludic.models.loading import LoadedModel
 from ludic.models.weights import FiniteCheck
 from ludic.training.algorithms import RLAlgorithm
-from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager, ShardedCheckpointManager
-from ludic.training.config import TrainerConfig
+from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.training.critic.train import explained_variance, make_critic, value_moments, with_advantages
 from ludic.training.guards import check_model, explained_memory, require_finite
 from ludic.training.learner.batches import (
@@ -41,14 +40,34 @@ from ludic.training.learner.metrics import merge
 from ludic.training.learner.optimizer import make_adamw
 from ludic.training.learner.policy import TrainedPolicy, check_shared_prefixes
 from ludic.training.learner.publish import ParamFilter, WeightUpdates
-from ludic.training.learner.token_recorder import TokenRecorder
 from ludic.training.losses import ForeignLoss
 from ludic.training.losses.corrections import effective_sample_size
 from ludic.types import ConfigError, FollowsDrift, PolicyPublisher, SAWItem
 
+if TYPE_CHECKING:
+    from ludic.training.checkpoint.manager import CheckpointManager
+    from ludic.training.learner.token_recorder import TokenRecorder
+
 T = TypeVar("T")
 
 _SUSPECTS = "num_weights_not_finite"
+
+
+class LearnerParts(TypedDict, total=False):
+    """The further arguments of `Trainer` and `TorchLearner`, which most runs leave out."""
+
+    reference: Any
+    """The frozen model that a loss compares log-probs with; with an adapter its base is the reference."""
+    critic: Any
+    """The model of a critic that is a second one (`make_ppo(critic="separate")`)."""
+    teacher: LoadedModel | None
+    """For losses that compare whole distributions (`make_opd(kl="reverse")`)."""
+    tokenizer: Any
+    """Saved with checkpoints, and used to show samples."""
+    ranks: Ranks | None
+    """The processes that train together; default: this one."""
+    token_recorder: "TokenRecorder | None"
+    """Writes what the loss was given of every token, for `ludic view`; the caller closes it."""
 
 
 class TorchLearner(Learner):
@@ -64,26 +83,20 @@ class TorchLearner(Learner):
         algo: RLAlgorithm,
         cfg: TrainerConfig,
         has_source: bool,
-        ranks: Ranks | None = None,
         publisher: PolicyPublisher | None = None,
         param_filter: ParamFilter | None = None,
-        recompute: bool = False,
-        checkpointer: CheckpointManager | None = None,
+        checkpointer: "CheckpointManager | None" = None,
         checkpoint_config: CheckpointConfig | None = None,
-        reference: Any = None,
-        critic: Any = None,
-        teacher: LoadedModel | None = None,
-        tokenizer: Any = None,
-        token_recorder: TokenRecorder | None = None,
+        **others: Unpack[LearnerParts],
     ) -> None:
-        """`has_source`: this rank fetches batches. `recompute`: gradient checkpointing. The rest is as in `Trainer`."""
-        ranks = ranks if ranks is not None else Ranks()
+        """`has_source`: this rank fetches batches. The rest is as in `Trainer`."""
+        ranks, tokenizer = others.get("ranks") or Ranks(), others.get("tokenizer")
         self.model, self.algo, self.cfg, self.ranks, self.tokenizer = model, algo, cfg, ranks, tokenizer
         self.is_first, self.is_alone = ranks.is_first, ranks.world_size == 1
         self.is_spread = is_sharded(model)
-        """Whether each rank has only a part of the weights."""
+        """Each rank has only a part of the weights."""
         saved_how = checkpointer.config if checkpointer is not None else checkpoint_config
-        self.plan = check_ranks_agree(ranks, cfg, algo, model, saved_how, has_source=has_source)
+        self.plan = _check_ranks_agree(ranks, cfg, algo, model, saved_how, has_source=has_source)
         self.checkpointer = checkpointer or self._make_checkpointer(checkpoint_config)
         self.updates = WeightUpdates(
             model,
@@ -99,54 +112,65 @@ class TorchLearner(Learner):
         if cfg.model_device is not None and not self.is_spread:
             model.to(cfg.model_device)
         model.train()
-        if recompute:
+        self.policy = self._make_policy()
+        self._is_sharing_checked = not self.policy.share_prefixes
+        reference, teacher = others.get("reference"), others.get("teacher")
+        self.reference = make_reference(reference, algo, self.policy, cfg, tokenizer=tokenizer)
+        self.teacher = make_teacher(teacher, algo, self.policy, cfg, tokenizer=tokenizer, is_spread=self.is_spread)
+        self.critic = make_critic(others.get("critic"), algo, self.policy, cfg, is_spread=self.is_spread)
+        # Ranks that compute the same samples (context parallel) would write the same record.
+        num_alike = ranks.world_size // self.plan.num_shares
+        self._recorder = others.get("token_recorder") if ranks.rank % num_alike == 0 else None
+        self._frozen = {"reference": reference, "teacher": None if teacher is None else teacher.model}
+        torch.manual_seed(cfg.seed + ranks.rank // num_alike)
+        check_model(model)
+
+    def _make_policy(self) -> TrainedPolicy:
+        model, cfg = self.model, self.cfg
+        if cfg.gradient_checkpointing:
             recompute_activations(model)
-        self.policy = TrainedPolicy(
+        context = None
+        if cfg.context_parallel > 1:
+            context = part("sliced").ContextParallel(cfg.context_parallel, self.ranks)
+        policy = TrainedPolicy(
             model,
             packed=cfg.packed,
             share_prefixes=cfg.share_prefixes,
             mixed_precision_dtype=cfg.mixed_precision_dtype,
             offload=cfg.offload_activations,
-            images=image_processor_of(tokenizer),
+            images=image_processor_of(self.tokenizer),
             replay_experts=cfg.replay_experts,
-            context=None if cfg.context_parallel == 1 else part("sliced").ContextParallel(cfg.context_parallel, ranks),
+            context=context,
         )
-        if cfg.balance_experts and self.policy.routers is None:
+        if cfg.balance_experts and policy.routers is None:
             if router_modules(model):
                 part("experts")  # names the plug-in that watches them
             raise ConfigError(
                 f"balance_experts={cfg.balance_experts}, but {type(plain_model(model)).__name__} is no mixture of experts, or "
                 "ranks share its rows (context_parallel)."
             )
-        self._is_sharing_checked = not self.policy.share_prefixes
         is_compiled = cfg.compile or (is_sharded(model) and settings_of(model).compile)
-        if is_compiled and not self.policy.is_fused:
+        if is_compiled and not policy.is_fused:
             compile_layers(model)  # after the policy has looked at the layers
-        self.reference = make_reference(reference, algo, self.policy, cfg, tokenizer=tokenizer)
-        self.teacher = make_teacher(teacher, algo, self.policy, cfg, tokenizer=tokenizer, is_spread=self.is_spread)
-        self.critic = make_critic(critic, algo, self.policy, cfg, is_spread=self.is_spread, recomputes=recompute)
-        # Ranks that compute the same samples (context parallel) would write the same record.
-        num_alike = ranks.world_size // self.plan.num_shares
-        self._recorder = token_recorder if ranks.rank % num_alike == 0 else None
-        self._frozen = {"reference": reference, "teacher": None if teacher is None else teacher.model}
-        torch.manual_seed(cfg.seed + ranks.rank // num_alike)
-        check_model(model)
+        return policy
 
-    def _make_checkpointer(self, config: CheckpointConfig | None) -> CheckpointManager | None:
+    def _make_checkpointer(self, config: CheckpointConfig | None) -> "CheckpointManager | None":
         if config is None:
             return None
+        from ludic.training.checkpoint.manager import CheckpointManager  # loaded by runs that save
+
         if not self.is_spread:
             return CheckpointManager(config)
         per_rank = ("rng", "batch_source", "credit_assigner") if self.plan.has_source_per_rank else ("rng",)
-        return ShardedCheckpointManager(config, per_rank=per_rank)
+        return CheckpointManager(config, is_sharded=True, per_rank=per_rank)
 
     def _check_parts(self) -> None:
         self.updates.check()
         manager = self.checkpointer
-        if manager is not None and self.is_spread != isinstance(manager, ShardedCheckpointManager):
+        if manager is not None and self.is_spread != manager.is_sharded:
             raise ConfigError(
-                f"A {type(manager).__name__} cannot save this model: ShardedCheckpointManager is for sharded ones, and "
-                "CheckpointManager for all others. Give Trainer a checkpoint_config; it makes the right one."
+                f"CheckpointManager(is_sharded={manager.is_sharded}) cannot save this model, of which each rank has "
+                f"{'a part' if self.is_spread else 'all'}. Give Trainer a checkpoint_config; it makes the right one."
             )
 
     # --- the optimizer ---
@@ -363,7 +387,7 @@ class TorchLearner(Learner):
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlan:
+class _RankPlan:
     """The same on every rank."""
 
     has_source_per_rank: bool
@@ -372,7 +396,7 @@ class RankPlan:
     """Number of shares of a batch: that of ranks, or fewer if neighbours compute the same samples (context parallel)."""
 
 
-def check_ranks_agree(
+def _check_ranks_agree(
     ranks: Ranks,
     cfg: TrainerConfig,
     algo: RLAlgorithm,
@@ -380,8 +404,8 @@ def check_ranks_agree(
     checkpoints: CheckpointConfig | None,
     *,
     has_source: bool,
-) -> RankPlan:
-    """What each rank does; ConfigError on all ranks if they cannot train together."""
+) -> _RankPlan:
+    """The plan of each rank; ConfigError on all ranks if they cannot train together."""
     needs, size = algo.loss.needs, cfg.context_parallel
     if size > 1 and (needs.values or needs.logits or needs.teacher_kl or ranks.world_size % size):
         raise ConfigError(
@@ -402,7 +426,7 @@ def check_ranks_agree(
             "the first rank only (batch_source=None on the others), or to every rank."
         )
     num_shares = ranks.world_size // cfg.context_parallel
-    return RankPlan(has_source_per_rank=len(sources) > 1 and all(sources), num_shares=num_shares)
+    return _RankPlan(has_source_per_rank=len(sources) > 1 and all(sources), num_shares=num_shares)
 
 
 def _common_facts(
@@ -412,7 +436,6 @@ def _common_facts(
     settings: list[Any] = [cfg, *([settings_of(model)] if is_sharded(model) else [])]
     settings += [] if checkpoints is None else [checkpoints]
     facts = {f"{type(s).__name__}.{f.name}": repr(getattr(s, f.name)) for s in settings for f in fields(s)}
-    del facts["TrainerConfig.extra"]  # free for anything, such as a note on where the rank runs
     config = plain_model(model).config.to_dict() if is_decoder(model) else {}
     facts |= {f"the model's {name}": repr(value) for name, value in config.items() if name != "_name_or_path"}
     facts["checkpoints"] = "off" if checkpoints is None else "on"

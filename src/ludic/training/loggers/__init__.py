@@ -1,7 +1,7 @@
 """Loggers: where the numbers of a step go. Every logger has `log(step, stats)` and `close()`.
 
-`run` makes them by name; the trainer calls them. base.py has the optional interfaces and TeeLogger, jsonl.py
-the record of a run.
+`run` makes them by name; the trainer calls them. base.py has the optional interfaces, TeeLogger and the
+record of a run.
 """
 
 from typing import TYPE_CHECKING
@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from ludic.util.lazy import lazy
 
 if TYPE_CHECKING:
-    from ludic.training.loggers.base import *  # noqa: F403
-    from ludic.training.loggers.jsonl import *  # noqa: F403
+    from ludic.training.loggers.base import *  # noqa: F403  # noqa: F403
     from ludic.training.loggers.print import *  # noqa: F403
     from ludic.training.loggers.rich_live import *  # noqa: F403
     from ludic.training.loggers.trackers import *  # noqa: F403
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
     from ludic.util.metrics_file import read_metrics as read_metrics
 
 _NAMES_BY_MODULE = {
-    "base": "Closable KeepsRecord Resumable ShowsActivity TeeLogger",
-    "jsonl": "JSONLLogger",
+    "base": "Closable JSONLLogger KeepsRecord Resumable ShowsActivity TeeLogger",
     "print": "PrintLogger",
     "rich_live": "RichLiveLogger",
     "trackers": "TensorBoardLogger TrackioLogger WandbLogger",

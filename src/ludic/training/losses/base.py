@@ -1,6 +1,6 @@
 """`Loss`: what every loss implements, and the loss of a padded batch.
 
-A loss says what it needs beside log-probs, and turns action tokens into a scalar and statistics. `compute` is the same loss
+A loss says what it needs besides log-probs, and turns action tokens into a scalar and statistics. `compute` is the same loss
 on the logits of a padded batch, as the seeds describe it; the trainer uses it for losses that have nothing else.
 """
 
@@ -20,12 +20,12 @@ from ludic.types import ConfigError, spread_of
 
 _E = TypeVar("_E", bound=StrEnum)
 Bound: TypeAlias = float | Tensor
-"""How far from 1 a ratio may be: one number for all tokens, or a tensor with one for each."""
+"""Distance from 1 that a ratio may have: one number for all tokens, or a tensor with one for each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What a loss reads beside log-probs and weights. The trainer computes what is needed and nothing else."""
+    """The inputs of a loss besides log-probs and weights. The trainer computes what is needed and nothing else."""
 
     old_logps: bool = True
     """Log-probs of the policy that sampled."""
@@ -45,7 +45,7 @@ class Needs:
 
     @classmethod
     def of_parts(cls, losses: Iterable["Loss"]) -> "Needs":
-        """What any of them needs. There is one teacher and one pass over its logits, so they share one KL."""
+        """The needs of all of them. There is one teacher and one pass over its logits, so they share one KL."""
         parts = [loss.needs for loss in losses]
         kls = {part.teacher_kl for part in parts} - {None}
         if len(kls) > 1:
@@ -59,7 +59,7 @@ class Needs:
 
 
 class Loss(ABC):
-    """From action tokens to a scalar that is minimised."""
+    """Turns action tokens into a scalar that is minimised."""
 
     needs: Needs = Needs()
 
@@ -193,7 +193,7 @@ def tokens_from_logits(
 
 
 def _observed(logits: Tensor, batch: Mapping[str, Tensor]) -> ObservedTokens:
-    """As `SAWItem.observation_mask`, on a padded batch."""
+    """The tokens of `SAWItem.observation_mask`, on a padded batch."""
     ids, is_action = batch["input_ids"], batch["action_mask"].bool()
     is_observed = (is_action.cumsum(1) > 0) & ~is_action & batch["attention_mask"].bool()
     rows, columns = is_observed[:, 1:].nonzero(as_tuple=True)
@@ -239,7 +239,7 @@ def capped(ratio: Tensor, cap: float | None) -> Tensor:
 
 
 def common_stats(tokens: ActionTokens) -> Stats:
-    """What every policy-gradient loss reports."""
+    """Statistics that every policy-gradient loss reports."""
     weights_B = tokens.item_weights
     return {
         "adv_mean": sum_and_count(weights_B),

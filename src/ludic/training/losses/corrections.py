@@ -20,7 +20,7 @@ from ludic.training.losses.tokens import MAX_LOG_RATIO, ActionTokens, Stats, sum
 from ludic.types import ConfigError
 
 NUM_PARTS = 4
-"""The KL is also reported for each of so many equal parts of a sample's action tokens."""
+"""Number of equal parts of a sample's action tokens for each of which the KL is reported as well."""
 
 _SQUARES = {"ratio_token": "ess", "ratio_sequence": "ess_sequence", "correction": "correction_ess"}
 """Statistic → the name of the effective sample size that its mean and mean square give."""
@@ -54,14 +54,14 @@ def mismatch_stats(tokens: ActionTokens) -> Stats:
 
 def _along(tokens: ActionTokens, values_A: Tensor) -> Stats:
     """The mean over the first, second, … part of every sample's action tokens."""
-    part_A = part_of_sample(tokens)
+    part_A = _part_of_sample(tokens)
     values_A = values_A.float()
     sums = values_A.new_zeros(NUM_PARTS).index_add(0, part_A, values_A)
     counts = values_A.new_zeros(NUM_PARTS).index_add(0, part_A, torch.ones_like(values_A))
     return {f"kl_actor_policy_q{part + 1}": (sums[part], counts[part]) for part in range(NUM_PARTS)}
 
 
-def part_of_sample(tokens: ActionTokens) -> Tensor:
+def _part_of_sample(tokens: ActionTokens) -> Tensor:
     """[A] the part of its sample, of NUM_PARTS, that each action token lies in."""
     order_A = tokens.item_index.argsort(stable=True)
     lengths_B = tokens.item_sum(torch.ones_like(tokens.logps.detach())).long()

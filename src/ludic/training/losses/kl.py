@@ -30,7 +30,7 @@ class KLEstimator(StrEnum):
     K3 = "k3"
 
 
-def kl_terms(difference: Tensor, logps: Tensor, estimator: KLEstimator) -> Tensor:
+def _kl_terms(difference: Tensor, logps: Tensor, estimator: KLEstimator) -> Tensor:
     """Terms whose gradient is the estimator's; `difference` is ℓ − ℓ_ref and carries the gradient of ℓ."""
     if estimator is KLEstimator.K1:
         return difference.detach() * logps
@@ -45,7 +45,7 @@ def k3(difference: Tensor) -> Tensor:
     return torch.expm1(-bounded) + bounded
 
 
-def weighted_kl_terms(
+def _weighted_kl_terms(
     difference: Tensor, logps: Tensor, ratio: Tensor, estimator: KLEstimator, cap: float | None
 ) -> Tensor:
     """Terms with the estimator's value times the ratio, up to a cap, and with the gradient ρ d ∇ℓ."""
@@ -108,9 +108,9 @@ class TokenKLLoss(_KLLoss):
         difference = self._difference(tokens)
         if self.is_weighted:
             ratio = tokens.log_ratio(self).exp()
-            terms = weighted_kl_terms(difference, tokens.logps, ratio, self.estimator, self.weight_cap)
+            terms = _weighted_kl_terms(difference, tokens.logps, ratio, self.estimator, self.weight_cap)
         else:
-            terms = kl_terms(difference, tokens.logps, self.estimator)
+            terms = _kl_terms(difference, tokens.logps, self.estimator)
         return self.coeff * tokens.reduce_tokens(terms, self.reduction), {"kl_mean": sum_and_count(k3(difference))}
 
 
@@ -144,9 +144,9 @@ class KLLoss(_KLLoss):
         if self.is_weighted:
             log_ratio_B = tokens.item_sum(tokens.log_ratio(self)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
             logps_B = tokens.item_sum(tokens.logps)
-            terms_B = weighted_kl_terms(difference_B, logps_B, log_ratio_B.exp(), self.estimator, self.weight_cap)
+            terms_B = _weighted_kl_terms(difference_B, logps_B, log_ratio_B.exp(), self.estimator, self.weight_cap)
         else:
-            terms_B = kl_terms(difference_B, combine(tokens.logps), self.estimator)
+            terms_B = _kl_terms(difference_B, combine(tokens.logps), self.estimator)
         return self.coeff * tokens.reduce_items(terms_B), {"kl_mean": sum_and_count(difference_B)}
 
 

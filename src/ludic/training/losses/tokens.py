@@ -1,4 +1,4 @@
-"""What a loss sees: one entry per action token, flat, and which sample each belongs to.
+"""The input of a loss: one entry per action token, flat, and which sample each belongs to.
 
 A loss never meets a model, a logit or padding. It gets log-probabilities that carry a gradient, and facts about the
 whole batch (not only this micro-batch), so that its result can be summed over micro-batches and over ranks: however a
@@ -27,7 +27,7 @@ _REDUCTIONS = ("sample_sum", "sample_mean", "episode_mean", "token_mean", "const
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """What the sum over action tokens is divided by.
+    """The divisor of the sum over action tokens.
 
     sample_sum: samples, so a sample counts as many times as it has tokens.
     sample_mean: each sample's own tokens, then samples, so every sample counts the same.

@@ -12,9 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from ludic.training.algorithms.algorithm import RLAlgorithm
-from ludic.training.credit_assignment import ConstantCredit
-from ludic.training.filters import forget_temperature
 from ludic.training.losses.base import Loss, Needs, require_not_negative, require_positive
 from ludic.training.losses.tokens import ActionTokens, Stats, sum_and_count
 from ludic.types import ConfigError
@@ -123,29 +120,3 @@ class KTOLoss(_PreferenceLoss):
             "kl_baseline": sum_and_count(kl_E),
         }
         return self._mean(terms_E, tokens), stats
-
-
-def _preset(name: str, loss: Loss) -> RLAlgorithm:
-    return RLAlgorithm(name=name, credit_assigner=ConstantCredit(1.0), loss=loss, preprocess=forget_temperature)
-
-
-def make_dpo(*, beta: float = 0.1, length_normalize: bool = False, name: str = "dpo") -> RLAlgorithm:
-    """Direct preference optimisation: a logistic loss on the gap of a pair's implied rewards."""
-    return _preset(name, PreferencePairLoss("dpo", beta=beta, length_normalize=length_normalize))
-
-
-def make_ipo(*, beta: float = 0.1, length_normalize: bool = False, name: str = "ipo") -> RLAlgorithm:
-    """Identity preference optimisation: the gap is drawn to 1 / (2 β) and no further, so sure preferences do not run away."""
-    return _preset(name, PreferencePairLoss("ipo", beta=beta, length_normalize=length_normalize))
-
-
-def make_kto(
-    *,
-    beta: float = 0.1,
-    wanted: float = 1.0,
-    unwanted: float = 1.0,
-    length_normalize: bool = False,
-    name: str = "kto",
-) -> RLAlgorithm:
-    """Kahneman–Tversky optimisation: single samples, each wanted or not."""
-    return _preset(name, KTOLoss(beta=beta, wanted=wanted, unwanted=unwanted, length_normalize=length_normalize))

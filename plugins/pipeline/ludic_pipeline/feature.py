@@ -19,7 +19,7 @@ class Pipeline(Engine):
     """Actors in separate processes play, and a queue is between them and the learner."""
 
     engine = "pipeline"
-    generation = "ludic_pipeline.generation:PipelineGeneration"
+    session = "ludic_pipeline.generation:PipelineSession"
     section = "pipeline"
     Settings = PipelineSettings
     plays_here = False

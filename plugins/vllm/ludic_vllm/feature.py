@@ -12,7 +12,7 @@ class VLLM(Engine):
     """vLLM servers, named or started for the run."""
 
     engine = "vllm"
-    generation = "ludic_vllm.generation:VLLMGeneration"
+    session = "ludic_vllm.generation:VLLMSession"
 
     def samples_on_servers(self, config: RunConfig) -> bool:
         return True

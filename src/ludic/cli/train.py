@@ -100,7 +100,7 @@ def reported(run: "Run", *, resume: bool) -> Iterator[Report]:
     with run:
         try:
             yield report
-            status = run.generation.status() if run.generation is not None else ""
+            status = run.session.status() if run.session is not None else ""
         except TryAgain as error:
             _say(f"{error} To go on: {how_to_resume(run.resolved)}")
             report.code = TRY_AGAIN

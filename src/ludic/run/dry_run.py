@@ -11,8 +11,6 @@ from ludic.models.loading import make_tiny, require_model
 from ludic.run.config.model import ModelSettings
 from ludic.run.features.core import features_on
 from ludic.run.folder import ResumePoint
-from ludic.run.generation.in_process import check_preferences
-from ludic.run.generation.teachers import check_teacher
 from ludic.run.model import (
     base_settings,
     checkpoint_in,
@@ -25,10 +23,12 @@ from ludic.run.model import (
 from ludic.run.parts.algorithm import make_algorithm
 from ludic.run.parts.episodes import check_protocol
 from ludic.run.parts.samples import eval_samples, first_env, train_samples, train_stream
-from ludic.run.policies.team import check_team
+from ludic.run.policies.several import SeveralPolicies
 from ludic.run.protocols.agents import outside_agent
 from ludic.run.resolve import MASKED_WHEN_OLD, NEGATIVE_MASK, ResolvedRun
+from ludic.run.session import check_preferences
 from ludic.run.sources import check_source
+from ludic.run.teachers import check_teacher
 from ludic.types import ConfigError
 
 _SMOLLM2_PARAMETERS = 134_515_008
@@ -53,7 +53,7 @@ def plan_lines(run: ResolvedRun, start: ResumePoint) -> list[str]:
 
 def _policy_lines(run: ResolvedRun) -> list[str]:
     """The policies, and who plays which role."""
-    check_team(run)
+    SeveralPolicies.check(run)
     lines = []
     for policy in run.policies:
         _check_agents(policy.run)

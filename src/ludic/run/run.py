@@ -33,27 +33,23 @@ from ludic.run.folder import (
     saved_step,
     write_config,
 )
-from ludic.run.generation.base import Generation
-from ludic.run.generation.in_process import PreferenceGeneration
 from ludic.run.given import EnvFactory, Parts, env_factory, no_env
-from ludic.run.model import load_policy, load_reference, use_threads, with_pinned_checkpoints
-from ludic.run.names import CONFIG, TRAINED
+from ludic.run.model import use_threads, with_pinned_checkpoints
+from ludic.run.names import CONFIG
 from ludic.run.parts.loggers import make_loggers
 from ludic.run.parts.rewards import make_rewards
 from ludic.run.policies.entry import PolicyEntry
 from ludic.run.policies.resolve import resolve_run
-from ludic.run.policies.team import Team, check_team
+from ludic.run.policies.several import SeveralPolicies
 from ludic.run.protocols.agents import uses_gateway
 from ludic.run.resolve import ResolvedRun
+from ludic.run.session import Session, StoredSession, TrainingLoop
 from ludic.run.settings import read_toml, with_given, with_values
 from ludic.tasks import cancel_all, long_lived_objects_exempt
-from ludic.training import TeeLogger, Trainer
+from ludic.training import TeeLogger
 from ludic.training.checkpoint.manager import CheckpointError
-from ludic.training.critic.critic import CriticKind
 from ludic.training.learner.stop import StopSignal, run_sync
-from ludic.training.learner.token_recorder import TokenRecorder
-from ludic.training.multi_policy import PolicyTrainers
-from ludic.types import BatchSource, ConfigError, LudicError, PolicyGone, Reducer, Rollout, default_reducers
+from ludic.types import BatchSource, ConfigError, LudicError, PolicyGone, Reducer, Rollout
 from ludic.types.errors import TryAgain
 
 T = TypeVar("T")
@@ -86,10 +82,9 @@ class Run:
         """`is_stored`: the settings come from a run folder, so trained weights may be there."""
         self.resolved = resolved
         self._is_stored = is_stored
-        self.trainer: Trainer | PolicyTrainers | None = None
-        self.generation: Generation | Team | None = None
+        self.trainer: TrainingLoop | None = None
+        self.session: Session | None = None
         self._logger: TeeLogger | None = None
-        self._loaded: LoadedModel
         self._start: tuple[bool, ResumePoint] | None = None
         self._closing = contextlib.ExitStack()
 
@@ -128,40 +123,12 @@ class Run:
             return
         run, start = self.resolved, self.starting_point(resume=resume)
         self._start = None  # training changes the answer
-        generation = self._generation(start, to_train=True)
+        session = self._open_session(start, to_train=True)
         prepare_folder(run, start)
-        generation.begin(resume=resume, first_step=start.first_step)
-        self._logger = self._closing.enter_context(contextlib.closing(make_loggers(run, generation.status)))
+        session.begin(resume=resume, first_step=start.first_step)
+        self._logger = self._closing.enter_context(contextlib.closing(make_loggers(run, session.status)))
         with self._explained():
-            if isinstance(generation, Team):
-                self.trainer = generation.trainers(self._logger)
-            else:
-                self.trainer = self._make_trainer(generation, start)
-
-    def _make_trainer(self, generation: Generation, start: ResumePoint) -> Trainer:
-        run = self.resolved
-        return Trainer(
-            model=self._loaded.model,
-            reference=self._reference(generation),
-            critic=self._load(start).model if generation.algorithm.critic is CriticKind.SEPARATE else None,
-            algo=generation.algorithm,
-            batch_source=generation.source,
-            cfg=run.trainer,
-            publisher=generation.publisher,
-            checkpoint_config=run.checkpoint,
-            resume_from=None if start.checkpoint is None else str(start.checkpoint),
-            train_logger=self._logger,
-            reducers={**default_reducers(), **run.parts.reducers},
-            evaluator=generation.evaluator() if run.config.is_evaluated else None,
-            teacher=generation.teacher,
-            tokenizer=self._loaded.tokenizer,
-            token_recorder=self._token_recorder(),
-        )
-
-    def _token_recorder(self) -> TokenRecorder:
-        """Also if nothing is to be recorded: it removes what an interrupted start has left."""
-        recorder = TokenRecorder(self.folder / TRAINED, every=self.config.rollouts.tokens_every)
-        return self._closing.enter_context(contextlib.closing(recorder))
+            self.trainer = session.loop(self._logger)
 
     def train(self, steps: int | None = None) -> TrainResult:
         """Make `steps` more updates; without it, what is left of the settings' `steps`. Saves at the end and on Ctrl-C."""
@@ -176,13 +143,13 @@ class Run:
     async def train_async(self, steps: int | None = None, *, resume: bool = False) -> TrainResult:
         """`train` and `resume` for async code."""
         await asyncio.to_thread(self.prepare, steps, resume=resume)
-        trainer, generation = self.trainer, self.generation
-        assert trainer is not None and generation is not None, "prepare makes them"
+        trainer, session = self.trainer, self.session
+        assert trainer is not None and session is not None, "prepare makes them"
         began = time.perf_counter()
         with self._explained(), failure_written(self.folder), long_lived_objects_exempt():
             async with contextlib.AsyncExitStack() as stack:
                 stack.push_async_callback(cancel_all, [asyncio.create_task(self._show_activity())])
-                await stack.enter_async_context(generation.sampling())
+                await stack.enter_async_context(session.sampling())
                 stats = await trainer.train(self.resolved.steps - trainer.step)
             if trainer.step >= self.resolved.steps:
                 await engine_of(self.config).finished(self.resolved, trainer.step)
@@ -200,22 +167,22 @@ class Run:
 
         Before the first update these are the weights that the run begins with; nothing is written to the run folder.
         """
-        return self._sync(self._generation_to_evaluate().evaluate())
+        return self._sync(self._session_to_evaluate().evaluate())
 
     async def evaluate_async(self) -> EvalReport:
         """`evaluate` for async code."""
-        return await (await asyncio.to_thread(self._generation_to_evaluate)).evaluate()
+        return await (await asyncio.to_thread(self._session_to_evaluate)).evaluate()
 
     def play(self) -> list[Rollout]:
         """Play the run's evaluation tasks with the current weights, as `evaluate` does, and return the episodes."""
-        return self._sync(self._generation_to_evaluate().play())
+        return self._sync(self._session_to_evaluate().play())
 
     # --- the end ---
 
     def close(self) -> None:
         """Free the model, end the engine, the servers and the loggers. The run folder stays; `resume` works on a new Run."""
         self._closing.close()
-        self.trainer = self.generation = self._logger = None
+        self.trainer = self.session = self._logger = None
 
     def __enter__(self) -> "Run":
         return self
@@ -234,37 +201,28 @@ class Run:
     def _sync(self, work: Coroutine[Any, Any, T]) -> T:
         return run_sync(work, stop=lambda: StopSignal() if self.trainer is None else self.trainer.stop)
 
-    def _generation_to_evaluate(self) -> Generation:
+    def _session_to_evaluate(self) -> Session:
         """ConfigError for a run of `load` that was not resumed: its trained weights are not loaded yet."""
         if self.resolved.policies:
             raise ConfigError(f"This run has several policies; evaluate one: `ludic eval {self.folder}/policies/NAME`.")
-        saved = latest_checkpoint(self.folder) if self._is_stored and self.generation is None else None
+        saved = latest_checkpoint(self.folder) if self._is_stored and self.session is None else None
         if saved is not None:
             raise ConfigError(
                 f"The weights of {saved} are not loaded. Call resume() first, or use `ludic eval {self.folder}`, which compares "
                 "the first and the newest weights."
             )
-        generation = self._generation(ResumePoint())
-        assert isinstance(generation, Generation), "there is one policy"
-        return generation
+        return self._open_session(ResumePoint())
 
-    def _generation(self, start: ResumePoint, *, to_train: bool = False) -> Generation | Team:
-        if self.generation is None and self.resolved.policies:
-            check_team(self.resolved)
-            use_threads(self.config.model)
-            self.generation = Team(self.resolved, start)
-            self._closing.callback(self.generation.close)
-        elif self.generation is None:
-            stored = self.config.stored is not None
-            kind = PreferenceGeneration if stored else engine_of(self.config).generation_class()
+    def _open_session(self, start: ResumePoint, *, to_train: bool = False) -> Session:
+        if self.session is None:
+            kind = session_class(self.resolved)
             kind.check(self.resolved)  # what is wrong is named before a large model is loaded
             if to_train:
                 kind.open(self.resolved)
             use_threads(self.config.model)
-            self._loaded = self._load(start)
-            self.generation = kind(self.resolved, self._loaded, start)
-            self._closing.callback(self.generation.close)
-        return self.generation
+            self.session = kind(self.resolved, start)
+            self._closing.callback(self.session.close)
+        return self.session
 
     def _set_steps(self, steps: int) -> None:
         """`steps` updates in all. A learning-rate schedule depends on the total, so that stays as it was at the first step."""
@@ -280,18 +238,6 @@ class Run:
         if is_running:
             write_config(self.resolved)
 
-    def _load(self, start: ResumePoint) -> LoadedModel:
-        settings = self.config.model
-        if start.first_step and not settings.lora_rank:
-            settings = replace(settings, fork_from=None)  # the checkpoint holds all weights; the fork may be gone
-        return load_policy(settings, seed=self.resolved.seed, given=self.resolved.parts.model)
-
-    def _reference(self, generation: Generation) -> Any:
-        """Also on a resume the weights that the run began with."""
-        if not generation.algorithm.loss.needs.reference:
-            return None
-        return load_reference(self.config, self._loaded, self.resolved.parts.model)
-
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
         """Raise failures that may be transient as RunFailed, with how to resume."""
@@ -304,9 +250,16 @@ class Run:
 
     async def _show_activity(self) -> None:
         """Show what is being played, every second: the first update can take minutes."""
-        while self.generation is not None and self._logger is not None:
+        while self.session is not None and self._logger is not None:
             await asyncio.sleep(1.0)
-            self._logger.show_activity(self.generation.activity() or "updating or saving the weights")
+            self._logger.show_activity(self.session.activity() or "updating or saving the weights")
+
+
+def session_class(run: ResolvedRun) -> type[Session]:
+    """The class of the run's session: engines of plug-ins have their own."""
+    if run.policies:
+        return SeveralPolicies
+    return StoredSession if run.config.stored is not None else engine_of(run.config).session_class()
 
 
 # --- making a run ----------------------------------------------------------------------------------------------

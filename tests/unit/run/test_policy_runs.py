@@ -14,7 +14,7 @@ from ludic.run.config.entries import LeagueSettings
 from ludic.run.config.run_config import RunConfig
 from ludic.run.policies.entry import PolicyEntry, with_policies
 from ludic.run.policies.resolve import league_seatings, seatings
-from ludic.run.policies.team import cache_fraction
+from ludic.run.policies.several import cache_fraction
 from ludic.run.settings import from_table, read_toml, to_toml
 from ludic.types import ConfigError
 from tests.contract.pages import DOCS

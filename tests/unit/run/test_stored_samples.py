@@ -13,7 +13,7 @@ from ludic.envs.gsm8k import GSM8KEnv
 from ludic.inference import ByteTemplate, HFChatTemplate
 from ludic.models.loading import make_tiny
 from ludic.run import build
-from ludic.run.generation.in_process import check_preferences
+from ludic.run.session import check_preferences
 from ludic.training import Trainer, TrainerConfig, make_dpo
 from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError

@@ -11,8 +11,8 @@ from ludic.models.loading import character_tokenizer, tiny_llama
 from ludic.run import build
 from ludic.run.config.run_config import RunConfig
 from ludic.run.config.training import AlgoSettings
-from ludic.run.generation.teachers import make_teachers
 from ludic.run.settings import read_toml
+from ludic.run.teachers import make_teachers
 from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError, SampleOrigin, SAWItem
 from tests.unit.cli.train_parts import CASES, RUN, SMALL, command_in

@@ -13,9 +13,9 @@ from ludic.run.features.plugged import plugged
 
 if TYPE_CHECKING:
     from ludic.run.config.run_config import RunConfig
-    from ludic.run.generation.base import Generation
     from ludic.run.given import Parts
     from ludic.run.resolve import ResolvedRun
+    from ludic.run.session import Session
 
 
 class Engine(Feature):
@@ -23,8 +23,8 @@ class Engine(Feature):
 
     engine: ClassVar[str]
     """Its name in the settings."""
-    generation: ClassVar[str]
-    """module:Class of its `Generation`, which is loaded when a run begins."""
+    session: ClassVar[str]
+    """module:Class of its `Session`, which is loaded when a run begins."""
     plays_here: bool = True
     """Whether the process of the trainer plays the episodes."""
     batches_behind: int = 0
@@ -56,9 +56,9 @@ class Engine(Feature):
     async def finished(self, run: ResolvedRun, step: int) -> None:
         """Called after the last update of the run."""
 
-    def generation_class(self) -> type[Generation]:
-        module, _, name = self.generation.partition(":")
-        found: type[Generation] = getattr(importlib.import_module(module), name)
+    def session_class(self) -> type[Session]:
+        module, _, name = self.session.partition(":")
+        found: type[Session] = getattr(importlib.import_module(module), name)
         return found
 
 
@@ -66,7 +66,7 @@ class Local(Engine):
     """The engine in the trainer's process, which shares its weights."""
 
     engine = "local"
-    generation = "ludic.run.generation.in_process:EmbeddedGeneration"
+    session = "ludic.run.session:EmbeddedSession"
 
 
 LOCAL = Local()

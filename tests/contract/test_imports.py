@@ -15,10 +15,11 @@ CHECKOUT = Path(__file__).parents[2]
 ROOT = CHECKOUT / "src" / "ludic"
 PLUGINS = sorted(folder.name for folder in (CHECKOUT / "plugins").iterdir())
 
-BASE = {"types", "tasks", "registry", "catalog", "plugins", "util"}
+BASE = {"types", "seeds", "tasks", "registry", "catalog", "plugins", "util"}
 MAY_IMPORT: dict[str, set[str]] = {
     "util": {"types"},
     "types": {"util"},
+    "seeds": set(),
     "tasks": set(),
     "catalog": set(),
     "plugins": {"types", "util"},

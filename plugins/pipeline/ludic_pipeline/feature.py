@@ -3,8 +3,7 @@
 from typing import Any
 
 from ludic.run.config.run_config import RunConfig
-from ludic.run.features.base import Fact, because
-from ludic.run.features.engines import Engine
+from ludic.run.features.base import Engine, Fact, because
 from ludic.run.given import Parts
 from ludic.run.resolve import ResolvedRun
 from ludic_pipeline.settings import PipelineSettings, pipeline_of

@@ -3,7 +3,7 @@
 from contextlib import ExitStack
 
 from ludic.run.config.run_config import RunConfig
-from ludic.run.features.engines import Engine
+from ludic.run.features.base import Engine
 from ludic.run.resolve import ResolvedRun
 from ludic.types import TeacherScorer
 

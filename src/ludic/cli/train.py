@@ -11,7 +11,7 @@ import tyro
 
 from ludic.cli.args import TRY_AGAIN, Switch, Target, need_extras, parse_run
 from ludic.cli.terminal.colour import make_console
-from ludic.run.policies.entry import with_policies
+from ludic.run.config.entries import with_policies
 from ludic.types.errors import RunComplete, TryAgain
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Report:
 def reported(run: "Run", *, resume: bool) -> Iterator[Report]:
     """Prints how the run begins and ends around its training, and closes it; errors become advice and an exit code."""
     from ludic.run import RunFailed
-    from ludic.run.features.engines import engine_of
+    from ludic.run.features.base import engine_of
     from ludic.run.folder import how_to_resume, saved_step
 
     try:

@@ -23,10 +23,10 @@ from ludic.run.model import (
 from ludic.run.parts.algorithm import make_algorithm
 from ludic.run.parts.episodes import check_protocol
 from ludic.run.parts.samples import eval_samples, first_env, train_samples, train_stream
-from ludic.run.policies.several import SeveralPolicies
 from ludic.run.protocols.agents import outside_agent
 from ludic.run.resolve import MASKED_WHEN_OLD, NEGATIVE_MASK, ResolvedRun
 from ludic.run.session import check_preferences
+from ludic.run.several import SeveralPolicies
 from ludic.run.sources import check_source
 from ludic.run.teachers import check_teacher
 from ludic.types import ConfigError

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic import __version__
+from ludic.run.config.entries import POLICIES
 from ludic.run.config.run_config import RunConfig
-from ludic.run.features.engines import engine_of
+from ludic.run.features.base import engine_of
 from ludic.run.names import CHECKPOINTS, CONFIG, FAILURE, LOGS, METRICS, REDIS, ROLLOUTS, SERVER, WANDB_ID
-from ludic.run.policies.entry import POLICIES
 from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import Difference, differences, read_toml, settings_of, to_toml
 from ludic.training.checkpoint.manifest import CheckpointError, read_manifest

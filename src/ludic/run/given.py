@@ -11,7 +11,7 @@ from ludic import registry
 from ludic.catalog import Suggested
 from ludic.envs.check import require_env
 from ludic.interaction.base import AnyEnv
-from ludic.run.features.plugged import plugged
+from ludic.run.features.base import plugged
 from ludic.types import (
     BatchSource,
     ConfigError,

@@ -31,12 +31,12 @@ from ludic.models.loading import (
     require_model,
 )
 from ludic.models.lora import adapted_layers, not_adaptable
+from ludic.run.config.entries import PolicyEntry
 from ludic.run.config.model import ModelSettings, is_served
 from ludic.run.config.run_config import RunConfig
 from ludic.run.folder import policy_folders
 from ludic.run.given import Parts
 from ludic.run.names import CHECKPOINTS, CONFIG, METRICS
-from ludic.run.policies.entry import PolicyEntry
 from ludic.run.protocols.agents import uses_gateway
 from ludic.run.resolve import default_name
 from ludic.run.settings import read_toml, with_values

@@ -14,7 +14,7 @@ from ludic.run.checks import check_loggers, check_numbers, check_stored_kind, ch
 from ludic.run.config.entries import EnvEntry
 from ludic.run.config.run_config import RunConfig
 from ludic.run.config.training import AlgoSettings, Averaging
-from ludic.run.features.engines import engine_of
+from ludic.run.features.base import engine_of
 from ludic.run.given import EnvFactory, Parts, check_data, env_factory, has_task
 from ludic.run.names import CHECKPOINTS
 from ludic.run.settings import values_of, with_values

@@ -20,9 +20,10 @@ from ludic.distributed import WeightPushError
 from ludic.eval import EvalReport
 from ludic.models.loading import LoadedModel
 from ludic.run.checks import check_stored_kind
+from ludic.run.config.entries import PolicyEntry
 from ludic.run.config.run_config import RunConfig
 from ludic.run.dry_run import plan_lines
-from ludic.run.features.engines import engine_of
+from ludic.run.features.base import engine_of
 from ludic.run.folder import (
     ResumePoint,
     failure_written,
@@ -36,15 +37,14 @@ from ludic.run.folder import (
 from ludic.run.given import EnvFactory, Parts, env_factory, no_env
 from ludic.run.model import use_threads, with_pinned_checkpoints
 from ludic.run.names import CONFIG
+from ludic.run.parts.episodes import make_rewards
 from ludic.run.parts.loggers import make_loggers
-from ludic.run.parts.rewards import make_rewards
-from ludic.run.policies.entry import PolicyEntry
-from ludic.run.policies.resolve import resolve_run
-from ludic.run.policies.several import SeveralPolicies
+from ludic.run.policies import resolve_run
 from ludic.run.protocols.agents import uses_gateway
 from ludic.run.resolve import ResolvedRun
 from ludic.run.session import Session, StoredSession, TrainingLoop
 from ludic.run.settings import read_toml, with_given, with_values
+from ludic.run.several import SeveralPolicies
 from ludic.tasks import cancel_all, long_lived_objects_exempt
 from ludic.training import TeeLogger
 from ludic.training.checkpoint.manager import CheckpointError

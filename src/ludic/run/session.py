@@ -25,7 +25,7 @@ from ludic.run.model import ServedPolicy, load_policy, load_reference, make_temp
 from ludic.run.names import TRAINED
 from ludic.run.parts.algorithm import make_algorithm
 from ludic.run.parts.episodes import EpisodeSetup, check_protocol, make_episode_setup
-from ludic.run.parts.evaluation import EnvsEvaluator, make_evaluator, play
+from ludic.run.parts.requests import EnvsEvaluator, make_evaluator, play
 from ludic.run.parts.samples import first_env
 from ludic.run.protocols.agents import outside_agent
 from ludic.run.resolve import ResolvedRun

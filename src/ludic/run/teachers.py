@@ -7,7 +7,7 @@ from ludic.batch_gen import DomainTeachers, Teachers
 from ludic.inference import LocalTeacher
 from ludic.models.loading import LoadedModel
 from ludic.run.config.model import ModelSettings, is_served
-from ludic.run.features.plugged import plugged
+from ludic.run.features.base import plugged
 from ludic.run.model import load_policy, local_engine
 from ludic.run.resolve import ResolvedRun
 from ludic.training import RLAlgorithm

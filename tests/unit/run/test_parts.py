@@ -20,8 +20,7 @@ from ludic.run.given import env_factory
 from ludic.run.model import dtype_of, load_policy, make_template, serve_locally
 from ludic.run.parts.algorithm import make_algorithm
 from ludic.run.parts.episodes import EpisodeSetup, make_episode_setup
-from ludic.run.parts.evaluation import fixed_requests
-from ludic.run.parts.requests import train_requests
+from ludic.run.parts.requests import fixed_requests, train_requests
 from ludic.run.protocols.agents import agent_factory
 from ludic.run.resolve import ResolvedRun, resolve
 from ludic.run.settings import with_values

@@ -6,8 +6,8 @@ import pytest
 
 from ludic.plugins import Point
 from ludic.run.config.run_config import RunConfig
-from ludic.run.features import plugged
-from ludic.run.features.engines import engine_of
+from ludic.run.features import base as plugged
+from ludic.run.features.base import engine_of
 from ludic.run.settings import Sections, from_table, settings_of, to_toml, with_values
 from ludic.types import ConfigError
 from ludic.types.errors import MissingPlugin

@@ -10,12 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from ludic.run import build, load
-from ludic.run.config.entries import LeagueSettings
+from ludic.run.config.entries import LeagueSettings, PolicyEntry, with_policies
 from ludic.run.config.run_config import RunConfig
-from ludic.run.policies.entry import PolicyEntry, with_policies
-from ludic.run.policies.resolve import league_seatings, seatings
-from ludic.run.policies.several import cache_fraction
+from ludic.run.policies import league_seatings, seatings
 from ludic.run.settings import from_table, read_toml, to_toml
+from ludic.run.several import cache_fraction
 from ludic.types import ConfigError
 from tests.contract.pages import DOCS
 from tests.unit.cli.train_parts import CASES, command_in
@@ -174,7 +173,7 @@ def test_adapters_share_their_base_and_a_frozen_policy_stays(ludic):
         lora_rank=4, threads=1, policies=policies, name="first",
     ) as run:  # fmt: skip
         run.prepare(steps=2)
-        models = run.generation._models
+        models = run.session._models
         base = {name: dict(loaded.model.named_parameters()) for name, loaded in models.items()}
         inner = "model.layers.0.self_attn.q_proj"
         places = {

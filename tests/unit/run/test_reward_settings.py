@@ -13,7 +13,7 @@ from ludic.rewards.shaping import LengthPenalty
 from ludic.run.config.env_and_agent import AgentSettings
 from ludic.run.config.reward import RewardSettings
 from ludic.run.config.run_config import RunConfig
-from ludic.run.parts.rewards import make_rewards
+from ludic.run.parts.episodes import make_rewards
 from ludic.run.settings import read_toml, to_toml
 from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError, LudicError, load_rollouts

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
+from ludic.seeds import EpisodeSeeds
 from ludic.types import ConfigError, RolloutRequest, Stateful, derive_seed, new_id
 
 RequestsFn: TypeAlias = Callable[[], list[RolloutRequest]]
 RequestGroup: TypeAlias = list[RolloutRequest]
-_ENV_SEEDS, _SAMPLING_SEEDS = 0, 1
 
 
 class RequestStrategy(Protocol):
@@ -49,9 +49,9 @@ class GRPORequestStrategy:
         number, self._num_groups = self._num_groups, self._num_groups + 1
         env_seed, base = request.env_seed, request.sampling_seed
         if env_seed is None:
-            env_seed = derive_seed(self._seed, _ENV_SEEDS, number)
+            env_seed = derive_seed(self._seed, EpisodeSeeds.ENV, number)
         if base is None:
-            base = derive_seed(self._seed, _SAMPLING_SEEDS, number)
+            base = derive_seed(self._seed, EpisodeSeeds.SAMPLING, number)
         meta = {**request.meta, "group_id": new_id()}
         return [
             # Hashed and not base + member: groups with adjacent base seeds must not share sampling seeds.

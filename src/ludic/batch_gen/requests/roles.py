@@ -7,10 +7,9 @@ from typing import Any
 
 from ludic.batch_gen.requests.groups import RequestsFn
 from ludic.interaction import Policies, RoleAssignment
+from ludic.seeds import RoleSeeds
 from ludic.types import ConfigError, RolloutRequest, derive_seed
 from ludic.types.interfaces import load_into, state_of
-
-_ASSIGNMENT_SEEDS, _VERSION_SEEDS, _CHANGED_SEEDS = 0, 1, 2
 
 
 def assign_roles(request: RolloutRequest, assignment: RoleAssignment) -> RolloutRequest:
@@ -61,15 +60,15 @@ class AssignedRequests:
 
     def _seats(self, seeds: Sequence[int]) -> dict[int, RoleAssignment]:
         """Seed of a group -> its seating, with a member for each league."""
-        chosen = {seed: self._seatings[derive_seed(seed, _ASSIGNMENT_SEEDS) % len(self._seatings)] for seed in seeds}
+        chosen = {seed: self._seatings[derive_seed(seed, RoleSeeds.ASSIGNMENT) % len(self._seatings)] for seed in seeds}
         for name, having in self._having.items():
             if not any(name in seating.values() for seating in chosen.values()):
                 seed = self._seed_to_change(chosen)
                 if seed is not None:
-                    chosen[seed] = having[derive_seed(seed, _CHANGED_SEEDS) % len(having)]
+                    chosen[seed] = having[derive_seed(seed, RoleSeeds.CHANGED) % len(having)]
         return {
             seed: {
-                agent_id: self._policies.draw(name, derive_seed(seed, _VERSION_SEEDS, index))
+                agent_id: self._policies.draw(name, derive_seed(seed, RoleSeeds.VERSION, index))
                 for index, (agent_id, name) in enumerate(seating.items())
             }
             for seed, seating in chosen.items()
@@ -81,7 +80,7 @@ class AssignedRequests:
             name for seating in chosen.values() for name in set(seating.values()) & self._having.keys()
         )
         free = [seed for seed, seating in chosen.items() if all(num_groups[name] != 1 for name in seating.values())]
-        return min(free, key=lambda seed: derive_seed(seed, _CHANGED_SEEDS), default=None)
+        return min(free, key=lambda seed: derive_seed(seed, RoleSeeds.CHANGED), default=None)
 
     def state_dict(self) -> dict[str, Any]:
         return state_of(self._requests_fn)

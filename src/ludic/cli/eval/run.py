@@ -35,7 +35,7 @@ from ludic.interaction import Policies
 from ludic.interaction.base import AnyEnv
 from ludic.run.given import EnvFactory, env_factory
 from ludic.run.parts.episodes import EpisodeSetup, make_episode_setup
-from ludic.run.parts.evaluation import fixed_requests
+from ludic.run.parts.requests import fixed_requests
 from ludic.run.parts.samples import env_arguments
 from ludic.run.protocols.agents import agent_factory
 from ludic.tasks import long_lived_objects_exempt

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 from ludic.batch_gen.episodes import DEFAULT_ENV_TIMEOUT_S
 from ludic.catalog import CutOff, Unreadable
 from ludic.run.config.entries import Arguments, at_least
-from ludic.run.features.plugged import plugged
+from ludic.run.features.base import plugged
 from ludic.run.settings import may_change
 from ludic.types import ConfigError
 

@@ -5,15 +5,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ludic.run.config.entries import EnvEntry, LeagueSettings, RecordedEntry, ReplaySettings, check_name
+from ludic.run.config.entries import (
+    EnvEntry,
+    LeagueSettings,
+    PolicyEntry,
+    RecordedEntry,
+    ReplaySettings,
+    check_name,
+    check_policies,
+)
 from ludic.run.config.env_and_agent import AgentSettings, EnvSettings
 from ludic.run.config.model import ModelSettings, is_served
 from ludic.run.config.reward import RewardSettings
 from ludic.run.config.rollouts import RolloutSettings
 from ludic.run.config.training import AlgoSettings, EvalSettings, TrainSettings
-from ludic.run.features.plugged import added_sections
+from ludic.run.features.base import added_sections
 from ludic.run.names import CHECKPOINTS
-from ludic.run.policies.entry import PolicyEntry, check_policies
 from ludic.run.settings import MayChange, Retired, Sections, may_change
 from ludic.training.config import CheckpointConfig, LRSchedule, TrainerConfig
 from ludic.types import ConfigError, SamplingParams

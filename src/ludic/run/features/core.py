@@ -2,17 +2,22 @@
 
 from ludic.run.config.run_config import RunConfig
 from ludic.run.features import facts
-from ludic.run.features.base import Feature
+from ludic.run.features.base import LOCAL, Feature, plugin_features
 from ludic.run.features.curriculum import HasCurriculum
-from ludic.run.features.engines import LOCAL
 from ludic.run.features.league import HasLeague
-from ludic.run.features.plugged import plugin_features
-from ludic.run.features.recorded import Recorded
-from ludic.run.features.regularisers import NearReference, Scored
-from ludic.run.features.replay import Replay
-from ludic.run.features.several import Envs, SeveralPolicies
-from ludic.run.features.stored import Answers, Preferences, StoredRollouts
-from ludic.run.features.teacher import DomainTeachers, Teacher
+from ludic.run.features.sources import (
+    Answers,
+    DomainTeachers,
+    Envs,
+    NearReference,
+    Preferences,
+    Recorded,
+    Replay,
+    Scored,
+    SeveralPolicies,
+    StoredRollouts,
+    Teacher,
+)
 from ludic.run.given import Parts
 from ludic.types import ConfigError
 

@@ -13,9 +13,10 @@ from ludic.run.features.base import Feature
 from ludic.run.given import Parts
 from ludic.run.parts.algorithm import make_algorithm
 from ludic.run.parts.episodes import PROTOCOL
-from ludic.run.parts.requests import TASK_SEEDS, train_inference
+from ludic.run.parts.requests import train_inference
 from ludic.run.parts.samples import env_arguments, first_env, train_samples, train_stream
 from ludic.run.resolve import ResolvedRun
+from ludic.seeds import BatchSeeds
 from ludic.types import ConfigError, EnvSpec, ProtocolSpec, RolloutRequest, UnknownName, derive_seed
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def make_curriculum(run: ResolvedRun, algorithm: "RLAlgorithm") -> Curriculum | 
         arguments |= {"stream": _required_stream(run, settings.curriculum), "build": partial(_task, run)}
     else:
         arguments["tasks"] = _tasks(run, arguments.pop("num_tasks", None))
-    arguments |= {"batch_size": run.num_groups, "seed": derive_seed(run.seed, TASK_SEEDS)}
+    arguments |= {"batch_size": run.num_groups, "seed": derive_seed(run.seed, BatchSeeds.TASKS)}
     if "success_at" in takes or (isinstance(factory, type) and issubclass(factory, TaskCurriculum)):
         full = first_env(run).full_reward
         arguments.setdefault("success_at", 1.0 if full is None else full)
@@ -109,7 +110,7 @@ def _task(run: ResolvedRun, index: int, sample: Any) -> RolloutRequest:
         env=EnvSpec(run.config.env.id, env_arguments(run.config.env, sample)),
         protocol=ProtocolSpec(PROTOCOL),
         inference=train_inference(run),
-        env_seed=derive_seed(run.seed, TASK_SEEDS, index),
+        env_seed=derive_seed(run.seed, BatchSeeds.TASKS, index),
         meta={"sample_index": index},
     )
 

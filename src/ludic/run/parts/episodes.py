@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,17 +16,50 @@ from ludic import registry
 from ludic.batch_gen import RolloutEngine
 from ludic.inference import ByteTemplate, ChatTemplate, HermesToolParser, ScriptedClient
 from ludic.interaction import DelegatingProtocol, InteractionProtocol, Policies, RoleAssignment
-from ludic.rewards import Rewards
+from ludic.rewards import RenamedScorer, Rewards, as_scorer
+from ludic.rewards.shaping import SoftOverlong
 from ludic.run.config.env_and_agent import AgentSettings, EnvSettings
 from ludic.run.config.reward import RewardSettings
-from ludic.run.features.plugged import plugged
+from ludic.run.features.base import plugged
 from ludic.run.given import EnvFactory, Parts
-from ludic.run.parts.rewards import make_rewards
 from ludic.run.parts.samples import env_arguments, first_env, first_sample
 from ludic.run.protocols.factory import protocol_factory
 from ludic.run.resolve import ResolvedRun
-from ludic.types import ChatClient, EnvSpec, InferenceSpec, ProtocolSpec, RolloutRequest
+from ludic.types import ChatClient, ConfigError, EnvSpec, InferenceSpec, ProtocolSpec, RolloutRequest, Scorer
 from ludic.types.interfaces import BatchingClient
+
+
+def make_rewards(settings: RewardSettings, agent: AgentSettings, parts: Parts | None = None) -> Rewards | None:
+    """The scorers of the settings and the given ones, with their weights; None if nothing is scored or weighted."""
+    scorers = [_scorer(settings, name, id, agent.max_tokens) for name, id in settings.named]
+    if settings.judge is not None:
+        scorers.append(plugged("judge", f"judge = {settings.judge!r}").scorer(settings))
+    scorers += [as_scorer(given) for given in (parts.scorers if parts is not None else ())]
+    if not scorers and not settings.reward_weight:
+        return None
+    return Rewards(scorers, settings.reward_weight, max_concurrent=max(64, settings.judge_concurrency))
+
+
+def _scorer(settings: RewardSettings, name: str, id: str, max_tokens: int | None) -> Scorer:
+    given = {key.partition(".")[2]: value for key, value in settings.reward_set.items() if key.startswith(f"{name}.")}
+    factory = registry.rewards.spec(id).load()
+    is_renamed = f"{name}={id}" in settings.reward
+    if factory is SoftOverlong:
+        given.setdefault("max_tokens", max_tokens)  # of the run's replies
+    parameters = inspect.signature(factory).parameters
+    if is_renamed and inspect.isclass(factory) and "name" in parameters:
+        given["name"] = name
+    made = registry.rewards.make(id, **given)
+    if not inspect.isclass(factory) and all(one.default is not one.empty for one in parameters.values()):
+        made = made()  # a reward function takes a rollout; this one makes a scorer
+        if not isinstance(made, Scorer):
+            raise ConfigError(
+                f"{id} takes no rollout and returned {made!r:.60}; without a rollout, it must return a scorer, such as a judge."
+            )
+    if is_renamed and isinstance(made, Scorer) and made.name != name:
+        return RenamedScorer(made, name)
+    return as_scorer(made, name if is_renamed or not isinstance(made, Scorer) else None)
+
 
 PROTOCOL = "play"
 _CONCURRENCY = 64

@@ -21,8 +21,7 @@ from ludic.interaction import (
 from ludic.run.config.entries import DelegateEntry
 from ludic.run.config.env_and_agent import AgentSettings
 from ludic.run.given import Parts
-from ludic.run.protocols.agents import agent_factory, named_agent, outside_agent
-from ludic.run.protocols.kinds import gateway_agents
+from ludic.run.protocols.agents import agent_factory, gateway_agents, named_agent, outside_agent
 from ludic.run.settings import converted
 from ludic.types import ChatClient, ConfigError, UnknownName
 

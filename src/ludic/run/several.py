@@ -31,10 +31,9 @@ from ludic.run.model import (
 )
 from ludic.run.parts.algorithm import make_algorithm
 from ludic.run.parts.episodes import EpisodeSetup, make_episode_setup
-from ludic.run.parts.evaluation import eval_requests
-from ludic.run.parts.requests import request_strategy, seated_requests
+from ludic.run.parts.requests import eval_requests, request_strategy, seated_requests
 from ludic.run.parts.samples import env_arguments, eval_samples
-from ludic.run.policies.resolve import league_seatings, past
+from ludic.run.policies import league_seatings, past
 from ludic.run.protocols.agents import agent_factory
 from ludic.run.resolve import NamedPolicy, ResolvedRun
 from ludic.run.session import Session, TrainedPolicy

@@ -6,11 +6,11 @@ from fractions import Fraction
 from itertools import product
 from typing import Any
 
+from ludic.run.config.entries import POLICIES, PolicyEntry
 from ludic.run.config.run_config import RunConfig
 from ludic.run.features.core import check_pairs
 from ludic.run.given import EnvFactory, Parts
 from ludic.run.parts.samples import eval_samples, first_env, train_samples
-from ludic.run.policies.entry import POLICIES, PolicyEntry
 from ludic.run.protocols.agents import uses_gateway
 from ludic.run.resolve import NamedPolicy, ResolvedRun, default_name, resolve
 from ludic.run.settings import values_of, with_values

@@ -26,9 +26,10 @@ from ludic.run.parts.samples import eval_samples, first_env, train_samples, trai
 from ludic.run.protocols.agents import outside_agent
 from ludic.run.resolve import MASKED_WHEN_OLD, NEGATIVE_MASK, ResolvedRun
 from ludic.run.session import check_preferences
+from ludic.run.settings import refuse
 from ludic.run.several import SeveralPolicies
 from ludic.run.sources import check_source
-from ludic.run.teachers import check_teacher
+from ludic.run.teachers import teacher_problems
 from ludic.types import ConfigError
 
 _SMOLLM2_PARAMETERS = 134_515_008
@@ -41,7 +42,7 @@ def plan_lines(run: ResolvedRun, start: ResumePoint) -> list[str]:
         return [*_model_lines(run), _preferences_line(run), _start_line(run, start)]
     if run.policies:
         return [*_policy_lines(run), *_task_lines(run), *_feature_lines(run), _start_line(run, start)]
-    check_teacher(run, make_algorithm(run))
+    refuse(teacher_problems(run, make_algorithm(run)))
     check_source(run)
     _check_agents(run)
     if run.envs:

@@ -146,7 +146,7 @@ def has_task(env: EnvFactory, arguments: Mapping[str, Any]) -> bool:
 
 
 def check_data(found: EnvFactory, data: Path | None, arguments: Mapping[str, Any], flag: str) -> None:
-    """A file of samples is given exactly where the env asks about samples."""
+    """ConfigError unless a file of samples is given exactly where the env asks about samples."""
     if data is None and found.takes_sample and not has_task(found, arguments):
         raise ConfigError(
             f"The env {found.id!r} asks about samples; give {flag} FILE.jsonl with one JSON object per line"

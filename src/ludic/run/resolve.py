@@ -3,21 +3,22 @@
 import inspect
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ludic import registry
 from ludic.catalog import Suggested
-from ludic.run.checks import check_loggers, check_numbers, check_stored_kind, check_tasks
-from ludic.run.config.entries import EnvEntry
+from ludic.run.checks import logger_problems, number_problems, stored_problems, task_problems
+from ludic.run.config.entries import EnvEntry, PolicyEntry
 from ludic.run.config.run_config import RunConfig
 from ludic.run.config.training import AlgoSettings, Averaging
 from ludic.run.features.base import engine_of
 from ludic.run.given import EnvFactory, Parts, check_data, env_factory, has_task
 from ludic.run.names import CHECKPOINTS
-from ludic.run.settings import values_of, with_values
+from ludic.run.settings import refuse, values_of, with_values
 from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.types import ConfigError, SamplingParams
 
@@ -118,8 +119,7 @@ def resolve(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> R
     parts, config = parts or Parts(), with_values(config, config.train.limits)
     if config.envs:
         return _resolve_several(config, parts)
-    check_stored_kind(config, parts)
-    check_loggers(config.run.logger)
+    refuse(chain(stored_problems(config, parts), logger_problems(config.run.logger)))
     size, name, lag = _group_size(config.algo, parts), config.run.name or default_name(config), config.rollouts.max_lag
     max_lag = _usual_lag(config) if lag is None else lag
     values: dict[str, Any] = {
@@ -131,9 +131,7 @@ def resolve(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> R
     }
     values |= engine_of(config).filled(config, name, size)
     filled = with_values(resolve_play(config, env.suggested), values)
-    check_numbers(filled, size)
-    check_tasks(filled, size)
-    _check_data(filled, env, parts)
+    refuse(chain(number_problems(filled, size), task_problems(filled, size), _data_problems(filled, env, parts)))
     folder = config.run.runs / name
     max_tokens, max_steps = filled.agent.max_tokens or 1, filled.env.max_steps or 1
     return ResolvedRun(
@@ -163,12 +161,7 @@ def _resolve_several(config: RunConfig, parts: Parts) -> ResolvedRun:
     alone = replace(config, envs=(), recorded=(), run=replace(config.run, name=name))
     total = sum(entry.weight for entry in config.envs)
     envs = tuple(
-        NamedEnv(
-            name=entry.label,
-            share=entry.weight / total,
-            run=resolve(config_of_entry(alone, entry), env_factory(entry.id, server=config.env.env_server), parts),
-        )
-        for entry in config.envs
+        NamedEnv(name=entry.label, share=entry.weight / total, run=_alone(alone, entry, parts)) for entry in config.envs
     )
     first, max_steps = envs[0].run, max(env.run.max_steps for env in envs)
     longest = max(env.run.sampling.max_tokens for env in envs)
@@ -189,19 +182,23 @@ def _resolve_several(config: RunConfig, parts: Parts) -> ResolvedRun:
     return whole
 
 
-def config_of_entry(config: RunConfig, entry: EnvEntry) -> RunConfig:
-    """The settings of a run with this env alone. A part that an entry names comes with the entry's arguments."""
-    values: dict[str, Any] = {"id": entry.id, "set": entry.set, "data": entry.data}
+def _alone(config: RunConfig, entry: EnvEntry, parts: Parts) -> ResolvedRun:
+    """The run with this env alone."""
+    own = with_entry(config, entry, name=config.run.name, set=entry.set, data=entry.data)
+    return resolve(own, env_factory(entry.id, server=config.env.env_server), parts)
+
+
+def with_entry(config: RunConfig, entry: EnvEntry | PolicyEntry, **values: Any) -> RunConfig:
+    """The settings of a run with this env, or this policy, alone. A part that an entry names comes with the entry's arguments."""
+    before = values_of(config)
+    own = {name: value for name, value in vars(entry).items() if name in before and value not in (None, (), {})}
     for part in ("agent", "parser", "protocol", "algo"):
-        if (named := getattr(entry, part)) is not None:
-            values |= {part: named, f"{part}_set": getattr(entry, f"{part}_set")}
-        elif arguments := getattr(entry, f"{part}_set"):
-            values[f"{part}_set"] = {**values_of(config)[f"{part}_set"], **arguments}
-    own = {
-        name: getattr(entry, name) for name in ("max_steps", "system_prompt", "max_tokens", "group_size", "eval_data")
-    }
-    values |= {name: value for name, value in own.items() if value is not None}
-    return with_values(config, values | ({"tools": entry.tools} if entry.tools else {}))
+        arguments = f"{part}_set"
+        if part in own:
+            own[arguments] = getattr(entry, arguments)
+        elif arguments in own:
+            own[arguments] = {**before[arguments], **own[arguments]}
+    return with_values(config, own | values)
 
 
 def _trainer_config(config: RunConfig, max_lag: int, max_steps: int) -> TrainerConfig:
@@ -311,9 +308,9 @@ def slug(text: str) -> str:
     return re.sub(r"[^\w.+-]+", "_", text).strip("_")
 
 
-def _check_data(config: RunConfig, env: EnvFactory, parts: Parts) -> None:
+def _data_problems(config: RunConfig, env: EnvFactory, parts: Parts) -> Iterator[str]:
     if env.id and not env.takes_sample and config.stored is not None and config.stored == config.env.data:
-        raise ConfigError(
+        yield (
             f"algo = 'sft' learns the answers of {config.stored}, and {env.id!r} asks no questions: leave TARGET out, or name "
             "an env that asks questions."
         )
@@ -321,7 +318,7 @@ def _check_data(config: RunConfig, env: EnvFactory, parts: Parts) -> None:
         check_data(env, config.env.data, config.env.set, "--data")
     has_questions = config.eval.eval_data is not None or parts.eval_samples is not None or has_task(env, config.env.set)
     if config.is_evaluated and env.takes_sample and not has_questions:
-        raise ConfigError(
+        yield (
             "Evaluation asks questions too: give --eval-data FILE.jsonl, best with samples that are not trained on (the file "
             "of --data works, and measures something else)."
         )

@@ -19,7 +19,7 @@ from ludic.batch_gen import TooManyFailures
 from ludic.distributed import WeightPushError
 from ludic.eval import EvalReport
 from ludic.models.loading import LoadedModel
-from ludic.run.checks import check_stored_kind
+from ludic.run.checks import stored_problems
 from ludic.run.config.entries import PolicyEntry
 from ludic.run.config.run_config import RunConfig
 from ludic.run.dry_run import plan_lines
@@ -43,13 +43,13 @@ from ludic.run.policies import resolve_run
 from ludic.run.protocols.agents import uses_gateway
 from ludic.run.resolve import ResolvedRun
 from ludic.run.session import Session, StoredSession, TrainingLoop
-from ludic.run.settings import read_toml, with_given, with_values
+from ludic.run.settings import read_toml, refuse, with_given, with_values
 from ludic.run.several import SeveralPolicies
 from ludic.tasks import cancel_all, long_lived_objects_exempt
 from ludic.training import TeeLogger
 from ludic.training.checkpoint.manager import CheckpointError
 from ludic.training.learner.stop import StopSignal, run_sync
-from ludic.types import BatchSource, ConfigError, LudicError, PolicyGone, Reducer, Rollout
+from ludic.types import ConfigError, LudicError, PolicyGone, Rollout
 from ludic.types.errors import TryAgain
 
 T = TypeVar("T")
@@ -270,21 +270,14 @@ def build(
     *,
     env: str | Callable[..., Any] | None = None,
     agent: str | Callable[..., Any] | None = None,
-    context: str | Callable[..., Any] | None = None,
     parser: str | Callable[[str], Any] | None = None,
     tools: Sequence[Any] = (),
     algo: Any = None,
-    loss: Any = None,
     model: Any = None,
     tokenizer: Any = None,
     data: str | Path | Sequence[Any] | Callable[..., Any] | None = None,
-    eval_data: str | Path | Sequence[Any] | Callable[..., Any] | None = None,
-    logger: Any = None,
     reward: Any = None,
     policies: Mapping[str, Any] | None = None,
-    protocol: str | Callable[..., Any] | None = None,
-    source: Callable[[BatchSource], BatchSource] | None = None,
-    reducers: Mapping[str, Reducer] | None = None,
     **settings: Any,
 ) -> Run:
     """A run from a config, from settings by name (every flag of `ludic train`, with underscores), or from both: settings win.
@@ -299,37 +292,28 @@ def build(
     Settings are checked here; weights are loaded when the run trains or evaluates.
     """
     config = config or RunConfig()
-    is_several = bool(config.envs or settings.get("envs"))
-    if is_several:
-        config = with_given(config, {"envs": settings.pop("envs", config.envs)})
+    tables = {"envs": settings.pop("envs", config.envs)}
     if policies and all(isinstance(each, (PolicyEntry, dict)) for each in policies.values()):
-        config, policies = with_given(config, {"policies": policies}), None
-    named = env or config.env.id or (config.envs[0].id if is_several else no_env())
+        tables["policies"], policies = policies, None
+    config = with_given(config, tables)
+    named = env or config.env.id or (config.envs[0].id if config.envs else no_env())
     server = settings.get("env_server", config.env.env_server)
     factory = named if isinstance(named, EnvFactory) else env_factory(named, server=server)
-    given = {
-        "agent": _part(agent),
-        "context": _part(context),
-        "parser": _part(parser),
-        "protocol": _part(protocol),
-        "algo": _part(algo),
-        "model": _model(model, tokenizer),
-        "tools": _several(tools),
-        "logger": _several(logger),
-        "reward": _several(reward),
-        "data": _samples(data),
-        "eval_data": _samples(eval_data),
-    }
-    values = {**settings, **{name: value for name, (value, _) in given.items() if value is not None}, "id": factory.id}
-    if is_several and env is None:
-        values["id"] = ""
+    given = {"agent": agent, "parser": parser, "algo": algo, "data": data, "reward": reward, "tools": tools}
+    given["model"] = _loaded(model, tokenizer)
+    objects: dict[str, Any] = {name: settings.pop(name, None) for name in ("loss", "source")}
+    objects |= {"reducers": settings.pop("reducers", None) or {}, "policies": policies or {}}
+    values = {**settings, "id": "" if config.envs and env is None else factory.id}
+    for argument, (field, read) in _PARTS.items():
+        value, part = read(given.get(argument, settings.get(argument)))
+        values.pop(argument, None)
+        values |= {} if value is None else {argument: value}
+        objects |= {} if part is None else {field: part}
     values["tools"] = (*config.agent.tools, *values["tools"])
-    objects = {_PARTS.get(name, name): part for name, (_, part) in given.items() if part is not None}
-    objects |= {"loss": loss, "source": source, "reducers": reducers or {}}
-    parts = Parts(**objects, policies=policies or {})
+    parts = Parts(**objects)
     config = with_pinned_checkpoints(with_given(config, values), parts)
     if not config.env_ids and config.stored is None:
-        check_stored_kind(config, parts)
+        refuse(stored_problems(config, parts))
         raise ConfigError("No env: give env=, an id (`ludic envs` lists them), file.py:Class, or a class.")
     if callable(reward) and uses_gateway(config.agent, parts):
         parts = replace(parts, reward=reward, scorers=())
@@ -339,11 +323,8 @@ def build(
     return Run(run)
 
 
-_PARTS = {"algo": "algorithm", "logger": "loggers", "data": "samples", "eval_data": "eval_samples", "reward": "scorers"}
-"""Argument of `build` -> field of `Parts`, where their names differ."""
-
 NameAndObject: TypeAlias = tuple[Any, Any]
-"""What an argument of `build` is in the settings, and the object that was given; None where there is none."""
+"""The value of a setting that an argument of `build` gives, and the object; None where there is none."""
 
 
 def _part(given: Any) -> NameAndObject:
@@ -367,15 +348,34 @@ def _samples(given: Any) -> NameAndObject:
     return None, given if given is None or callable(given) else list(given)
 
 
-def _model(given: Any, tokenizer: Any) -> NameAndObject:
-    """What names a model; or a loaded one, or a torch model with its tokenizer."""
+def _model(given: str | LoadedModel | None) -> NameAndObject:
+    return (given.name, given) if isinstance(given, LoadedModel) else (given, None)
+
+
+def _loaded(given: Any, tokenizer: Any) -> str | LoadedModel | None:
+    """A name, or a loaded model; a torch model is one with its tokenizer."""
     if given is None or isinstance(given, (str, Path)):
-        return None if given is None else str(given), None
-    if isinstance(given, LoadedModel):
-        return given.name, given
-    if tokenizer is None:
-        raise ConfigError(f"model is a {type(given).__name__}; give its tokenizer, too: build(model=…, tokenizer=…).")
-    return type(given).__name__, LoadedModel(given, tokenizer, type(given).__name__)
+        return None if given is None else str(given)
+    name = type(given).__name__
+    if not isinstance(given, LoadedModel) and tokenizer is None:
+        raise ConfigError(f"model is a {name}; give its tokenizer as well: build(model=…, tokenizer=…).")
+    return given if isinstance(given, LoadedModel) else LoadedModel(given, tokenizer, name)
+
+
+_PARTS: Mapping[str, tuple[str, Callable[[Any], NameAndObject]]] = {
+    "agent": ("agent", _part),
+    "context": ("context", _part),
+    "parser": ("parser", _part),
+    "protocol": ("protocol", _part),
+    "algo": ("algorithm", _part),
+    "model": ("model", _model),
+    "tools": ("tools", _several),
+    "logger": ("loggers", _several),
+    "reward": ("scorers", _several),
+    "data": ("samples", _samples),
+    "eval_data": ("eval_samples", _samples),
+}
+"""Arguments of `build` that take a name or an object -> field of `Parts`, and how to tell the two apart."""
 
 
 def load(folder: str | Path, *, env: str | Callable[..., Any] | None = None, **settings: Any) -> Run:

@@ -1,7 +1,7 @@
 """`Session`: what a run consists of once its weights are loaded, from samples to the loop that trains on them.
 
 `PolicySession` is that of a run with one policy: `EmbeddedSession` plays with the engine in this process, `StoredSession` reads
-texts of a file, and engines of plug-ins have their own. Several policies that learn together are in policies/several.py.
+texts of a file, and engines of plug-ins have their own. Several policies that learn together are in several.py.
 """
 
 from abc import ABC, abstractmethod
@@ -29,8 +29,9 @@ from ludic.run.parts.requests import EnvsEvaluator, make_evaluator, play
 from ludic.run.parts.samples import first_env
 from ludic.run.protocols.agents import outside_agent
 from ludic.run.resolve import ResolvedRun
+from ludic.run.settings import refuse
 from ludic.run.sources import check_source, make_source
-from ludic.run.teachers import check_teacher, load_teacher
+from ludic.run.teachers import load_teacher, teacher_problems
 from ludic.training import RLAlgorithm, Trainer
 from ludic.training.critic.critic import CriticKind
 from ludic.training.learner.stop import StopSignal
@@ -200,7 +201,7 @@ class PolicySession(Session):
     def check(run: ResolvedRun) -> None:
         for own in run.each:
             outside_agent(own.config.agent, run.parts)
-        check_teacher(run, make_algorithm(run))
+        refuse(teacher_problems(run, make_algorithm(run)))
         check_source(run)
 
     @property

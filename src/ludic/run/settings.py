@@ -41,6 +41,12 @@ class MayChange(str):
     """A path in `KEYS` to a setting that a resumed run may have different from the run in the folder."""
 
 
+def refuse(problems: Iterable[str]) -> None:
+    """ConfigError with the first of the sentences that say what is wrong; nothing if there is none."""
+    for problem in problems:
+        raise ConfigError(problem)
+
+
 def may_change(default: Any) -> Any:
     """A field, of a section's dataclass, that a resumed run may have different from the run in the folder."""
     return dataclasses.field(default=default, metadata={"may_change": True})
@@ -311,7 +317,8 @@ def _entry_of(cls: type[T], table: Any, where: str) -> T:
     """The entry that a table is."""
     if isinstance(table, cls):
         return table
-    kinds = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls)
+    kinds = {field.name: hints[field.name] for field in dataclasses.fields(typing.cast(Any, cls))}
     if not isinstance(table, Mapping):
         raise ConfigError(f"{where} = {table!r}: expected a table with {', '.join(kinds)}.")
     for name in table:

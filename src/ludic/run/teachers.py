@@ -1,5 +1,6 @@
 """The teachers of a run (`--teacher`, `[teachers]`): what is checked before anything is loaded, and what scores samples."""
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -11,55 +12,50 @@ from ludic.run.features.base import plugged
 from ludic.run.model import load_policy, local_engine
 from ludic.run.resolve import ResolvedRun
 from ludic.training import RLAlgorithm
-from ludic.types import ConfigError, TeacherScorer, shown_url
+from ludic.types import TeacherScorer, shown_url
 
 
-def check_teacher(run: ResolvedRun, algorithm: RLAlgorithm) -> None:
-    """ConfigError unless a teacher is given exactly where the algorithm needs one, and can answer what the loss needs."""
+def teacher_problems(run: ResolvedRun, algorithm: RLAlgorithm) -> Iterator[str]:
+    """A teacher that the algorithm does not need, or lacks, or that cannot answer what the loss needs."""
     settings, asks = run.config.algo, algorithm.needs_teacher_logps or algorithm.loss.needs.teacher_kl is not None
     teachers, served = run.config.all_teachers, [each for each in run.config.all_teachers if is_served(each)]
     if asks and not teachers:
-        raise ConfigError(
+        yield (
             f"algo = {settings.algo!r} learns from a teacher: give --teacher, a model as for --model or the URL of a vLLM server."
         )
     if teachers and not asks:
-        raise ConfigError(
+        yield (
             f"teacher = {' and '.join(map(repr, teachers))}, but algo = {settings.algo!r} learns from rewards alone. Take opd, "
             "grpo_opd or mopd."
         )
     if run.config.teachers and algorithm.loss.needs.teacher_kl is not None:
-        raise ConfigError(
+        yield (
             "[teachers] score tokens, but algo_set kl compares whole distributions with one teacher. Give --teacher, or kl=sampled."
         )
     if served and algorithm.loss.needs.teacher_kl is not None:
-        raise ConfigError(
+        yield (
             f"{served[0]} scores tokens, but algo_set kl compares whole distributions, which takes a teacher in this "
             "process. Give a model instead of a URL, or kl=sampled."
         )
     if served and run.sampling.temperature != 1:
-        raise ConfigError(
+        yield (
             f"{served[0]} is a vLLM server, which scores tokens at temperature 1, but temperature = "
             f"{run.sampling.temperature:g}. Give --temperature 1, or a model instead of a URL."
         )
+    yield from _domain_problems(run)
 
-    _check_domains(run)
 
-
-def _check_domains(run: ResolvedRun) -> None:
-    """ConfigError unless each env of several has its teacher; stored rollouts say their domains themselves."""
+def _domain_problems(run: ResolvedRun) -> Iterator[str]:
+    """Envs of several without a teacher; stored rollouts say their domains themselves."""
     teachers, domains, config = run.config.teachers, [env.name for env in run.envs], run.config
     if not teachers or config.rollouts.rollouts:
         return
     if not domains:
-        raise ConfigError(
-            "[teachers] has a teacher for each entry of [[envs]], by its name; for one env give --teacher."
-        )
+        yield ("[teachers] has a teacher for each entry of [[envs]], by its name; for one env give --teacher.")
     if missing := [name for name in domains if name not in teachers]:
-        raise ConfigError(
-            f"[teachers] has none for {', '.join(missing)}, an entry of [[envs]]. Give each one a teacher."
-        )
+        yield (f"[teachers] has none for {', '.join(missing)}, an entry of [[envs]]. Give each one a teacher.")
     if unused := [name for name in teachers if name not in domains and not config.recorded]:
-        raise ConfigError(
+        yield (
             f"[teachers] has one for {', '.join(unused)}, but the entries of [[envs]] are {', '.join(domains)}. Take their names."
         )
 

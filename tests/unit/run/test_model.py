@@ -217,10 +217,10 @@ def start_logging(runs: Path, start: ResumePoint) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ModelSettings(lora_dropout=5), "lora_dropout = 5; .* from 0 to below 1"),
+        (lambda: ModelSettings(lora_dropout=5), "lora_dropout = 5; it must be at least 0 and below 1"),
         (lambda: ModelSettings(lora_dropout=-0.1), "lora_dropout = -0.1"),
         (lambda: ModelSettings(lora_dropout=float("nan")), "lora_dropout = nan"),
-        (lambda: RolloutSettings(server_memory=-1), "server_memory = -1; it is a share"),
+        (lambda: RolloutSettings(server_memory=-1), "server_memory = -1; it must be above 0 and at most 1"),
         (lambda: RolloutSettings(server_memory=1.5), "server_memory = 1.5"),
         (lambda: check_name("n" * 10**6), "name = 'nnn"),
     ],

@@ -1,21 +1,21 @@
 """Settings of the sections env and agent: what is played, and how the model plays it. `ludic eval` has them too."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from ludic.batch_gen.episodes import DEFAULT_ENV_TIMEOUT_S
 from ludic.catalog import CutOff, Unreadable
-from ludic.run.config.entries import Arguments, at_least
+from ludic.run.config.entries import Arguments, Section
 from ludic.run.features.base import plugged
 from ludic.run.settings import may_change
-from ludic.types import ConfigError
 
 AgentSandbox: TypeAlias = Literal["bubblewrap", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnvSettings:
+class EnvSettings(Section):
     """What is played."""
 
     id: str = ""
@@ -42,22 +42,22 @@ class EnvSettings:
     """Where the programs of code envs and of the python tool run: bubblewrap, docker, podman …, or http://HOST:PORT of a `ludic
     sandbox-server`. Default: $LUDIC_SANDBOX, else the first back end that works here."""
 
-    def __post_init__(self) -> None:
-        at_least(1, max_steps=self.max_steps, env_memory_mb=self.env_memory_mb)
-        at_least(0, episode_timeout=self.episode_timeout, env_timeout=self.env_timeout, env_workers=self.env_workers)
+    RANGES = ("max_steps env_memory_mb in [1, inf)", "episode_timeout env_timeout env_workers in [0, inf)")
+
+    def problems(self) -> Iterator[str]:
         if self.env_server is not None and self.env_workers:
-            raise ConfigError(
+            yield (
                 f"env_server = {self.env_server!r} has its own workers; leave env_workers = {self.env_workers} out, or the "
                 "server."
             )
         if self.env_memory_mb is not None and not self.env_workers:
-            raise ConfigError(f"env_memory_mb = {self.env_memory_mb} limits env workers; give --env-workers N, too.")
+            yield f"env_memory_mb = {self.env_memory_mb} limits env workers; give --env-workers N as well."
         if self.sandbox is not None:
             plugged("sandbox", f"sandbox = {self.sandbox!r}").check_backend(self.sandbox)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AgentSettings:
+class AgentSettings(Section):
     """How the model plays."""
 
     agent: str | None = None
@@ -118,18 +118,15 @@ class AgentSettings:
     """After a reply that cannot be read: tell the model and go on, or end the episode. Default: what suits the env, else
     go_on."""
 
-    def __post_init__(self) -> None:
-        at_least(1, max_tokens=self.max_tokens)
-        at_least(1, agent_max_calls=self.agent_max_calls, agent_max_tokens=self.agent_max_tokens)
-        at_least(64, agent_memory=self.agent_memory)
+    RANGES = ("max_tokens agent_max_calls agent_max_tokens in [1, inf)", "agent_memory in [64, inf)")
+
+    def problems(self) -> Iterator[str]:
         if self.agent_command is not None and (self.agent is not None or self.agent_set):
-            raise ConfigError(
-                f"agent_command = {self.agent_command!r} is the whole agent; leave agent and agent_set out, or the command."
-            )
+            yield f"agent_command = {self.agent_command!r} is the whole agent; leave agent and agent_set out, or the command."
         if self.protocol_set and self.protocol is None:
-            raise ConfigError("protocol_set holds arguments of a protocol, but none is named; give --protocol.")
+            yield "protocol_set holds arguments of a protocol, but none is named; give --protocol."
         if self.tools and "tools" in self.agent_set:
-            raise ConfigError("Tools were given twice, as --tools and as --agent-set tools=…; give --tools alone.")
+            yield "Tools were given twice, as --tools and as --agent-set tools=…; give --tools alone."
 
     @property
     def may_call_tools(self) -> bool:

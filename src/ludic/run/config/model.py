@@ -1,13 +1,13 @@
 """Settings of the section model: which model, and how it is held."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from ludic.models import TINY
-from ludic.run.config.entries import at_least
+from ludic.run.config.entries import Section
 from ludic.run.settings import may_change
-from ludic.types import ConfigError
 
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -18,7 +18,7 @@ def is_served(model: str | None) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSettings:
+class ModelSettings(Section):
     """Which model, and how it is held."""
 
     model: str = "smollm2-135m"
@@ -45,20 +45,16 @@ class ModelSettings:
     threads: int | None = may_change(None)
     """CPU threads of PyTorch. Default: 1 for the tiny model, else PyTorch's own choice."""
 
-    def __post_init__(self) -> None:
-        at_least(0, lora_rank=self.lora_rank)
-        if not 0 <= self.lora_dropout < 1:
-            raise ConfigError(f"lora_dropout = {self.lora_dropout}; it is a share of the values, from 0 to below 1.")
-        at_least(1, threads=self.threads)
+    RANGES = ("lora_rank in [0, inf)", "lora_dropout in [0, 1)", "threads in [1, inf)", "lora_alpha_mult in (0, inf)")
+
+    def problems(self) -> Iterator[str]:
         if self.lora_experts and (not self.lora_rank or self.lora_dropout):
-            raise ConfigError(
+            yield (
                 f"lora_experts with lora_rank = {self.lora_rank} and lora_dropout = {self.lora_dropout}: adapters on experts need "
                 "a rank, and cannot drop out. Give --lora-rank, and leave --lora-dropout out."
             )
-        if self.lora_alpha_mult <= 0:
-            raise ConfigError(f"lora_alpha_mult = {self.lora_alpha_mult}; it must be above 0.")
         if self.quantize_base is not None and not self.lora_rank:
-            raise ConfigError(
+            yield (
                 f"quantize_base = {self.quantize_base!r} holds a frozen base, but lora_rank = 0 trains all weights. Give "
                 "--lora-rank."
             )

@@ -1,6 +1,6 @@
 """All settings of a training run, as the user wrote them: `RunConfig`. `resolve` (resolve.py) fills in the defaults."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,8 +11,9 @@ from ludic.run.config.entries import (
     PolicyEntry,
     RecordedEntry,
     ReplaySettings,
+    Section,
     check_name,
-    check_policies,
+    policy_problems,
 )
 from ludic.run.config.env_and_agent import AgentSettings, EnvSettings
 from ludic.run.config.model import ModelSettings, is_served
@@ -21,9 +22,9 @@ from ludic.run.config.rollouts import RolloutSettings
 from ludic.run.config.training import AlgoSettings, EvalSettings, TrainSettings
 from ludic.run.features.base import added_sections
 from ludic.run.names import CHECKPOINTS
-from ludic.run.settings import MayChange, Retired, Sections, may_change
+from ludic.run.settings import MayChange, Retired, Sections, may_change, refuse
 from ludic.training.config import CheckpointConfig, LRSchedule, TrainerConfig
-from ludic.types import ConfigError, SamplingParams
+from ludic.types import SamplingParams
 from ludic.util.urls import PUT_LOGIN, refuse_login
 
 FILE_SECTIONS = frozenset({"league", "replay"})
@@ -33,7 +34,7 @@ _OPEN_END = 2**31
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings:
+class RunSettings(Section):
     """What is kept and shown."""
 
     name: str | None = may_change(None)
@@ -44,8 +45,9 @@ class RunSettings:
     """What shows progress, one or several: rich, print, tensorboard, wandb, trackio, or file.py:Class, called with those of folder,
     name and config that are its parameters (docs/ludic-train.md); or none. metrics.jsonl is always written."""
 
-    def __post_init__(self) -> None:
+    def problems(self) -> Iterator[str]:
         check_name(self.name, r"[\w.+-]+(/[\w.+-]+)*")
+        yield from ()
 
 
 def _keys(part: str, names: str, kind: type[str] = str) -> dict[str, str]:
@@ -123,17 +125,15 @@ class RunConfig:
                 object.__setattr__(self, "train", replace(self.train, **{name: given}))
         trainer = replace(self.trainer, lr_schedule=schedule, max_grad_norm=norm, **self.train.limits)
         object.__setattr__(self, "trainer", trainer)
+        refuse(self._problems())
+
+    def _problems(self) -> Iterator[str]:
         if self.envs and self.env.id:
-            raise ConfigError(
-                f"[[envs]] names the envs of the run, and [env] or the command line names {self.env.id!r}; give one."
-            )
+            yield f"[[envs]] names the envs of the run, and [env] or the command line names {self.env.id!r}; give one."
         for what, names in (("envs", [e.label for e in self.envs]), ("recorded", [r.name for r in self.recorded])):
             if len(set(names)) != len(names):
-                raise ConfigError(f'[[{what}]] has the names {", ".join(names)}; give each entry its own name = "…".')
-        check_policies(self.policies)
-        self._check_teachers()
-
-    def _check_teachers(self) -> None:
+                yield f'[[{what}]] has the names {", ".join(names)}; give each entry its own name = "…".'
+        yield from policy_problems(self.policies)
         for domain, teacher in self.teachers.items():
             if is_served(teacher):
                 refuse_login(f"[teachers] {domain}", teacher, PUT_LOGIN)

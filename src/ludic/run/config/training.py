@@ -1,13 +1,13 @@
 """Settings of the sections algo, train and eval: what is learned, in how many updates, and how it is measured meanwhile."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from ludic.run.config.entries import Arguments, at_least
+from ludic.run.config.entries import Arguments, Section
 from ludic.run.config.model import is_served
 from ludic.run.settings import may_change
-from ludic.types import ConfigError
 from ludic.util.urls import PUT_LOGIN, refuse_login
 
 KLEstimate: TypeAlias = Literal["k1", "k2", "k3"]
@@ -15,7 +15,7 @@ Averaging: TypeAlias = Literal["token_mean", "sample_mean", "episode_mean", "sam
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlgoSettings:
+class AlgoSettings(Section):
     """What is learned from the rollouts."""
 
     algo: str = "grpo"
@@ -54,13 +54,13 @@ class AlgoSettings:
     """For sft, rft and echo: the roles whose texts are learned, such as assistant tool (docs/renderers.md). Default: what the
     policy sampled; for echo also all that answers it."""
 
-    def __post_init__(self) -> None:
-        at_least(1, group_size=self.group_size)
-        at_least(0, entropy_bonus=self.entropy_bonus, kl_coeff=self.kl_coeff)
+    RANGES = ("group_size in [1, inf)", "entropy_bonus kl_coeff in [0, inf)")
+
+    def problems(self) -> Iterator[str]:
         if self.teacher is not None and self.teacher_is_served:
             refuse_login("teacher", self.teacher, PUT_LOGIN)
         if self.teacher_tokenizer is not None and not self.teacher_is_served:
-            raise ConfigError(
+            yield (
                 f"teacher_tokenizer = {self.teacher_tokenizer!r} is for a teacher behind a URL; teacher = {self.teacher!r} has one."
             )
 
@@ -70,7 +70,7 @@ class AlgoSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainSettings:
+class TrainSettings(Section):
     """How the weights are changed."""
 
     steps: int = 30
@@ -81,9 +81,7 @@ class TrainSettings:
     micro_token_budget: int | None = may_change(None)
     """Tokens in one forward pass; the gradient does not depend on it. Default: 8192, or max_seq_len where that is more."""
 
-    def __post_init__(self) -> None:
-        at_least(1, steps=self.steps, micro_token_budget=self.micro_token_budget)
-        at_least(2, max_seq_len=self.max_seq_len)
+    RANGES = ("steps micro_token_budget in [1, inf)", "max_seq_len in [2, inf)")
 
     @property
     def limits(self) -> dict[str, Any]:
@@ -93,7 +91,7 @@ class TrainSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalSettings:
+class EvalSettings(Section):
     """Evaluation while training; none unless asked for."""
 
     eval_episodes: int = may_change(200)
@@ -105,6 +103,4 @@ class EvalSettings:
     eval_temperature: float = may_change(0.6)
     """Of sampling while evaluating; 0 is greedy."""
 
-    def __post_init__(self) -> None:
-        at_least(0, eval_temperature=self.eval_temperature)
-        at_least(1, eval_episodes=self.eval_episodes, eval_pass_k=self.eval_pass_k)
+    RANGES = ("eval_temperature in [0, inf)", "eval_episodes eval_pass_k in [1, inf)")

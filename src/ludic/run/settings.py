@@ -20,7 +20,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -50,6 +50,11 @@ def refuse(problems: Iterable[str]) -> None:
 def may_change(default: Any) -> Any:
     """A field, of a section's dataclass, that a resumed run may have different from the run in the folder."""
     return dataclasses.field(default=default, metadata={"may_change": True})
+
+
+def one_of(default: str, choices: Callable[[], Sequence[str]]) -> Any:
+    """A field, of a section's dataclass, whose values are those that `choices` finds among what is installed."""
+    return dataclasses.field(default=default, metadata={"choices": choices})
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +151,8 @@ def _sections_of(cls: Any) -> dict[str, Any]:
 def _of_field(owner: Any, section: str, field: dataclasses.Field[Any], path: tuple[str, ...]) -> Setting:
     """The setting that a field of a section is."""
     kind, help = typing.get_type_hints(owner)[field.name], docs_of(owner).get(field.name, "")
+    if choices := field.metadata.get("choices"):
+        kind = Literal[tuple(choices())]
     return Setting(section, field.name, path, kind, help, bool(field.metadata.get("may_change")))
 
 

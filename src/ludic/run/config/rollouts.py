@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from ludic.run.config.entries import Arguments, Section
-from ludic.run.settings import may_change
+from ludic.run.features.base import engine_names
+from ludic.run.settings import may_change, one_of
 from ludic.util.urls import PUT_LOGIN, refuse_login
 
-Engine: TypeAlias = Literal["local", "vllm", "pipeline"]
 Push: TypeAlias = Literal["merged", "adapter"]
 _TOKENS = re.compile("all|off|every=0*([1-9][0-9]*)")
 Transport: TypeAlias = Literal["auto", "shared_memory", "cuda_ipc", "file", "gloo", "nccl"]
@@ -42,9 +42,9 @@ class RolloutSettings(Section):
     max_lag: int | None = None
     """Above 0, the next batch is generated while this one is trained on, at most so many versions behind; each update makes one.
     Default: 0; in a pipeline those of 4 batches; with close_batch_at those of 1."""
-    engine: Engine = "local"
+    engine: str = one_of("local", engine_names)
     """What generates: local is the engine inside this process; vllm a server, or several; pipeline separate actor
-    processes (`ludic actor`, or `ludic launch` for all)."""
+    processes (`ludic actor`, or `ludic launch` for all); a package may add others (entry points `ludic.features`)."""
     server: tuple[str, ...] = may_change(())
     """For vllm, also as actor_engine: servers that are running (`ludic serve --engine vllm`). Default: one is started for the
     run, in a pipeline by `ludic launch`."""

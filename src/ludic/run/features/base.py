@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ludic.plugins import STALE, find, is_stale, points
-from ludic.types import ConfigError
+from ludic.types import ConfigError, UnknownName
 from ludic.types.errors import MissingPlugin
 
 if TYPE_CHECKING:
@@ -199,10 +199,20 @@ class Local(Engine):
 LOCAL = Local()
 
 
+def engine_names() -> tuple[str, ...]:
+    """The values of the setting `engine`. A feature whose package is missing may be one: `engine_of` says what to install."""
+    made = sorted(
+        (each for each in plugin_features() if isinstance(each, Engine)), key=lambda each: not each.plays_here
+    )
+    return LOCAL.engine, *(each.engine for each in made), *(name for name, each in _found().items() if each is None)
+
+
 def engine_of(config: RunConfig) -> Engine:
     """The engine that the settings name; MissingPlugin for one whose plug-in is not installed."""
     name = config.rollouts.engine
     if name == LOCAL.engine:
         return LOCAL
+    if name not in engine_names():
+        raise UnknownName.among("engine", name, engine_names())
     found: Engine = plugged(name, f"engine = {name!r}")
     return found

@@ -13,6 +13,7 @@ from ludic.run.features.core import features_on
 from ludic.run.folder import ResumePoint
 from ludic.run.model import (
     base_settings,
+    cannot,
     checkpoint_in,
     dtype_of,
     find_device,
@@ -30,7 +31,6 @@ from ludic.run.settings import refuse
 from ludic.run.several import SeveralPolicies
 from ludic.run.sources import check_source
 from ludic.run.teachers import teacher_problems
-from ludic.types import ConfigError
 
 _SMOLLM2_PARAMETERS = 134_515_008
 
@@ -174,13 +174,13 @@ def num_parameters(settings: ModelSettings) -> str:
         make_template(AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False))
         description = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"Cannot find the model {str(folder)!r}: {str(error).strip().splitlines()[0]}") from error
+        raise cannot(f"find the model {str(folder)!r}", error) from error
     chosen = auto_class(description)
     try:
         with torch.device("meta"):  # shapes without memory behind them
             return _counted(chosen.from_config(description))
     except ValueError as error:
-        raise ConfigError(f"Cannot make a model of {str(folder)!r}: {str(error).strip().splitlines()[0]}") from error
+        raise cannot(f"make a model of {str(folder)!r}", error) from error
 
 
 def _counted(model: Any) -> str:

@@ -10,7 +10,7 @@ from ludic.models import TINY
 from ludic.models.loading import SMOLLM2, LoadedModel, load_model
 from ludic.run.config.model import ModelSettings
 from ludic.run.config.run_config import RunConfig
-from ludic.run.folder import policy_folders
+from ludic.run.folder import require_one_policy
 from ludic.run.model import base_settings, checkpoint_in, load_policy
 from ludic.run.names import CHECKPOINTS, CONFIG
 from ludic.run.settings import read_toml
@@ -58,8 +58,7 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
                 f"There is no complete checkpoint in {run}: {problem}. Give the folder of a run or a checkpoint."
             )
         return folder
-    if policies := policy_folders(run):
-        raise ConfigError(f"{run} has trained several policies; name one: {', '.join(map(str, policies))}.")
+    require_one_policy(run)
     for root in (run / CHECKPOINTS, run):
         steps = CheckpointManager(CheckpointConfig(root)).steps()
         if step in steps:

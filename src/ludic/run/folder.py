@@ -23,7 +23,7 @@ from ludic.run.config.run_config import RunConfig
 from ludic.run.features.base import engine_of
 from ludic.run.names import CHECKPOINTS, CONFIG, FAILURE, LOGS, METRICS, REDIS, ROLLOUTS, SERVER, WANDB_ID
 from ludic.run.resolve import ResolvedRun
-from ludic.run.settings import Difference, differences, read_toml, settings_of, to_toml
+from ludic.run.settings import Difference, differences, read_toml, refuse, settings_of, to_toml
 from ludic.training.checkpoint.manifest import CheckpointError, read_manifest
 from ludic.types import ConfigError
 from ludic.types.errors import RunComplete
@@ -55,13 +55,8 @@ class ResumePoint:
 def resume_point(run: ResolvedRun, *, resume: bool) -> ResumePoint:
     """Where the run in the config's folder begins; an error if it must not be touched. Nothing is written."""
     folder, config = run.folder, run.config
-    if folder.parent.name == POLICIES and (folder.parents[1] / CONFIG).is_file():
-        raise ConfigError(
-            f"{folder} is one of the policies of {folder.parents[1]}. `ludic train {folder.parents[1]} --resume` goes on with all "
-            f"of them; --fork-from {folder} begins another run with its weights."
-        )
+    refuse(_folder_problems(folder, resume=resume))
     if not (folder / CONFIG).is_file():
-        _require_unused(folder, resume)
         return ResumePoint()
     changed = differences(read_toml(RunConfig, folder / CONFIG), config)
     if not resume:
@@ -92,14 +87,21 @@ def _lacks_evaluation(run: ResolvedRun, step: int) -> bool:
     return cfg.lacks_evaluation(last_batch_end, newest_step_of(run.folder / METRICS, "eval/step"))
 
 
-def _require_unused(folder: Path, resume: bool) -> None:
+def _folder_problems(folder: Path, *, resume: bool) -> Iterator[str]:
+    """A folder in which no run may begin, or without a run to resume."""
+    whole = folder.parents[1] if folder.parent.name == POLICIES else None
+    if whole is not None and (whole / CONFIG).is_file():
+        yield (
+            f"{folder} is one of the policies of {whole}. `ludic train {whole} --resume` goes on with all of them; --fork-from "
+            f"{folder} begins another run with its weights."
+        )
+    if (folder / CONFIG).is_file():
+        return
     if resume:
         there = ", ".join(sorted(path.parent.name for path in folder.parent.glob(f"*/{CONFIG}"))) or "none"
-        raise ConfigError(
-            f"There is nothing to resume: {folder} holds no run. Runs in {folder.parent}: {there}. Without --resume it starts."
-        )
+        yield f"There is nothing to resume: {folder} holds no run. Runs in {folder.parent}: {there}. Without --resume it starts."
     if folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - _BEFORE_THE_RUN):
-        raise ConfigError(f"{folder} exists and is not the folder of a run. Choose another --name.")
+        yield f"{folder} exists and is not the folder of a run. Choose another --name."
 
 
 def has_begun(folder: Path) -> bool:
@@ -201,6 +203,12 @@ def _checkpoints(folder: Path) -> "CheckpointManager":
     from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager  # loads torch
 
     return CheckpointManager(CheckpointConfig(folder / CHECKPOINTS))
+
+
+def require_one_policy(folder: Path) -> None:
+    """ConfigError for the folder of a run with several policies, where one has to be named."""
+    if policies := policy_folders(folder):
+        raise ConfigError(f"{folder} has trained several policies; name one: {', '.join(map(str, policies))}.")
 
 
 def policy_folders(folder: Path) -> list[Path]:

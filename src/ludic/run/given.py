@@ -95,14 +95,12 @@ def _registered(id: str) -> registry.EntrySpec:
         return registry.envs.spec(id)
     except UnknownName:
         path = Path(id)
-        if path.suffix == ".py":
-            raise ConfigError(f"{id} is a file; which env in it? Write {id}:Class.") from None
-        if path.parent != Path() and path.parent.is_dir():
-            there = ", ".join(sorted(file.parent.name for file in path.parent.glob("*/config.toml"))) or "none"
-            raise ConfigError(
-                f"There is no run in {id}, nor an env of that name. Runs in {path.parent}: {there}."
-            ) from None
-        raise
+        if path.suffix != ".py" and (path.parent == Path() or not path.parent.is_dir()):
+            raise
+        there = ", ".join(sorted(file.parent.name for file in path.parent.glob("*/config.toml"))) or "none"
+        runs = f"There is no run in {id}, nor an env of that name. Runs in {path.parent}: {there}."
+        is_file = f"{id} is a file; which env in it? Write {id}:Class."
+        raise ConfigError(is_file if path.suffix == ".py" else runs) from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

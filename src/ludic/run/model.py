@@ -34,7 +34,7 @@ from ludic.models.lora import adapted_layers, not_adaptable
 from ludic.run.config.entries import PolicyEntry
 from ludic.run.config.model import ModelSettings, is_served
 from ludic.run.config.run_config import RunConfig
-from ludic.run.folder import policy_folders
+from ludic.run.folder import require_one_policy
 from ludic.run.given import Parts
 from ludic.run.names import CHECKPOINTS, CONFIG, METRICS
 from ludic.run.protocols.agents import uses_gateway
@@ -155,8 +155,12 @@ def load_tokenizer(settings: ModelSettings) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         return load_image_processor(tokenizer, place, AutoConfig.from_pretrained(place, trust_remote_code=False))
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"Cannot find the tokenizer of {base.model!r}: {reason}") from error
+        raise cannot(f"find the tokenizer of {base.model!r}", error) from error
+
+
+def cannot(do: str, error: Exception) -> ConfigError:
+    """The first line of an error of transformers, which has many, as a ConfigError."""
+    return ConfigError(f"Cannot {do}: {str(error).strip().splitlines()[0]}")
 
 
 def base_settings(settings: ModelSettings) -> ModelSettings:
@@ -234,8 +238,7 @@ def checkpoint_in(path: Path) -> Path | None:
     """The path itself if it is a checkpoint, or the newest undamaged one of a run folder, with a warning for each newer one that
     is damaged; None where there is neither. ConfigError where all are damaged, where a run has saved none, or where several
     policies have theirs."""
-    if policies := policy_folders(path):
-        raise ConfigError(f"{path} has trained several policies; name one: {', '.join(map(str, policies))}.")
+    require_one_policy(path)
     if (path / MANIFEST).exists() and (path / STATE_FILE).exists():  # other programs write a manifest.json, too
         _require_undamaged(path, (path / MANIFEST).stat().st_mtime_ns)
         return path

@@ -8,7 +8,7 @@ from typing import Any
 
 from ludic.run.config.entries import POLICIES, PolicyEntry
 from ludic.run.config.run_config import RunConfig
-from ludic.run.features.core import check_pairs
+from ludic.run.features.core import pair_problems
 from ludic.run.given import EnvFactory, Parts
 from ludic.run.parts.samples import eval_samples, first_env, train_samples
 from ludic.run.protocols.agents import uses_gateway
@@ -23,7 +23,7 @@ MIN_KEPT = 2
 def resolve_run(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> ResolvedRun:
     """The run with all its defaults, of several policies each; ConfigError for features that exclude each other."""
     parts = parts or Parts()
-    check_pairs(config, parts)
+    refuse(pair_problems(config, parts))
     if not config.policies:
         return resolve(config, env, parts)
     name = config.run.name or default_name(config)

@@ -202,16 +202,23 @@ class Run:
         return run_sync(work, stop=lambda: StopSignal() if self.trainer is None else self.trainer.stop)
 
     def _session_to_evaluate(self) -> Session:
-        """ConfigError for a run of `load` that was not resumed: its trained weights are not loaded yet."""
+        refuse(self._evaluation_problems())
+        return self._open_session(ResumePoint())
+
+    def _evaluation_problems(self) -> Iterator[str]:
+        """A run that cannot be evaluated by itself; so is one of `load` that was not resumed."""
         if self.resolved.policies:
-            raise ConfigError(f"This run has several policies; evaluate one: `ludic eval {self.folder}/policies/NAME`.")
+            yield f"This run has several policies; evaluate one: `ludic eval {self.folder}/policies/NAME`."
+        if self.resolved.envs:
+            yield "This run has several envs: trainer.eval() evaluates them all, `ludic eval ENV --model RUN` one."
+        if self.config.stored is not None and not self.config.env.id:
+            yield "An evaluation plays an env, and this run names none. Give one as TARGET, or env=."
         saved = latest_checkpoint(self.folder) if self._is_stored and self.session is None else None
         if saved is not None:
-            raise ConfigError(
+            yield (
                 f"The weights of {saved} are not loaded. Call resume() first, or use `ludic eval {self.folder}`, which compares "
                 "the first and the newest weights."
             )
-        return self._open_session(ResumePoint())
 
     def _open_session(self, start: ResumePoint, *, to_train: bool = False) -> Session:
         if self.session is None:

@@ -239,21 +239,13 @@ class PolicySession(Session):
         setups = zip(self._run.envs, (replace(setup, beside=()), *setup.beside), strict=True)
         return EnvsEvaluator({env.name: make_evaluator(env.run, own) for env, own in setups})
 
-    def _require_one_env(self) -> None:
-        if self._run.envs:
-            raise ConfigError(
-                "This run has several envs: trainer.eval() evaluates them all, `ludic eval ENV --model RUN` one."
-            )
-
     async def evaluate(self) -> EvalReport:
-        self._require_one_env()
         evaluator = make_evaluator(self._run, self._evaluation()[1])
         await evaluator.eval()
         assert evaluator.last_report is not None, "an evaluation has just ended"
         return evaluator.last_report
 
     async def play(self) -> list[Rollout]:
-        self._require_one_env()
         return await play(self._run, self._evaluation()[1])
 
     def sampling(self) -> AbstractAsyncContextManager[Any]:
@@ -367,8 +359,7 @@ class StoredSession(PolicySession):
             first_env(run)
 
     def _evaluation(self) -> tuple[ServedPolicy, EpisodeSetup]:
-        if self._served is None:
-            raise ConfigError("An evaluation plays an env, and this run names none. Give one as TARGET, or env=.")
+        assert self._served is not None, "an evaluation is refused where the run names no env"
         return self._served, self._setup(self._served)
 
 

@@ -47,6 +47,15 @@ def refuse(problems: Iterable[str]) -> None:
         raise ConfigError(problem)
 
 
+def require_kind(made: Any, kind: type[Any] | Sequence[str], what: str, must: str) -> None:
+    """ConfigError unless what a part of the settings has made is of this class, or has these methods."""
+    is_one = (
+        isinstance(made, kind) if isinstance(kind, type) else all(callable(getattr(made, each, None)) for each in kind)
+    )
+    if not is_one:
+        raise ConfigError(f"{what} makes a {type(made).__name__}; it must {must}.")
+
+
 def may_change(default: Any) -> Any:
     """A field, of a section's dataclass, that a resumed run may have different from the run in the folder."""
     return dataclasses.field(default=default, metadata={"may_change": True})
@@ -205,10 +214,9 @@ def with_values(config: T, values: Mapping[str, Any]) -> T:
     by_name = {setting.name: setting for setting in settings_of(type(config))}
     changes: dict[str, Any] = {}
     for name, value in values.items():
-        if name in retired_of(type(config)):
-            raise ConfigError(retired_of(type(config))[name].reason)
         if name not in by_name:
-            raise ConfigError(f"There is no setting {name!r}.{_nearest(name, by_name)}")
+            old = retired_of(type(config)).get(name)
+            raise ConfigError(old.reason if old else f"There is no setting {name!r}.{_nearest(name, by_name)}")
         inside = changes
         for step in by_name[name].path[:-1]:
             inside = inside.setdefault(step, {})
@@ -243,10 +251,10 @@ def check_numbers(values: Mapping[str, Any], where: str = "") -> None:
     """
     for name, value in values.items():
         numbers = list(_numbers_in(value))
-        if any(isinstance(number, int) and not -(2**63) <= number < 2**63 for number in numbers):
-            raise ConfigError(f"{where}{name} = {value}; a whole number lies between -2^63 and 2^63 - 1.")
-        if any(number != number for number in numbers) or value in (math.inf, -math.inf):
-            raise ConfigError(f"{where}{name} = {value}; it must be a finite number.")
+        is_long = any(isinstance(number, int) and not -(2**63) <= number < 2**63 for number in numbers)
+        if is_long or any(number != number for number in numbers) or value in (math.inf, -math.inf):
+            must = "a whole number lies between -2^63 and 2^63 - 1" if is_long else "it must be a finite number"
+            raise ConfigError(f"{where}{name} = {value}; {must}.")
 
 
 def _numbers_in(value: Any) -> Iterator[int | float]:
@@ -309,12 +317,11 @@ def from_table(cls: type[T], content: Mapping[str, Any], where: str) -> T:
             raise ConfigError(f"{where}: {_unknown(section, None, by_section)}")
         for name, value in table.items():
             old = retired_of(cls).get(name)
-            if old is not None and section == old.section:
-                if value != old.off:
-                    raise ConfigError(f"{where}: {old.reason}")
+            is_retired = old is not None and section == old.section
+            if is_retired and value == old.off:
                 continue
             if name not in by_section[section]:
-                raise ConfigError(f"{where}: {_unknown(name, section, by_section)}")
+                raise ConfigError(f"{where}: {old.reason if is_retired else _unknown(name, section, by_section)}")
             values[name] = converted(value, by_section[section][name].kind, f"{where}: {name}")
     check_numbers(values, f"{where}: ")
     return with_values(cls(), values)
@@ -328,11 +335,8 @@ def _entry_of(cls: type[T], table: Any, where: str) -> T:
     kinds = {field.name: hints[field.name] for field in dataclasses.fields(typing.cast(Any, cls))}
     if not isinstance(table, Mapping):
         raise ConfigError(f"{where} = {table!r}: expected a table with {', '.join(kinds)}.")
-    for name in table:
-        if name not in kinds:
-            raise ConfigError(
-                f"{where}: there is no setting {name!r}.{_nearest(name, kinds)} It has: {', '.join(kinds)}."
-            )
+    has = f"It has: {', '.join(kinds)}."
+    refuse(f"{where}: there is no setting {n!r}.{_nearest(n, kinds)} {has}" for n in table if n not in kinds)
     values = {name: converted(value, kinds[name], f"{where}: {name}") for name, value in table.items()}
     check_numbers(values, f"{where}: ")
     return cls(**values)

@@ -152,11 +152,8 @@ class RecordedEntry(Section):
         found = [
             f for path in self.rollouts for f in (sorted(path.glob("rollouts/*.jsonl*")) if path.is_dir() else [path])
         ]
-        missing = [str(path) for path in self.rollouts if not path.exists()]
-        if missing or not found:
-            raise ConfigError(
-                f"[[recorded]] {self.name}: there are no rollouts in {', '.join(missing or map(str, self.rollouts))}."
-            )
+        missing = [path for path in self.rollouts if not path.exists()] or ([] if found else self.rollouts)
+        refuse(f"[[recorded]] {self.name}: there are no rollouts in {path}." for path in missing)
         return found
 
 

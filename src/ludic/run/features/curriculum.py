@@ -16,6 +16,7 @@ from ludic.run.parts.episodes import PROTOCOL
 from ludic.run.parts.requests import train_inference
 from ludic.run.parts.samples import env_arguments, first_env, train_samples, train_stream
 from ludic.run.resolve import ResolvedRun
+from ludic.run.settings import require_kind
 from ludic.seeds import BatchSeeds
 from ludic.types import ConfigError, EnvSpec, ProtocolSpec, RolloutRequest, UnknownName, derive_seed
 
@@ -72,11 +73,8 @@ def make_curriculum(run: ResolvedRun, algorithm: "RLAlgorithm") -> Curriculum | 
     if "values" in takes:
         arguments.setdefault("values", _values_of(algorithm, settings.curriculum))
     made = registry.curricula.make(settings.curriculum, **arguments)
-    if not callable(getattr(made, "next_requests", None)) or not callable(getattr(made, "observe", None)):
-        raise ConfigError(
-            f"curriculum = {settings.curriculum!r} makes a {type(made).__name__}; it must have next_requests() and "
-            "observe(rollouts), as the classes of ludic.batch_gen.requests.curriculum have."
-        )
+    must = "have next_requests() and observe(rollouts), as the classes of ludic.batch_gen.requests.curriculum have"
+    require_kind(made, ("next_requests", "observe"), f"curriculum = {settings.curriculum!r}", must)
     found: Curriculum = made
     return found
 

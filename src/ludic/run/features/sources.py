@@ -9,6 +9,7 @@ from ludic.run.given import Parts
 from ludic.run.parts.algorithm import PLAYED, make_algorithm, recorded_algorithm
 from ludic.run.parts.episodes import make_rewards
 from ludic.run.resolve import ResolvedRun
+from ludic.run.settings import refuse
 from ludic.seeds import BatchSeeds
 from ludic.types import BatchSource, ConfigError, FollowsDrift, derive_seed
 
@@ -92,11 +93,11 @@ class StoredRollouts(Feature):
         return bool(config.rollouts.rollouts)
 
     def check(self, run: ResolvedRun) -> None:
-        for path in run.config.rollouts.rollouts:
-            if not path.is_file():
-                raise ConfigError(
-                    f"rollouts = {path}: there is no such file. `ludic rescore` writes one, and runs into rollouts/."
-                )
+        refuse(
+            f"rollouts = {path}: there is no such file. `ludic rescore` writes one, and runs into rollouts/."
+            for path in run.config.rollouts.rollouts
+            if not path.is_file()
+        )
 
 
 class _Texts(Feature):

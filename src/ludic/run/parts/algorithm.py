@@ -12,6 +12,7 @@ from ludic.run.config.training import AlgoSettings
 from ludic.run.protocols.agents import uses_gateway
 from ludic.run.protocols.factory import delegates_tasks
 from ludic.run.resolve import ResolvedRun, open_reduction
+from ludic.run.settings import require_kind
 from ludic.types import ConfigError
 
 if TYPE_CHECKING:
@@ -60,11 +61,8 @@ def _played_algorithm(run: ResolvedRun) -> RLAlgorithm:
         if config.train_on:
             arguments["train_on"] = _trained_roles(config)
         given = registry.algorithms.make(config.algo, **arguments)
-    if not isinstance(given, RLAlgorithm):
-        hint = f" Call it: algo={given.__name__}(…)." if inspect.isfunction(given) else ""
-        raise ConfigError(
-            f"algo = {config.algo!r} gives a {type(given).__name__}; it must return an RLAlgorithm, as make_grpo() does.{hint}"
-        )
+    hint = f". Call it: algo={given.__name__}(…)" if inspect.isfunction(given) else ""
+    require_kind(given, RLAlgorithm, f"algo = {config.algo!r}", f"return an RLAlgorithm, as make_grpo() does{hint}")
     if uses_gateway(run.config.agent, run.parts):
         given = with_episode_credit(given)  # a session with several threads counts once
     _check_sub_agents(given, run)

@@ -14,6 +14,7 @@ from ludic.interaction import InteractionProtocol
 from ludic.parsers import Parser
 from ludic.run.config.env_and_agent import AgentSettings
 from ludic.run.given import Parts
+from ludic.run.settings import require_kind
 from ludic.types import ChatClient, ConfigError
 
 
@@ -85,14 +86,17 @@ def outside_agent(agent: AgentSettings, parts: Parts) -> NamedAgent | None:
     """The agent that makes its model calls over HTTP; None if it is one of ludic.agents."""
     if not uses_gateway(agent, parts):
         return None
-    if agent.protocol is not None:
+    own = (
+        f"protocol = {agent.protocol!r}"
+        if agent.protocol is not None
+        else "--tools"
+        if agent.tools or parts.tools
+        else ""
+    )
+    if own:
         raise ConfigError(
-            f"protocol = {agent.protocol!r} runs agents of ludic.agents; an agent that is a function or a command runs its own "
-            "turns. Leave one out."
-        )
-    if agent.tools or parts.tools:
-        raise ConfigError(
-            "--tools are for agents of ludic.agents; an agent that is a function or a command has its own."
+            f"{own} works with agents of ludic.agents; an agent that is a function or a command runs its own turns and tools. "
+            "Leave one out."
         )
     return gateway_agents().make(agent, named_agent(agent, parts))
 
@@ -126,10 +130,7 @@ def agent_factory(
         made: Agent = agent_class(
             client=client, model=model, ctx=context, parser=parser, chat_template=template, **arguments
         )
-        if not isinstance(made, Agent):
-            raise ConfigError(
-                f"agent = {agent.agent!r} makes a {type(made).__name__}; it must be an Agent of ludic.agents."
-            )
+        require_kind(made, Agent, f"agent = {agent.agent!r}", "be an Agent of ludic.agents")
         return made
 
     return make_agent

@@ -37,11 +37,11 @@ class ExportArgs:
     target: tyro.conf.Positional[Path]
     """The folder to make."""
     step: int | None = None
-    """Which checkpoint of the run; without it, the newest."""
+    """Checkpoint of the run; without it, the newest."""
     adapter: Switch = False
-    """Of a LoRA run: the adapter alone, for peft. Without it, base and adapter merged."""
+    """The adapter of a LoRA run alone, for peft. Without it, base and adapter merged."""
     base: str | None = None
-    """What the adapter was trained on, where no run folder says it: a folder, a hub id, a .gguf file."""
+    """The base that the adapter was trained on, where no run folder says it: a folder, a hub id, a .gguf file."""
     with_optimizer: Switch = False
     """Also what a run of one process needs to go on from it; an adapter stays one."""
 

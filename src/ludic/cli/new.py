@@ -35,7 +35,7 @@ class NewArgs:
     """Make the package of a new environment: a small game that works, its tests, its page. See docs/envs/your_package.md."""
 
     kind: tyro.conf.Positional[Literal["env"]]
-    """What to make."""
+    """Kind of package."""
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
     """Name of the package and of the env, such as my_env: small letters, digits and _."""
     into: Path = Path()

@@ -54,7 +54,7 @@ class PlayArgs:
     data: Path | None = None
     """JSONL file of samples, for envs that ask questions."""
     index: int = 0
-    """Which line of --data, from 0."""
+    """Line of --data, from 0."""
     max_steps: int = 1000
     """Stop after this many steps."""
     delay: float = 0.0
@@ -97,7 +97,7 @@ def make_env(id: str, settings: Mapping[str, Any], data: Path | None, index: int
 
 
 def _suffice(id: str, settings: Mapping[str, Any]) -> bool:
-    """Whether the env can be made with these arguments alone."""
+    """True if the env can be made with these arguments alone."""
     try:
         inspect.signature(registry.envs.spec(id).load()).bind(**settings)
     except TypeError:

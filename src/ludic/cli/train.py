@@ -27,7 +27,7 @@ LOW_LORA_LR = 5e-5
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptFlags:
-    """What to do. A script with more flags inherits from it."""
+    """Flags of a script that trains. A script with more flags inherits from it."""
 
     dry_run: Switch = False
     """Check everything and show the settings and the plan; train nothing."""
@@ -37,7 +37,7 @@ class ScriptFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainArgs(ScriptFlags):
-    """What to do."""
+    """The command."""
 
     target: Target = ""
     """Id of an env (`ludic envs`), file.py:Class of your own, a TOML file, or the folder of a run. With --preferences, and with
@@ -76,7 +76,7 @@ def show_plan(run: "Run", *, resume: bool) -> int:
 
 @dataclass
 class Report:
-    """How the training ended."""
+    """The end of a training."""
 
     result: "TrainResult | None" = None
     code: int = 0

@@ -104,7 +104,7 @@ def outcomes_of(rollouts: Sequence[Rollout], *, success_reward: float | None = 1
 
 
 def _env_reward(step: EnvironmentStep) -> float:
-    """What the env gave, before weights; in a step without the env's component, all that no scorer added."""
+    """The env's reward before weights; in a step without the env's component, all that no scorer added."""
     own = own_scores(step)
     return own.get("env", sum(own.values()))
 

@@ -20,7 +20,7 @@ class PolicyEvaluator(EngineEvaluator):
     """
 
     last_reports: Mapping[str, EvalReport] = MappingProxyType({})
-    """Of the last evaluation: policy, or policy/role, to its report. `last_report` stays None."""
+    """Reports of the last evaluation, by policy or policy/role. `last_report` stays None."""
 
     async def _play(
         self,

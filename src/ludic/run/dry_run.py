@@ -122,7 +122,7 @@ def _task_lines(run: ResolvedRun, share: float = 1.0) -> list[str]:
 
 
 def mask_lines(run: ResolvedRun) -> list[str]:
-    """What the default mask of some presets does, and how to leave it out; empty where no preset has it."""
+    """The effect of the default mask of some presets, and the way to leave it out; empty where no preset has it."""
     masked = {own.config.algo.algo: None for own in run.each if NEGATIVE_MASK in own.config.algo.correction}
     names = " and ".join(name for name in masked if name in MASKED_WHEN_OLD)
     where = f"max_lag {run.max_lag}" if run.max_lag else "[replay]"
@@ -134,7 +134,7 @@ def mask_lines(run: ResolvedRun) -> list[str]:
 
 
 def _feature_lines(run: ResolvedRun) -> list[str]:
-    """What the settings add to a plain run."""
+    """Sentences about what the settings add to a plain run."""
     said = [feature.says(run) for feature in features_on(run.config, run.parts)]
     return [*mask_lines(run), *(line for lines in said for line in lines)]
 
@@ -157,7 +157,7 @@ def _model_lines(run: ResolvedRun) -> list[str]:
 
 
 def num_parameters(settings: ModelSettings) -> str:
-    """From the model's description alone; its chat template is checked on the way."""
+    """Read from the model's description alone; its chat template is checked on the way."""
     if settings.model == TINY:
         return _counted(make_tiny(seed=0).model)
     if settings.model == SMOLLM2:

@@ -1,4 +1,4 @@
-"""What `ludic export` does: find the checkpoint, and for an adapter the base that it was trained on."""
+"""`ludic export`: it finds the checkpoint, and for an adapter the base that it was trained on."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BEFORE_THE_RUN = {SERVER, ROLLOUTS, REDIS, LOGS}
-"""What may be there before the learner writes anything: a server, a Redis or an actor started first."""
+"""Files that may be there before the learner writes anything: a server, a Redis or an actor started first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumePoint:
-    """Where a run begins."""
+    """The step and the checkpoint that a run begins with."""
 
     first_step: int = 0
     """Updates that are done already."""
@@ -53,7 +53,7 @@ class ResumePoint:
 
 
 def resume_point(run: ResolvedRun, *, resume: bool) -> ResumePoint:
-    """Where the run in the config's folder begins; an error if it must not be touched. Nothing is written."""
+    """The point at which the run in the config's folder begins; an error if it must not be touched. Nothing is written."""
     folder, config = run.folder, run.config
     refuse(_folder_problems(folder, resume=resume))
     if not (folder / CONFIG).is_file():
@@ -81,7 +81,7 @@ def resume_point(run: ResolvedRun, *, resume: bool) -> ResumePoint:
 
 
 def _lacks_evaluation(run: ResolvedRun, step: int) -> bool:
-    """Whether the last evaluation of a run that has made all updates was ended before it had a result."""
+    """True if the last evaluation of a run that has made all updates was ended before it had a result."""
     cfg = run.trainer
     last_batch_end = step - step % cfg.steps_per_batch  # evaluations come between two batches
     return cfg.lacks_evaluation(last_batch_end, newest_step_of(run.folder / METRICS, "eval/step"))
@@ -212,7 +212,7 @@ def require_one_policy(folder: Path) -> None:
 
 
 def policy_folders(folder: Path) -> list[Path]:
-    """Of a run that trains several policies: their folders; empty for others."""
+    """The folders of the policies of a run that trains several; empty for others."""
     return sorted(path.parent for path in (folder / POLICIES).glob(f"*/{CONFIG}"))
 
 

@@ -1,4 +1,4 @@
-"""What a run is given by name or as objects: its env, its samples, and parts in the place of settings."""
+"""Names and objects that a run is given: its env, its samples, and parts in the place of settings."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -81,7 +81,7 @@ def env_factory(env: str | Callable[..., AnyEnv], *, server: str | None = None) 
 
 
 def no_env() -> EnvFactory:
-    """Of a run that learns from stored preferences and plays nothing."""
+    """The env of a run that learns from stored preferences and plays nothing."""
 
     def refuse() -> AnyEnv:
         raise ConfigError("This run names no env, so there is nothing to play. Give one as TARGET.")
@@ -139,7 +139,7 @@ class Parts:
 
 
 def has_task(env: EnvFactory, arguments: Mapping[str, Any]) -> bool:
-    """Whether the arguments say what is asked: the sample, or what the env's example has instead, such as a folder of tasks."""
+    """True if the arguments say what is asked: the sample, or what the env's example has instead, such as a folder of tasks."""
     return not arguments.keys().isdisjoint({"sample", *env.example})
 
 

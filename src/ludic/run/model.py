@@ -326,14 +326,14 @@ def make_template(tokenizer: Any, *, with_tools: bool = False, renderer: str | N
 
 
 _MAX_SEQUENCES = 4096
-"""Of an engine: beyond it a larger batch is not faster, and its buffers and CUDA graphs take memory."""
+"""Most sequences of an engine: beyond it a larger batch is not faster, and its buffers and CUDA graphs take memory."""
 
 # --- engines ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedPolicy:
-    """What samples the policy, and how it gets new weights."""
+    """The client that samples the policy, and the publisher of its new weights."""
 
     client: ChatClient
     publisher: PolicyPublisher
@@ -341,7 +341,7 @@ class ServedPolicy:
     """Serves a copy of the weights, for evaluating while they change; made when asked for. None: it has no copies."""
     close: Callable[[], None]
     model: str
-    """What the client calls it."""
+    """The client's name for it."""
 
 
 def local_engine(

@@ -1,4 +1,5 @@
-"""From settings as written to a `ResolvedRun`: fills in every default, and has everything checked that needs no weights."""
+"""`resolve` makes a `ResolvedRun` of settings as written: it fills in every default, and has everything checked that needs no
+weights."""
 
 import inspect
 import math
@@ -31,7 +32,7 @@ class NamedEnv:
 
     name: str
     share: float
-    """Of the episodes."""
+    """Share of the episodes."""
     run: "ResolvedRun"
     """The settings as if the run had this env alone."""
 
@@ -78,12 +79,12 @@ class ResolvedRun:
 
     @property
     def trained_names(self) -> tuple[str, ...]:
-        """Of several policies those that learn; empty for a run with one."""
+        """Names of the policies that learn, of several; empty for a run with one."""
         return tuple(policy.name for policy in self.policies if not policy.is_frozen)
 
     @property
     def has_own_algorithms(self) -> bool:
-        """Whether an env of several has another algorithm than the others."""
+        """True if an env of several has another algorithm than the others."""
         return any(own.config.algo != self.each[0].config.algo for own in self.each)
 
     @property
@@ -97,7 +98,7 @@ class ResolvedRun:
 
     @property
     def num_batches(self) -> int:
-        """As many as the updates, unless a batch takes several."""
+        """The number of updates, unless a batch takes several."""
         return math.ceil(self.steps / self.trainer.steps_per_batch)
 
     @property
@@ -304,7 +305,7 @@ def default_name(config: RunConfig) -> str:
 
 
 def slug(text: str) -> str:
-    """What can stand in the name of a file."""
+    """The text as the name of a file."""
     return re.sub(r"[^\w.+-]+", "_", text).strip("_")
 
 

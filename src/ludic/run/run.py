@@ -61,7 +61,7 @@ class RunFailed(LudicError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainResult:
-    """How a call of `train` or `resume` ended."""
+    """The end of a call of `train` or `resume`."""
 
     step: int
     """Updates that are done, of all calls together."""
@@ -102,13 +102,13 @@ class Run:
         return 0 if self.trainer is None else self.trainer.step
 
     def starting_point(self, *, resume: bool = False) -> ResumePoint:
-        """Where the run would begin; ConfigError if its folder holds another run. Nothing is written."""
+        """The point at which the run would begin; ConfigError if its folder holds another run. Nothing is written."""
         if self._start is None or self._start[0] != resume:  # a damaged checkpoint is warned of once
             self._start = (resume, resume_point(self.resolved, resume=resume))
         return self._start[1]
 
     def plan(self, *, resume: bool = False) -> list[str]:
-        """What the run is going to do, in sentences. Most mistakes are found here, without loading weights."""
+        """The plan of the run, in sentences. Most mistakes are found here, without loading weights."""
         return plan_lines(self.resolved, self.starting_point(resume=resume))
 
     # --- training ---

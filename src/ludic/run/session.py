@@ -161,7 +161,7 @@ class Session(ABC):
         return ""
 
     def activity(self) -> str:
-        """What is being generated now; empty when nothing is."""
+        """A line about what is being generated; empty when nothing is."""
         return ""
 
     def sampling(self) -> AbstractAsyncContextManager[Any]:

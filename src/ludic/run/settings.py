@@ -73,13 +73,13 @@ class Setting:
     section: str
     name: str
     path: tuple[str, ...]
-    """Where its value is in the config object."""
+    """Path of its value in the config object."""
     kind: Any
     """Its type."""
     help: str
     """The docstring under the field."""
     may_change: bool = False
-    """Whether a run with another value is still the same run, so that a resume may change it."""
+    """A run with another value is still the same run, so a resume may change it."""
 
     @property
     def flag(self) -> str:
@@ -87,17 +87,17 @@ class Setting:
 
     @property
     def is_section(self) -> bool:
-        """Whether it is a whole section of the file: tables with names or in a list, or pairs such as `[teachers]`."""
+        """True if it is a whole section of the file: tables with names or in a list, or pairs such as `[teachers]`."""
         return self.path == (self.section,)
 
     @property
     def holds_arguments(self) -> bool:
-        """Whether it holds the keyword arguments of a part, `name=value` again and again on the command line."""
+        """True if it holds the keyword arguments of a part, `name=value` again and again on the command line."""
         return typing.get_origin(self.kind) is dict and not self.is_section
 
     @property
     def has_names(self) -> bool:
-        """Whether its tables have names, `[policies.ann]`; those of a list have none, `[[envs]]`."""
+        """True if its tables have names, `[policies.ann]`; those of a list have none, `[[envs]]`."""
         return self.entry is not None and typing.get_origin(self.kind) is dict
 
     @property
@@ -177,7 +177,7 @@ def _setting(cls: type, section: str, name: str, place: str) -> Setting:
 
 
 def doc_of_section(cls: Any, section: str) -> str | None:
-    """What the help page says of a section."""
+    """The text of the help page about a section."""
     owner: Any = typing.get_type_hints(cls).get(section)
     for kind in typing.get_type_hints(cls).values():
         if kind is Sections:
@@ -343,7 +343,7 @@ def _entry_of(cls: type[T], table: Any, where: str) -> T:
 
 
 def _unknown(name: str, section: str | None, by_section: Mapping[str, Mapping[str, Setting]]) -> str:
-    """What is wrong with a key of a section; or, if `section` is None, with the name of a section."""
+    """The problem with a key of a section; or, if `section` is None, with the name of a section."""
     owner = next((other for other, known in by_section.items() if name in known), None)
     if owner is not None and section is None:
         return f"{name} stands outside its section. Put it under [{owner}]."

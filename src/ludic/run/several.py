@@ -203,7 +203,8 @@ _CACHES = 0.6
 
 
 def cache_fraction(number: int, num_engines: int) -> float:
-    """What the n-th engine (from 0) takes of the memory that the ones before have left: the same amount as each of them."""
+    """The share that the n-th engine (from 0) takes of the memory that the ones before have left: the same amount as each of
+    them."""
     each = _CACHES / num_engines
     return each / (1 - number * each)
 

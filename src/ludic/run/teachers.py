@@ -68,7 +68,7 @@ def load_teacher(run: ResolvedRun, teacher: str) -> LoadedModel:
 
 
 def make_teachers(run: ResolvedRun, stack: ExitStack) -> TeacherScorer | Teachers:
-    """What scores the samples: the only teacher, or that of each domain. Domains with the same model share it."""
+    """The scorer of the samples: the only teacher, or that of each domain. Domains with the same model share it."""
     made = {teacher: _teacher_scorer(run, teacher, stack) for teacher in dict.fromkeys(run.config.all_teachers)}
     if not run.config.teachers:
         return made[run.config.all_teachers[0]]

@@ -23,7 +23,7 @@ DEFAULT_MODEL = SMOLLM2
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSettings:
-    """Where the model is, and how it is loaded."""
+    """The place of the model, and the way to load it."""
 
     base_url: str | None = None
     """Ask an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1; --model is then what it calls its model."""
@@ -56,12 +56,12 @@ class PolicySettings(ServingSettings):
     """In an env with several roles: the opponent, a model as for --model. The evaluated model plays each role in turn, the opponent
     the others, and only the evaluated model's rewards count. Default: one model plays all roles."""
     init_seed: int | None = None
-    """Of random weights. Default: --seed; where a run is evaluated, the run's, whose first weights they were."""
+    """Seed of random weights. Default: --seed; where a run is evaluated, the run's, whose first weights they were."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureSettings:
-    """What is measured."""
+    """The tasks, and the numbers that are measured."""
 
     num_tasks: int = 200
     """Tasks: the first of --data, or so many seeds; 0 takes all of --data."""
@@ -74,11 +74,11 @@ class MeasureSettings:
     success_reward: float | None = None
     """Env reward from which on an episode is right, where the env gives no verdict. Default: the env's full reward."""
     temperature: float = 0.6
-    """Of sampling; 0 is greedy."""
+    """Temperature of sampling; 0 is greedy."""
     top_p: float = 1.0
     """Sample from the likeliest tokens that make up this share."""
     seed: int = 0
-    """Of tasks and sampling."""
+    """Seed of tasks and sampling."""
     concurrency: int | None = None
     """Episodes at a time. It changes the speed, not the episodes. Default: as many as the engine computes together (512 on a GPU,
     64 on a CPU); at an endpoint 64."""
@@ -121,12 +121,12 @@ def read_ks(flag: str, text: str | None) -> list[int] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSettings:
-    """What is kept."""
+    """Files of the evaluation."""
 
     name: str | None = None
     """Name of the folder. Default: env and model, and a number where that is taken."""
     out: Path = Path("runs/eval")
-    """Where such folders are."""
+    """Folder of such folders."""
 
     def __post_init__(self) -> None:
         check_name(self.name)

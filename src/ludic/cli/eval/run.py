@@ -55,12 +55,12 @@ USUAL = (
     "target", "model", "against", "data", "num_tasks", "samples", "pass_k", "temperature", "max_tokens", "base_url", "name",
     "resume",
 )  # fmt: skip
-"""What `--help` shows."""
+"""Flags that `--help` shows."""
 
 
 @dataclass(frozen=True)
 class EvalArgs:
-    """What to do."""
+    """The command."""
 
     target: Target
     """Id of an env (`ludic envs`), file.py:Class of your own, or the folder of a training run: its env, before and after."""

@@ -109,7 +109,7 @@ class DelegateEntry(Section):
     context are those of the run."""
 
     description: str = ""
-    """What the parent is told of it."""
+    """Text by which the parent knows it."""
     env: str | None = None
     """file.py:Class, which is called with the text of the sub-task. Default: the reply is the answer."""
     max_steps: int = 1
@@ -135,7 +135,7 @@ class RecordedEntry(Section):
     share: float = 0.25
     """Samples for each one that is played."""
     weight: float = 1.0
-    """What their loss is multiplied by; 1 is what it would be if the batch held them only."""
+    """Factor of their loss; with 1 it is that of a batch of them only."""
     algo: str = "sft"
     algo_set: Arguments = field(default_factory=dict)
     render: bool = False

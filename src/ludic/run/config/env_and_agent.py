@@ -16,7 +16,7 @@ AgentSandbox: TypeAlias = Literal["bubblewrap", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class EnvSettings(Section):
-    """What is played."""
+    """The env, and its limits."""
 
     id: str = ""
     """Id of an env, or file.py:Class; on the command line it is the TARGET."""
@@ -39,7 +39,7 @@ class EnvSettings(Section):
     env_server: str | None = may_change(None)
     """host:port of a `ludic env-server`, which holds the envs on another machine; its token is in $LUDIC_ENV_TOKEN."""
     sandbox: str | None = may_change(None)
-    """Where the programs of code envs and of the python tool run: bubblewrap, docker, podman …, or http://HOST:PORT of a `ludic
+    """Sandbox of the programs of code envs and of the python tool: bubblewrap, docker, podman …, or http://HOST:PORT of a `ludic
     sandbox-server`. Default: $LUDIC_SANDBOX, else the first back end that works here."""
 
     RANGES = ("max_steps env_memory_mb in [1, inf)", "episode_timeout env_timeout env_workers in [0, inf)")
@@ -58,7 +58,7 @@ class EnvSettings(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSettings(Section):
-    """How the model plays."""
+    """The agent, its tools, context, parser and protocol."""
 
     agent: str | None = None
     """Registered agent (`ludic parts agent`), or file.py:Class; or file.py:function, an agent of any kind that is called with the
@@ -71,7 +71,7 @@ class AgentSettings(Section):
     """Instead of --agent: a command such as 'my-agent {task}', which gets the address of a model server in $OPENAI_BASE_URL and
     prints its answer (docs/gateway.md)."""
     agent_sandbox: AgentSandbox = "bubblewrap"
-    """Where --agent-command runs: in a sandbox without a network, or as a plain process with your rights."""
+    """Place where --agent-command runs: in a sandbox without a network, or as a plain process with your rights."""
     agent_bind: tuple[Path, ...] = ()
     """Folder that a sandboxed command may read, beside the current one and this Python; may be repeated."""
     agent_memory: int | None = may_change(None)
@@ -92,18 +92,18 @@ class AgentSettings(Section):
     agent_set: Arguments = field(default_factory=dict)
     """Argument of the agent; of a function, further keywords."""
     context: str = "full_dialog"
-    """What the model is shown of the past (`ludic parts context`, or file.py:Class)."""
+    """Memory: the part of the past that the model is shown (`ludic parts context`, or file.py:Class)."""
     context_set: Arguments = field(default_factory=dict)
     """Argument of the context."""
     parser: str | None = None
-    """How a reply is read (`ludic parts parser`, or file.py:function). Default: what suits the env, else raw: the reply is the
+    """Reader of replies (`ludic parts parser`, or file.py:function). Default: what suits the env, else raw: the reply is the
     action."""
     parser_set: Arguments = field(default_factory=dict)
     """Argument of the parser, such as tag=move for xml_tag."""
     protocol: str | None = None
-    """What runs the turns of an episode (`ludic parts protocol`), or file.py:Class. A class or function of yours is called with
-    those of agent, agents (by role), client, model and chat_template that are its parameters. Default: single_agent; multi_agent
-    where the env has several roles."""
+    """Protocol that runs the turns of an episode (`ludic parts protocol`), or file.py:Class. A class or function of yours is
+    called with those of agent, agents (by role), client, model and chat_template that are its parameters. Default: single_agent;
+    multi_agent where the env has several roles."""
     protocol_set: Arguments = field(default_factory=dict)
     """Argument of the protocol, such as 'delegates={"solver": "solves one sub-task"}' for delegating
     (docs/algorithms/fold_grpo.md)."""

@@ -13,13 +13,13 @@ Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def is_served(model: str | None) -> bool:
-    """Whether a setting names a server instead of a model."""
+    """True if a setting names a server instead of a model."""
     return model is not None and model.startswith(("http://", "https://"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(Section):
-    """Which model, and how it is held."""
+    """The model, its adapter and the format of its weights."""
 
     model: str = "smollm2-135m"
     """A folder, a checkpoint or run, a hub id, a .gguf file, smollm2-135m; or random weights: a config.json, or tiny, with a
@@ -29,7 +29,7 @@ class ModelSettings(Section):
     lora_alpha_mult: float = 2.0
     """LoRA's alpha, in units of the rank."""
     lora_experts: bool = False
-    """Of a mixture: the adapter is on the experts, too, each with its own matrices of that rank."""
+    """Put the adapter of a mixture on its experts as well, each with its own matrices of that rank."""
     lora_dropout: float = 0.0
     """Dropout before the adapter, while training."""
     quantize_base: Literal["4bit"] | None = None

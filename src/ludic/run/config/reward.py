@@ -12,7 +12,7 @@ from ludic.types import ConfigError
 from ludic.util.urls import PUT_LOGIN, refuse_login
 
 JudgeBy: TypeAlias = Literal["reply", "ranking", "pairs"]
-"""What a judge sees: one reply, the replies of a group to rank, or pairs of them."""
+"""The judge sees one reply, the replies of a group to rank, or pairs of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class RewardSettings(Section):
     judge_criteria: Path | None = None
     """TOML file of criteria: a table [NAME] with text, and if wanted weight and scale. Default: one, whether the task is solved."""
     judge_by: JudgeBy = "reply"
-    """What the judge sees: one reply, the replies of a group to rank, or pairs of them."""
+    """The judge sees one reply, the replies of a group to rank, or pairs of them."""
     judge_reference: str | None = None
     """Key in the info of an env's last step of a right answer that the judge may see, such as target_answer."""
     judge_model: str | None = None
@@ -46,7 +46,7 @@ class RewardSettings(Section):
     judge_cache: Path | None = may_change(None)
     """JSONL file of verdicts, which several runs may share. Default: they are kept in memory."""
     judge_device: str | None = may_change(None)
-    """Of a judge in this process. Default: the GPU if there is one."""
+    """Device of a judge in this process. Default: the GPU if there is one."""
 
     RANGES = ("judge_tokens judge_concurrency in [1, inf)",)
 

@@ -18,7 +18,7 @@ Transport: TypeAlias = Literal["auto", "shared_memory", "cuda_ipc", "file", "glo
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings(Section):
-    """How episodes are played."""
+    """The episodes of an update, and the engine that samples them."""
 
     rollouts: tuple[Path, ...] = ()
     """Train on the rollouts of these files, which `ludic rescore` or another run wrote, instead of playing."""
@@ -33,7 +33,8 @@ class RolloutSettings(Section):
     dynamic_sampling: int = 0
     """Above 1, groups of equal returns are replaced by fresh tasks, in at most so many rounds of an update. 0: they stay."""
     curriculum: str | None = None
-    """What chooses the next tasks (`ludic parts curriculum`), or file.py:Class. Default: the data in random order, or new seeds."""
+    """Curriculum: it chooses the next tasks (`ludic parts curriculum`), or file.py:Class. Default: the data in random order, or
+    new seeds."""
     curriculum_set: Arguments = field(default_factory=dict)
     """Argument of the curriculum."""
     concurrency: int | None = may_change(None)
@@ -43,7 +44,7 @@ class RolloutSettings(Section):
     """Above 0, the next batch is generated while this one is trained on, at most so many versions behind; each update makes one.
     Default: 0; in a pipeline those of 4 batches; with close_batch_at those of 1."""
     engine: str = one_of("local", engine_names)
-    """What generates: local is the engine inside this process; vllm a server, or several; pipeline separate actor
+    """Engine that generates: local is the engine inside this process; vllm a server, or several; pipeline separate actor
     processes (`ludic actor`, or `ludic launch` for all); a package may add others (entry points `ludic.features`)."""
     server: tuple[str, ...] = may_change(())
     """For vllm, also as actor_engine: servers that are running (`ludic serve --engine vllm`). Default: one is started for the

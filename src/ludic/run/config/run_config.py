@@ -35,15 +35,15 @@ _OPEN_END = 2**31
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(Section):
-    """What is kept and shown."""
+    """The run's folder, and what shows its progress."""
 
     name: str | None = may_change(None)
     """Name of the run folder. Default: env, model and algorithm."""
     runs: Path = may_change(Path("runs"))
-    """Where run folders are."""
+    """Folder of run folders."""
     logger: tuple[str, ...] = may_change(("rich",))
-    """What shows progress, one or several: rich, print, tensorboard, wandb, trackio, or file.py:Class, called with those of folder,
-    name and config that are its parameters (docs/ludic-train.md); or none. metrics.jsonl is always written."""
+    """Displays of the progress, one or several: rich, print, tensorboard, wandb, trackio, or file.py:Class, called with those of
+    folder, name and config that are its parameters (docs/ludic-train.md); or none. metrics.jsonl is always written."""
 
     def problems(self) -> Iterator[str]:
         check_name(self.name, r"[\w.+-]+(/[\w.+-]+)*")

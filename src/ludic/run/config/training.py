@@ -16,7 +16,7 @@ Averaging: TypeAlias = Literal["token_mean", "sample_mean", "episode_mean", "sam
 
 @dataclass(frozen=True, kw_only=True)
 class AlgoSettings(Section):
-    """What is learned from the rollouts."""
+    """The algorithm, its regularisers, corrections and teacher."""
 
     algo: str = "grpo"
     """Registered algorithm (`ludic parts algorithm`), or file.py:function that returns one."""
@@ -26,26 +26,26 @@ class AlgoSettings(Section):
     """Rollouts of the same task that are compared. Default: 8, or 1 for a built-in algorithm that compares none. A
     function of yours that makes an algorithm is given it if it has a parameter `group_size`."""
     reduction: Averaging | None = None
-    """What the loss of all action tokens is divided by: their number, each sample's number and then samples, each episode's
+    """Divisor of the loss of all action tokens: their number, each sample's number and then samples, each episode's
     number and then episodes, or samples. Default: token_mean, or what the algorithm itself does where it is a mean."""
     entropy_bonus: float = 0.0
     """Above 0, the policy is rewarded for the entropy of its choices, by so much: it goes on exploring."""
     kl_coeff: float = 0.0
     """Above 0, the policy is held near a frozen reference by so much KL."""
     kl_estimator: KLEstimate = "k3"
-    """How that KL is estimated (docs/algorithms/README.md)."""
+    """Estimator of that KL (docs/algorithms/README.md)."""
     kl_weighted: bool = False
     """Count the terms of that KL by the ratio of trained to sampled probability: right for samples of older versions too."""
     correction: tuple[str, ...] = ("auto",)
-    """What is done about samples of another policy than the trained one (docs/importance_sampling.md): token_mask,
+    """Correction for samples of another policy than the trained one (docs/importance_sampling.md): token_mask,
     negative_sequence_mask, divergence_mask=0.2, …, which may be repeated; none; or auto: negative_sequence_mask=0.05 for cispo,
     scalerl and sapo with max_lag or replay above 0, else none."""
     reference: str | None = None
     """The frozen reference, a model as for --model. Default: the weights that the run begins with; of a LoRA run the model under
     the adapter, which takes no memory."""
     filter: tuple[str, ...] = ()
-    """Which samples are trained on (`ludic parts filter`), or file.py:function, which is called with a sample. Several: those that
-    all keep."""
+    """Filter of the samples that are trained on (`ludic parts filter`), or file.py:function, which is called with a sample.
+    Several: those that all keep."""
     teacher: str | None = None
     """For algorithms that learn from a teacher (opd, grpo_opd, mopd): a model as for --model, or the URL of a vLLM server."""
     teacher_tokenizer: str | None = None
@@ -71,7 +71,7 @@ class AlgoSettings(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings(Section):
-    """How the weights are changed."""
+    """The updates of the weights."""
 
     steps: int = 30
     """Updates: optimizer steps."""
@@ -101,6 +101,6 @@ class EvalSettings(Section):
     eval_data: Path | None = may_change(None)
     """JSONL file (or hub:…, or file.py:function) of held-out samples, for envs that ask questions."""
     eval_temperature: float = may_change(0.6)
-    """Of sampling while evaluating; 0 is greedy."""
+    """Temperature of sampling while evaluating; 0 is greedy."""
 
     RANGES = ("eval_temperature in [0, inf)", "eval_episodes eval_pass_k in [1, inf)")

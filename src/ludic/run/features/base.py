@@ -50,7 +50,7 @@ class Feature:
     """Name of a feature without which this one cannot work -> why."""
 
     def is_on(self, config: RunConfig, parts: Parts) -> bool:
-        """Whether a run with these settings and objects has it."""
+        """True if a run with these settings and objects has it."""
         raise NotImplementedError(f"{type(self).__name__}.is_on")
 
     def shown(self, config: RunConfig) -> str:
@@ -153,13 +153,13 @@ class Engine(Feature):
     session: ClassVar[str]
     """module:Class of its `Session`, which is loaded when a run begins."""
     plays_here: bool = True
-    """Whether the process of the trainer plays the episodes."""
+    """The process of the trainer plays the episodes."""
     batches_behind: int = 0
     """Batches that samples may be behind the trained weights where max_lag is not given."""
     command: str = "train"
     """The command that resumes a run with it."""
     retries_a_divergence: bool = False
-    """Whether an update that diverged may succeed when the process is started again."""
+    """An update that diverged may succeed when the process is started again."""
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -169,11 +169,11 @@ class Engine(Feature):
         return config.rollouts.engine == self.engine
 
     def samples_on_servers(self, config: RunConfig) -> bool:
-        """Whether servers sample: the weights are in another process, one copy of them."""
+        """True if servers sample: the weights are in another process, one copy of them."""
         return False
 
     def corrects_lag(self, config: RunConfig) -> bool:
-        """Whether old samples may be masked by default."""
+        """True if old samples may be masked by default."""
         return True
 
     def filled(self, config: RunConfig, name: str, group_size: int) -> dict[str, Any]:

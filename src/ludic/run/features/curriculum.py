@@ -114,7 +114,7 @@ def _task(run: ResolvedRun, index: int, sample: Any) -> RolloutRequest:
 
 
 def _difficulty(name: str) -> Callable[[RolloutRequest], float]:
-    """By the user's function, or by a number in each sample (or in the env's arguments)."""
+    """The user's function, or a number in each sample (or in the env's arguments)."""
     if ":" in name:
         own: Callable[[RolloutRequest], float] = registry.curricula.spec(name).load()
         return own
@@ -134,7 +134,7 @@ def _number_in(name: str, request: RolloutRequest) -> float:
 
 
 def _values_of(algorithm: "RLAlgorithm", curriculum: str) -> Any:
-    """What an algorithm that tracks its prompts knows of them."""
+    """The tracker of an algorithm that tracks its prompts."""
     tracker = getattr(algorithm.credit_assigner, "tracker", None)
     if tracker is None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a run learns from a batch: the algorithm of the settings or the given one, with corrections, regularisers and mixtures."""
+"""Algorithms: the one of the settings or the given one, with corrections, regularisers and mixtures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLAYED = "played"
 
 
 def make_algorithm(run: ResolvedRun) -> RLAlgorithm:
-    """What is learned from a batch: from played episodes, of one env or several, and from recorded ones beside them."""
+    """The algorithm for played episodes, of one env or several, and for recorded ones among them."""
     from ludic.training.algorithms import Objective, mix_objectives
 
     objectives = {}

@@ -1,4 +1,4 @@
-"""What the episodes of a run are played with: envs, agents and protocol, the client that answers them, rewards, engines.
+"""Everything that the episodes of a run are played with: envs, agents and protocol, the client that answers them, rewards, engines.
 
 `ludic eval` and actors use it too, so it makes nothing that only a trainer needs.
 """
@@ -78,29 +78,29 @@ class EnvHolder(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeSetup:
-    """What episodes of an env with a policy need."""
+    """Everything that episodes of an env with a policy need."""
 
     env: EnvSettings
     factory: EnvFactory
     client: ChatClient
-    """What answers the agents."""
+    """Answers the agents."""
     make_protocol: Callable[[ChatClient], InteractionProtocol]
     """A new one, with new agents, for each episode."""
     max_steps: int
     player: str | None = None
     """Name of the model, a part of every request: the episodes of another model in the same file do not count."""
     rewards: Rewards | None = None
-    """What scores the episodes, beside the env."""
+    """Scores the episodes in addition to the env."""
     protocol: str = PROTOCOL
     """Name of its protocol in requests."""
     beside: tuple[EpisodeSetup, ...] = ()
-    """Of the other envs of the run: its engines play their episodes, too."""
+    """The other envs of the run: its engines play their episodes as well."""
     policies: Policies | None = None
-    """Which policy plays which role, for requests that say it."""
+    """The policies by role, for requests that say it."""
     with_prompt: Callable[[str], Callable[[ChatClient], InteractionProtocol]] | None = None
-    """From a system prompt to `make_protocol` with it, for requests that name one."""
+    """Returns `make_protocol` with a system prompt, for requests that name one."""
     pool: EnvHolder | None = None
-    """What holds the envs; None: this process."""
+    """Holds the envs; None: this process does."""
     closing: ExitStack = field(default_factory=ExitStack)
     """Ends what the episodes share, before the client is closed."""
     engines: dict[str, RolloutEngine] = field(default_factory=dict)
@@ -132,7 +132,7 @@ class EpisodeSetup:
         return self.engines[purpose]
 
     def _env_registry(self) -> dict[str, Callable[..., Any]]:
-        """What makes the envs: a pool, or a factory of this process where the registry has none."""
+        """The makers of the envs: a pool, or a factory of this process where the registry has none."""
         setups = (self, *self.beside)
         own = {s.env.id: s.factory.factory for s in setups if s.env.id not in registry.envs}
         return own | {s.env.id: s.pool.make for s in setups if s.pool is not None}
@@ -163,7 +163,7 @@ class EpisodeSetup:
         return self.client.max_sequences if isinstance(self.client, BatchingClient) else _CONCURRENCY
 
     def activity(self) -> str:
-        """What is being played now, for displays; empty when nothing is."""
+        """A line about the episodes that are being played, for displays; empty when there are none."""
         return "; ".join(
             f"{purpose} {progress}"
             for purpose, engine in self.engines.items()

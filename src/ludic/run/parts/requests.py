@@ -25,7 +25,7 @@ from ludic.types import InferenceSpec, ReturnSpec, Rollout, RolloutRequest, deri
 
 
 def train_inference(run: ResolvedRun) -> InferenceSpec:
-    """How the policy that is trained is sampled from."""
+    """The sampling of the policy that is trained."""
     algo = run.config.algo
     return InferenceSpec(
         sampling=run.sampling,

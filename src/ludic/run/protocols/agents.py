@@ -58,7 +58,7 @@ def gateway_agents() -> AgentKind[Any]:
 
 
 def is_agent_function(found: Any) -> bool:
-    """Whether a part that was named as an agent is one that makes model calls over HTTP, and not a class or a function that makes
+    """True if a part that was named as an agent is one that makes model calls over HTTP, and not a class or a function that makes
     Agents: those take a `client`."""
     if inspect.isclass(found) or not callable(found):
         return False
@@ -71,7 +71,7 @@ def is_agent_function(found: Any) -> bool:
 
 
 def uses_gateway(agent: AgentSettings, parts: Parts) -> bool:
-    """Whether the agent is a function or a command, which makes its model calls over HTTP."""
+    """True if the agent is a function or a command, which makes its model calls over HTTP."""
     if parts.protocol is not None:
         return False
     return agent.agent_command is not None or is_agent_function(named_agent(agent, parts))

@@ -67,7 +67,7 @@ def _seat_problems(
 
 
 _OFFERED = frozenset({"agent", "agents", "client", "model", "chat_template"})
-"""What a named protocol is called with, where it has such a parameter."""
+"""Arguments of a named protocol that has such parameters."""
 
 
 def _named_protocol(
@@ -128,7 +128,7 @@ def _parameters(factory: Callable[..., Any]) -> set[str]:
 
 
 def delegates_tasks(factory: Callable[..., Any]) -> bool:
-    """Whether its episodes have rollouts of sub-agents."""
+    """True if its episodes have rollouts of sub-agents."""
     return isinstance(factory, type) and issubclass(factory, DelegatingProtocol)
 
 
@@ -150,7 +150,7 @@ def _delegates(id: str, agent: AgentSettings, parts: Parts) -> dict[str, Delegat
 
 
 def _hands_calls_on(agent: Any) -> bool:
-    """Whether the agent leaves calls of external tools to its protocol."""
+    """True if the agent leaves calls of external tools to its protocol."""
     return isinstance(agent, type) and issubclass(agent, ToolAgent) and not issubclass(agent, CallAgent)
 
 

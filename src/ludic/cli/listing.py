@@ -16,12 +16,12 @@ from ludic.types.errors import how_to_install
 
 
 @dataclass(frozen=True)
-class NoArgs:
+class _NoArgs:
     """List the environments."""
 
 
 @dataclass(frozen=True)
-class PartsArgs:
+class _PartsArgs:
     """List the registered parts of one kind, or the metrics."""
 
     kind: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="KIND")]
@@ -29,7 +29,7 @@ class PartsArgs:
 
 
 @dataclass(frozen=True)
-class ExportArgs:
+class _ExportArgs:
     """Write a trained model in the format of Hugging Face. See docs/checkpoints.md."""
 
     run: tyro.conf.Positional[Path]
@@ -47,17 +47,17 @@ class ExportArgs:
 
 
 def envs(args: list[str]) -> int:
-    parse(NoArgs, args, prog="ludic envs")
+    parse(_NoArgs, args, prog="ludic envs")
     return _show("env")
 
 
 def parts(args: list[str]) -> int:
-    kind = parse(PartsArgs, args, prog="ludic parts").kind
+    kind = parse(_PartsArgs, args, prog="ludic parts").kind
     return _show_metrics() if kind == "metric" else _show(kind)
 
 
 def export(args: list[str]) -> int:
-    given = parse(ExportArgs, args, prog="ludic export")
+    given = parse(_ExportArgs, args, prog="ludic export")
     need_extras("train", "ludic export")
     from ludic.run.export import export_run
 

@@ -40,7 +40,7 @@ console = make_console(soft_wrap=False)
 
 
 @dataclass(frozen=True)
-class PlayArgs:
+class _PlayArgs:
     """Play an environment yourself, or watch it being played."""
 
     env: EnvId
@@ -68,7 +68,7 @@ class PlayArgs:
 
 
 def play(args: list[str]) -> int:
-    given = parse(PlayArgs, args, prog="ludic play")
+    given = parse(_PlayArgs, args, prog="ludic play")
     seed = random.randrange(2**31) if given.seed is None else given.seed
     made = make_env(given.env, dict(map(read_pair, given.set)), given.data, given.index)
     again = [f"--seed {seed}", *(f"--set {pair}" for pair in given.set)]

@@ -36,7 +36,7 @@ def export_run(
 ) -> list[str]:
     """Write the folder; returns the lines to print about it. `with_optimizer` keeps an adapter an adapter."""
     check_target(target)
-    folder = find_checkpoint(run, step)
+    folder = _find_checkpoint(run, step)
     is_adapter = (folder / ADAPTER_CONFIG).is_file()
     if adapter and not with_optimizer and not is_adapter:
         raise ConfigError(f"{folder} is no adapter: the run trained all weights. Leave --adapter out.")
@@ -48,7 +48,7 @@ def export_run(
     return [f"{target}: the weights of {folder}.", *_how_to_load(target)]
 
 
-def find_checkpoint(run: Path, step: int | None) -> Path:
+def _find_checkpoint(run: Path, step: int | None) -> Path:
     """The checkpoint of a run folder, or the one that the path itself is."""
     if step is None:
         folder = checkpoint_in(run)

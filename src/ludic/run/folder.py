@@ -60,7 +60,7 @@ def resume_point(run: ResolvedRun, *, resume: bool) -> ResumePoint:
         return ResumePoint()
     changed = differences(read_toml(RunConfig, folder / CONFIG), config)
     if not resume:
-        if has_begun(folder):
+        if _has_begun(folder):
             raise ConfigError(_why_not_again(run, changed))
         return ResumePoint()
     refused = [difference for difference in changed if not _may_change(difference, config)]
@@ -69,14 +69,14 @@ def resume_point(run: ResolvedRun, *, resume: bool) -> ResumePoint:
             f"{folder} is a run with other settings: {'; '.join(map(str, refused))}. `{how_to_resume(run)}` goes on "
             "with its own; give another --name to start a new run."
         )
-    checkpoint = newest_undamaged(folder)
+    checkpoint = _newest_undamaged(folder)
     step = _step_of(checkpoint)
     if step >= config.train.steps and not _lacks_evaluation(run, step):
         raise RunComplete(
             f"{folder} is complete: {step} of {config.train.steps} updates. To go on: {how_to_resume(run)} --steps {2 * step}"
         )
     return ResumePoint(
-        first_step=step, checkpoint=checkpoint, restarts=checkpoint is None and has_begun(folder), changed=changed
+        first_step=step, checkpoint=checkpoint, restarts=checkpoint is None and _has_begun(folder), changed=changed
     )
 
 
@@ -104,9 +104,9 @@ def _folder_problems(folder: Path, *, resume: bool) -> Iterator[str]:
         yield f"{folder} exists and is not the folder of a run. Choose another --name."
 
 
-def has_begun(folder: Path) -> bool:
+def _has_begun(folder: Path) -> bool:
     metrics = folder / METRICS
-    places = policy_folders(folder) or [folder]
+    places = _policy_folders(folder) or [folder]
     return (metrics.is_file() and metrics.stat().st_size > 0) or not all(_checkpoints(p).is_empty() for p in places)
 
 
@@ -207,18 +207,18 @@ def _checkpoints(folder: Path) -> "CheckpointManager":
 
 def require_one_policy(folder: Path) -> None:
     """ConfigError for the folder of a run with several policies, where one has to be named."""
-    if policies := policy_folders(folder):
+    if policies := _policy_folders(folder):
         raise ConfigError(f"{folder} has trained several policies; name one: {', '.join(map(str, policies))}.")
 
 
-def policy_folders(folder: Path) -> list[Path]:
+def _policy_folders(folder: Path) -> list[Path]:
     """The folders of the policies of a run that trains several; empty for others."""
     return sorted(path.parent for path in (folder / POLICIES).glob(f"*/{CONFIG}"))
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest by name and size; its content is not read. Of several policies the newest that all have, as the first has it."""
-    policies = policy_folders(folder)
+    policies = _policy_folders(folder)
     if not policies:
         return _checkpoints(folder).latest()
     steps = _common_steps(policies)
@@ -230,10 +230,10 @@ def _common_steps(policies: list[Path]) -> list[int]:
     return sorted(set.intersection(*(set(_checkpoints(policy).steps()) for policy in policies)), reverse=True)
 
 
-def newest_undamaged(folder: Path) -> Path | None:
+def _newest_undamaged(folder: Path) -> Path | None:
     """The checkpoint to go on from, with a warning for each newer one that is damaged; None if none was ever saved. Of several
     policies that of the first; the others have one of the same step."""
-    policies = policy_folders(folder)
+    policies = _policy_folders(folder)
     if policies:
         return _newest_of_all(policies)
     checkpoints = _checkpoints(folder)
@@ -266,7 +266,7 @@ def _newest_of_all(policies: list[Path]) -> Path | None:
 
 def saved_step(folder: Path) -> int:
     """Updates in the newest undamaged checkpoint."""
-    return _step_of(newest_undamaged(folder))
+    return _step_of(_newest_undamaged(folder))
 
 
 def _step_of(checkpoint: Path | None) -> int:

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NamedEnv:
+class _NamedEnv:
     """One of several envs of a run."""
 
     name: str
@@ -65,7 +65,7 @@ class ResolvedRun:
     eval_sampling: SamplingParams
     trainer: TrainerConfig
     checkpoint: CheckpointConfig
-    envs: tuple[NamedEnv, ...] = ()
+    envs: tuple[_NamedEnv, ...] = ()
     """Empty for a run with one env."""
     policies: tuple[NamedPolicy, ...] = ()
     """Empty for a run with one policy."""
@@ -162,7 +162,8 @@ def _resolve_several(config: RunConfig, parts: Parts) -> ResolvedRun:
     alone = replace(config, envs=(), recorded=(), run=replace(config.run, name=name))
     total = sum(entry.weight for entry in config.envs)
     envs = tuple(
-        NamedEnv(name=entry.label, share=entry.weight / total, run=_alone(alone, entry, parts)) for entry in config.envs
+        _NamedEnv(name=entry.label, share=entry.weight / total, run=_alone(alone, entry, parts))
+        for entry in config.envs
     )
     first, max_steps = envs[0].run, max(env.run.max_steps for env in envs)
     longest = max(env.run.sampling.max_tokens for env in envs)

@@ -276,7 +276,7 @@ class Difference:
     now: Any
 
     def __str__(self) -> str:
-        there, now = ("not set" if value is None else toml_value(value) for value in (self.before, self.now))
+        there, now = ("not set" if value is None else _toml_value(value) for value in (self.before, self.now))
         return f"{self.name}: {there} there, {now} now"
 
 
@@ -374,21 +374,21 @@ def converted(value: Any, kind: Any, where: str) -> Any:
     try:
         return msgspec.convert(value, kind, dec_hook=lambda wanted, given: wanted(given))
     except (msgspec.ValidationError, TypeError):
-        raise ConfigError(f"{where} = {value!r}: expected {kind_name(kind)}.") from None
+        raise ConfigError(f"{where} = {value!r}: expected {_kind_name(kind)}.") from None
 
 
-def kind_name(kind: Any) -> str:
+def _kind_name(kind: Any) -> str:
     """A type in words."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(kind_name(member) for member in inner if member is not type(None))
+        return " or ".join(_kind_name(member) for member in inner if member is not type(None))
     if origin is Literal:
         return f"one of {', '.join(map(repr, inner))}"
     if origin is tuple:
-        return f"a list, each {kind_name(inner[0])}"
+        return f"a list, each {_kind_name(inner[0])}"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path, as text"}
     if origin is dict:
-        return "a table" if inner[1] is Any else f"a table whose values are {kind_name(inner[1])}"
+        return "a table" if inner[1] is Any else f"a table whose values are {_kind_name(inner[1])}"
     return names[kind]
 
 
@@ -400,7 +400,7 @@ def to_toml(config: Any) -> str:
         if setting.is_section and setting.entry is None:
             pairs = setting.value_in(config).items()
             lines += (
-                ["", f"[{setting.name}]", *(f"{_toml_key(k)} = {toml_value(v)}" for k, v in pairs)] if pairs else []
+                ["", f"[{setting.name}]", *(f"{_toml_key(k)} = {_toml_value(v)}" for k, v in pairs)] if pairs else []
             )
             section = ""
             continue
@@ -409,7 +409,7 @@ def to_toml(config: Any) -> str:
             named = found.items() if setting.has_names else [("", each) for each in found]
             for name, each in named:
                 head = f"[{setting.name}.{_toml_key(name)}]" if setting.has_names else f"[[{setting.name}]]"
-                lines += ["", head, *(f"{k} = {toml_value(v)}" for k, v in _stated(each).items())]
+                lines += ["", head, *(f"{k} = {_toml_value(v)}" for k, v in _stated(each).items())]
             section = ""
             continue
         if setting.section != section:
@@ -418,7 +418,7 @@ def to_toml(config: Any) -> str:
             lines.append(f"[{section}]")
         value = setting.value_in(config)
         if value is not None and value != {}:
-            lines.append(f"{setting.name} = {toml_value(value)}")
+            lines.append(f"{setting.name} = {_toml_value(value)}")
     return "\n".join(lines) + "\n"
 
 
@@ -427,17 +427,17 @@ def _stated(entry: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(entry).items() if value is not None and value != {} and value != ()}
 
 
-def toml_value(value: Any) -> str:
+def _toml_value(value: Any) -> str:
     if dataclasses.is_dataclass(value):
-        return toml_value(_stated(value))
+        return _toml_value(_stated(value))
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):
         return repr(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_toml_key(str(key))} = {toml_value(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{_toml_key(str(key))} = {_toml_value(one)}" for key, one in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(toml_value, value)) + "]"
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
     return _toml_text(str(value))
 
 

@@ -94,7 +94,7 @@ class MeasureSettings:
                 "above 0, or --samples 1."
             )
         for flag, text in (("--pass-k", self.pass_k), ("--majority-k", self.majority_k)):
-            for k in read_ks(flag, text) or ():
+            for k in _read_ks(flag, text) or ():
                 if not 1 <= k <= self.samples:
                     have = f"there are --samples {self.samples} per task"
                     raise ConfigError(
@@ -104,12 +104,12 @@ class MeasureSettings:
     def grading(self, full_reward: float | None) -> Grading:
         return Grading(
             success_reward=full_reward if self.success_reward is None else self.success_reward,
-            pass_k=read_ks("--pass-k", self.pass_k),
-            majority_k=read_ks("--majority-k", self.majority_k),
+            pass_k=_read_ks("--pass-k", self.pass_k),
+            majority_k=_read_ks("--majority-k", self.majority_k),
         )
 
 
-def read_ks(flag: str, text: str | None) -> list[int] | None:
+def _read_ks(flag: str, text: str | None) -> list[int] | None:
     """`1,4` as numbers."""
     if text is None:
         return None
@@ -120,7 +120,7 @@ def read_ks(flag: str, text: str | None) -> list[int] | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputSettings:
+class _OutputSettings:
     """Files of the evaluation."""
 
     name: str | None = None
@@ -141,7 +141,7 @@ class EvalConfig:
     agent: AgentSettings = field(default_factory=AgentSettings)
     reward: RewardSettings = field(default_factory=RewardSettings)
     measure: MeasureSettings = field(default_factory=MeasureSettings)
-    output: OutputSettings = field(default_factory=OutputSettings)
+    output: _OutputSettings = field(default_factory=_OutputSettings)
 
 
 MAY_CHANGE_ON_RESUME = frozenset(

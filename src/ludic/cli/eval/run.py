@@ -59,7 +59,7 @@ USUAL = (
 
 
 @dataclass(frozen=True)
-class EvalArgs:
+class _EvalArgs:
     """The command."""
 
     target: Target
@@ -77,7 +77,7 @@ def evaluate(args: list[str]) -> int:
     return _compare(resolve(config, found), found, resume=command.resume)
 
 
-def read_command(args: list[str]) -> tuple[EvalArgs, EvalConfig]:
+def read_command(args: list[str]) -> tuple[_EvalArgs, EvalConfig]:
     """The arguments, and the settings: flags over the settings of the run that the target names, over the defaults."""
     command, config = _parse(args, EvalConfig())
     folder = Path(command.target)
@@ -93,8 +93,8 @@ def read_command(args: list[str]) -> tuple[EvalArgs, EvalConfig]:
     return command, replace(config, policy=replace(config.policy, model=model))
 
 
-def _parse(args: list[str], default: EvalConfig) -> tuple[EvalArgs, EvalConfig]:
-    return parse_with_settings(EvalArgs, default, args, prog="ludic eval", description=DESCRIPTION, usual=USUAL)
+def _parse(args: list[str], default: EvalConfig) -> tuple[_EvalArgs, EvalConfig]:
+    return parse_with_settings(_EvalArgs, default, args, prog="ludic eval", description=DESCRIPTION, usual=USUAL)
 
 
 def _compare(config: EvalConfig, found: EnvFactory, *, resume: bool) -> int:

@@ -34,7 +34,7 @@ _OPEN_END = 2**31
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings(Section):
+class _RunSettings(Section):
     """The run's folder, and what shows its progress."""
 
     name: str | None = may_change(None)
@@ -73,9 +73,9 @@ class RunConfig:
     train: TrainSettings = field(default_factory=TrainSettings)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     eval: EvalSettings = field(default_factory=EvalSettings)
-    plugins: Sections = field(default_factory=lambda: usual_sections())
+    plugins: Sections = field(default_factory=lambda: _usual_sections())
     """The sections of features that plug-ins add, such as [pipeline]."""
-    run: RunSettings = field(default_factory=RunSettings)
+    run: _RunSettings = field(default_factory=_RunSettings)
     league: LeagueSettings = field(default_factory=LeagueSettings)
     replay: ReplaySettings = field(default_factory=ReplaySettings)
     teachers: dict[str, str] = field(default_factory=dict)
@@ -163,6 +163,6 @@ class RunConfig:
         return added_sections()
 
 
-def usual_sections() -> Sections:
+def _usual_sections() -> Sections:
     """The sections of plug-ins with their defaults."""
     return Sections({name: made() for name, made in added_sections().items() if made is not None})

@@ -66,7 +66,7 @@ _CONCURRENCY = 64
 """Episodes at a time with servers, where the settings do not say."""
 
 
-class EnvHolder(Protocol):
+class _EnvHolder(Protocol):
     """Pools of envs in other processes."""
 
     async def make(self, **arguments: Any) -> Any:
@@ -99,7 +99,7 @@ class EpisodeSetup:
     """The policies by role, for requests that say it."""
     with_prompt: Callable[[str], Callable[[ChatClient], InteractionProtocol]] | None = None
     """Returns `make_protocol` with a system prompt, for requests that name one."""
-    pool: EnvHolder | None = None
+    pool: _EnvHolder | None = None
     """Holds the envs; None: this process does."""
     closing: ExitStack = field(default_factory=ExitStack)
     """Ends what the episodes share, before the client is closed."""
@@ -210,11 +210,11 @@ def make_episode_setup(
     )
 
 
-def make_pool(env: EnvSettings, factory: EnvFactory) -> EnvHolder | None:
+def make_pool(env: EnvSettings, factory: EnvFactory) -> _EnvHolder | None:
     """For envs in other processes; None if the settings have none."""
     if env.env_server is None and not env.env_workers:
         return None
-    made: EnvHolder = plugged("env_workers", f"env_workers = {env.env_workers}").pool(env, factory)
+    made: _EnvHolder = plugged("env_workers", f"env_workers = {env.env_workers}").pool(env, factory)
     return made
 
 

@@ -73,11 +73,11 @@ def seated_requests(run: ResolvedRun, setup: EpisodeSetup, seatings: Sequence[Ma
     assert setup.policies is not None, "the setup has the policies that the seatings name"
     requests = train_requests(run, setup)
     if train_samples(run) is None and train_stream(run) is None:  # roles are drawn by a request's seed, so it needs one
-        requests = SeededRequests(run, setup)
+        requests = _SeededRequests(run, setup)
     return AssignedRequests(requests, seatings, setup.policies, seed=run.seed, always=run.trained_names)
 
 
-class SeededRequests:
+class _SeededRequests:
     """The tasks of one update, each with the next seed."""
 
     def __init__(self, run: ResolvedRun, setup: EpisodeSetup) -> None:

@@ -86,16 +86,11 @@ def outside_agent(agent: AgentSettings, parts: Parts) -> NamedAgent | None:
     """The agent that makes its model calls over HTTP; None if it is one of ludic.agents."""
     if not uses_gateway(agent, parts):
         return None
-    own = (
-        f"protocol = {agent.protocol!r}"
-        if agent.protocol is not None
-        else "--tools"
-        if agent.tools or parts.tools
-        else ""
-    )
+    own = "--tools are" if agent.tools or parts.tools else ""
+    own = own if agent.protocol is None else f"protocol = {agent.protocol!r} is"
     if own:
         raise ConfigError(
-            f"{own} works with agents of ludic.agents; an agent that is a function or a command runs its own turns and tools. "
+            f"{own} for agents of ludic.agents; an agent that is a function or a command runs its own turns and tools. "
             "Leave one out."
         )
     return gateway_agents().make(agent, named_agent(agent, parts))

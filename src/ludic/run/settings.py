@@ -317,11 +317,11 @@ def from_table(cls: type[T], content: Mapping[str, Any], where: str) -> T:
             raise ConfigError(f"{where}: {_unknown(section, None, by_section)}")
         for name, value in table.items():
             old = retired_of(cls).get(name)
-            is_retired = old is not None and section == old.section
-            if is_retired and value == old.off:
+            if old is not None and section == old.section:
+                refuse([f"{where}: {old.reason}"] if value != old.off else [])
                 continue
             if name not in by_section[section]:
-                raise ConfigError(f"{where}: {old.reason if is_retired else _unknown(name, section, by_section)}")
+                raise ConfigError(f"{where}: {_unknown(name, section, by_section)}")
             values[name] = converted(value, by_section[section][name].kind, f"{where}: {name}")
     check_numbers(values, f"{where}: ")
     return with_values(cls(), values)

@@ -6,13 +6,11 @@ Policies with adapters on the same base share its weights; each policy that trai
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from itertools import cycle
 from typing import Any
 
 from ludic.agents import Agent
 from ludic.batch_gen import SharedRollouts
-from ludic.batch_gen.requests.roles import assign_roles
-from ludic.eval import Grading, PolicyEvaluator, SnapshotEvaluator
+from ludic.eval import SnapshotEvaluator
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot, League
 from ludic.interaction import Policies
@@ -31,8 +29,7 @@ from ludic.run.model import (
 )
 from ludic.run.parts.algorithm import make_algorithm
 from ludic.run.parts.episodes import EpisodeSetup, make_episode_setup
-from ludic.run.parts.requests import eval_requests, request_strategy, seated_requests
-from ludic.run.parts.samples import env_arguments, eval_samples
+from ludic.run.parts.requests import make_evaluator, request_strategy, seated_requests
 from ludic.run.policies import league_seatings, past
 from ludic.run.protocols.agents import agent_factory
 from ludic.run.resolve import NamedPolicy, ResolvedRun
@@ -95,19 +92,7 @@ class SeveralPolicies(Session):
         if run.trainer.eval_in_background:
             copies = {policy.name: self._snapshot(policy.name) for policy in run.policies if not policy.is_frozen}
             setup, snapshots = replace(setup, policies=self._seated_policies(copies)), Snapshots(*copies.values())
-        tasks = zip(eval_requests(run, setup), cycle(run.seatings))
-        requests = [assign_roles(request, seating) for request, seating in tasks]
-        samples = eval_samples(run)
-        env = run.env.make(env_arguments(run.config.env, None if samples is None else samples[0]))
-        limit = run.config.rollouts.max_failed_share
-        evaluator = PolicyEvaluator(
-            setup.engine(seed=run.seed, max_failed_share=limit, max_unscored_share=limit, purpose="evaluating"),
-            requests_fn=lambda: requests,
-            max_steps=run.max_steps,
-            timeout_s=run.trainer.eval_timeout_s,
-            concurrency=run.trainer.eval_concurrency or setup.concurrency,
-            grading=Grading(success_reward=env.full_reward),
-        )
+        evaluator = make_evaluator(run, setup)
         return SnapshotEvaluator(evaluator, snapshots) if run.trainer.eval_in_background else evaluator
 
     def _snapshot(self, name: str) -> EngineSnapshot:

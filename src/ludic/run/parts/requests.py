@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from statistics import fmean
 from typing import Any
 
@@ -14,9 +15,9 @@ from ludic.batch_gen import (
     make_dataset_sequence_requests_fn,
 )
 from ludic.batch_gen.requests.dataset import RequestBuilder
-from ludic.batch_gen.requests.roles import AssignedRequests
+from ludic.batch_gen.requests.roles import AssignedRequests, assign_roles
 from ludic.batch_gen.requests.streams import SampleStream, StreamRequests
-from ludic.eval import EngineEvaluator, Grading
+from ludic.eval import EngineEvaluator, Grading, PolicyEvaluator
 from ludic.run.parts.episodes import EpisodeSetup
 from ludic.run.parts.samples import env_arguments, eval_samples, train_samples, train_stream
 from ludic.run.resolve import ResolvedRun
@@ -120,10 +121,11 @@ def fixed_requests(
 
 
 def eval_requests(run: ResolvedRun, setup: EpisodeSetup) -> list[RolloutRequest]:
-    """The tasks of an evaluation, the same at every one."""
+    """The tasks of an evaluation, the same at every one; those of several policies with their seats in turn."""
     inference, settings = InferenceSpec(sampling=run.eval_sampling, return_=ReturnSpec.for_eval()), run.config.eval
     requests = fixed_requests(setup, settings.eval_episodes, inference, samples=eval_samples(run), seed=run.seed)
-    return [replace(request, num_episodes=settings.eval_pass_k) for request in requests]
+    requests = [replace(request, num_episodes=settings.eval_pass_k) for request in requests]
+    return [assign_roles(*task) for task in zip(requests, cycle(run.seatings))] if run.seatings else requests
 
 
 async def play(run: ResolvedRun, setup: EpisodeSetup) -> list[Rollout]:
@@ -152,10 +154,11 @@ class EnvsEvaluator:
 
 
 def make_evaluator(run: ResolvedRun, setup: EpisodeSetup) -> EngineEvaluator:
+    """Evaluates one env; several policies by policy and by role."""
     samples, requests = eval_samples(run), eval_requests(run, setup)
     env = run.env.make(env_arguments(run.config.env, None if samples is None else samples[0]))
     limit = run.config.rollouts.max_failed_share
-    return EngineEvaluator(
+    return (PolicyEvaluator if run.policies else EngineEvaluator)(
         setup.engine(seed=run.seed, max_failed_share=limit, max_unscored_share=limit, purpose="evaluating"),
         requests_fn=lambda: requests,
         max_steps=run.max_steps,

@@ -4,9 +4,9 @@
 config/ (settings), given.py (the env, and parts as objects), resolve.py (every default filled in) and checks.py. features/ has what
 a run may have beyond the plain loop, each declared in one place. session.py is what a run consists of once weights are loaded:
 samples, evaluation, the loop; several.py is the same for several policies, whose settings and seats are in policies.py; other
-engines are plug-ins. parts/ makes episodes, requests, the algorithm and loggers, protocols/ agents and protocols. sources.py is the
-batch source, teachers.py what scores samples. model.py loads weights and serves them, folder.py is the run folder, names.py the
-names of its files, settings.py reads and writes TOML; dry_run.py and export.py are `--dry-run` and `ludic export`.
+engines are plug-ins. parts/ makes episodes, requests, the batch source, the algorithm and loggers, protocols/ agents and protocols.
+model.py loads weights and serves them, folder.py is the run folder, names.py the names of its files, settings.py reads and writes
+TOML; dry_run.py and export.py are `--dry-run` and `ludic export`.
 """
 
 from typing import TYPE_CHECKING

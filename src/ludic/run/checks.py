@@ -2,11 +2,16 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ludic import registry
+from ludic.run.config.model import is_served
 from ludic.run.config.run_config import RunConfig
 from ludic.run.given import Parts
+
+if TYPE_CHECKING:
+    from ludic.run.resolve import ResolvedRun
+    from ludic.training import RLAlgorithm
 
 
 def task_problems(config: RunConfig, group_size: int) -> Iterator[str]:
@@ -99,3 +104,48 @@ def number_problems(config: RunConfig, group_size: int) -> Iterator[str]:
     schedule = config.trainer.lr_schedule
     if schedule is not None and schedule.kind != "constant" and schedule.warmup_steps >= config.train.steps:
         yield (f"warmup_steps = {schedule.warmup_steps} leaves none of the {config.train.steps} steps after it.")
+
+
+def teacher_problems(run: "ResolvedRun", algorithm: "RLAlgorithm") -> Iterator[str]:
+    """A teacher that the algorithm does not need, or lacks, or that cannot answer what the loss needs."""
+    settings, asks = run.config.algo, algorithm.needs_teacher_logps or algorithm.loss.needs.teacher_kl is not None
+    teachers, served = run.config.all_teachers, [each for each in run.config.all_teachers if is_served(each)]
+    if asks and not teachers:
+        yield (
+            f"algo = {settings.algo!r} learns from a teacher: give --teacher, a model as for --model or the URL of a vLLM server."
+        )
+    if teachers and not asks:
+        yield (
+            f"teacher = {' and '.join(map(repr, teachers))}, but algo = {settings.algo!r} learns from rewards alone. Take opd, "
+            "grpo_opd or mopd."
+        )
+    if run.config.teachers and algorithm.loss.needs.teacher_kl is not None:
+        yield (
+            "[teachers] score tokens, but algo_set kl compares whole distributions with one teacher. Give --teacher, or kl=sampled."
+        )
+    if served and algorithm.loss.needs.teacher_kl is not None:
+        yield (
+            f"{served[0]} scores tokens, but algo_set kl compares whole distributions, which takes a teacher in this "
+            "process. Give a model instead of a URL, or kl=sampled."
+        )
+    if served and run.sampling.temperature != 1:
+        yield (
+            f"{served[0]} is a vLLM server, which scores tokens at temperature 1, but temperature = "
+            f"{run.sampling.temperature:g}. Give --temperature 1, or a model instead of a URL."
+        )
+    yield from _domain_problems(run)
+
+
+def _domain_problems(run: "ResolvedRun") -> Iterator[str]:
+    """Envs of several without a teacher; stored rollouts say their domains themselves."""
+    teachers, domains, config = run.config.teachers, [env.name for env in run.envs], run.config
+    if not teachers or config.rollouts.rollouts:
+        return
+    if not domains:
+        yield ("[teachers] has a teacher for each entry of [[envs]], by its name; for one env give --teacher.")
+    if missing := [name for name in domains if name not in teachers]:
+        yield (f"[teachers] has none for {', '.join(missing)}, an entry of [[envs]]. Give each one a teacher.")
+    if unused := [name for name in teachers if name not in domains and not config.recorded]:
+        yield (
+            f"[teachers] has one for {', '.join(unused)}, but the entries of [[envs]] are {', '.join(domains)}. Take their names."
+        )

@@ -8,6 +8,7 @@ import torch
 from ludic.models import SMOLLM2, TINY
 from ludic.models.kinds import auto_class
 from ludic.models.loading import make_tiny, require_model
+from ludic.run.checks import teacher_problems
 from ludic.run.config.model import ModelSettings
 from ludic.run.features.core import features_on
 from ludic.run.folder import ResumePoint
@@ -24,13 +25,12 @@ from ludic.run.model import (
 from ludic.run.parts.algorithm import make_algorithm
 from ludic.run.parts.episodes import check_protocol
 from ludic.run.parts.samples import eval_samples, first_env, train_samples, train_stream
+from ludic.run.parts.source import check_source
 from ludic.run.protocols.agents import outside_agent
 from ludic.run.resolve import MASKED_WHEN_OLD, NEGATIVE_MASK, ResolvedRun
 from ludic.run.session import check_preferences
 from ludic.run.settings import refuse
 from ludic.run.several import SeveralPolicies
-from ludic.run.sources import check_source
-from ludic.run.teachers import teacher_problems
 
 _SMOLLM2_PARAMETERS = 134_515_008
 

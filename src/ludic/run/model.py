@@ -5,6 +5,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any
 
 import torch
 
+from ludic.batch_gen import DomainTeachers, Teachers
 from ludic.distributed import SharedWeightsPublisher
-from ludic.inference import ChatTemplate, HFChatTemplate
+from ludic.inference import ChatTemplate, HFChatTemplate, LocalTeacher
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot
 from ludic.inference.templates.renderers import renderers_template
@@ -34,17 +36,18 @@ from ludic.models.lora import adapted_layers, not_adaptable
 from ludic.run.config.entries import PolicyEntry
 from ludic.run.config.model import ModelSettings, is_served
 from ludic.run.config.run_config import RunConfig
+from ludic.run.features.base import plugged
 from ludic.run.folder import require_one_policy
 from ludic.run.given import Parts
 from ludic.run.names import CHECKPOINTS, CONFIG, METRICS
 from ludic.run.protocols.agents import uses_gateway
-from ludic.run.resolve import default_name
+from ludic.run.resolve import ResolvedRun, default_name
 from ludic.run.settings import read_toml, with_values
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
 from ludic.training.checkpoint.manifest import MANIFEST, CheckpointError, problem_with
 from ludic.training.checkpoint.model_files import ADAPTER_CONFIG, read_weights
 from ludic.training.checkpoint.state_files import STATE_FILE
-from ludic.types import ChatClient, ConfigError, MissingExtra, PolicyPublisher
+from ludic.types import ChatClient, ConfigError, MissingExtra, PolicyPublisher, TeacherScorer, shown_url
 
 # --- weights ---------------------------------------------------------------------------------------------------
 
@@ -417,3 +420,32 @@ def serve_locally(
         close=engine.close,
         model=loaded.name,
     )
+
+
+# --- teachers ---
+
+
+def load_teacher(run: ResolvedRun, teacher: str) -> LoadedModel:
+    """A teacher as a frozen model in this process."""
+    model = run.config.model
+    loaded = load_policy(ModelSettings(model=teacher, device=model.device, dtype=model.dtype))
+    return replace(loaded, model=loaded.model.eval().requires_grad_(False))
+
+
+def make_teachers(run: ResolvedRun, stack: ExitStack) -> TeacherScorer | Teachers:
+    """The scorer of the samples: the only teacher, or that of each domain. Domains with the same model share it."""
+    made = {teacher: _teacher_scorer(run, teacher, stack) for teacher in dict.fromkeys(run.config.all_teachers)}
+    if not run.config.teachers:
+        return made[run.config.all_teachers[0]]
+    return DomainTeachers({domain: made[teacher] for domain, teacher in run.config.teachers.items()})
+
+
+def _teacher_scorer(run: ResolvedRun, teacher: str, stack: ExitStack) -> TeacherScorer:
+    """Scores tokens with the teacher: an engine in this process, or a vLLM server; closed with the stack."""
+    if is_served(teacher):
+        made: TeacherScorer = plugged("vllm", f"teacher = {shown_url(teacher)!r}").served_teacher(run, teacher, stack)
+        return made
+    longest = run.trainer.max_seq_len
+    engine = local_engine(load_teacher(run, teacher), max_length=longest, kv_tokens=longest)  # scoring needs no cache
+    stack.callback(engine.close)
+    return LocalTeacher(engine)

@@ -15,23 +15,22 @@ from ludic.eval import EvalReport, SnapshotEvaluator
 from ludic.inference import ByteTemplate, ChatTemplate
 from ludic.inference.local import LocalEngine
 from ludic.models.loading import LoadedModel
-from ludic.run.checks import PREFERENCE_ALGORITHMS
+from ludic.run.checks import PREFERENCE_ALGORITHMS, teacher_problems
 from ludic.run.config.env_and_agent import AgentSettings
 from ludic.run.features.base import Around
 from ludic.run.features.core import features_on
 from ludic.run.features.league import make_league, with_league
 from ludic.run.folder import ResumePoint, rollouts_file
-from ludic.run.model import ServedPolicy, load_policy, load_reference, make_template, serve_locally
+from ludic.run.model import ServedPolicy, load_policy, load_reference, load_teacher, make_template, serve_locally
 from ludic.run.names import TRAINED
 from ludic.run.parts.algorithm import make_algorithm
 from ludic.run.parts.episodes import EpisodeSetup, check_protocol, make_episode_setup
 from ludic.run.parts.requests import EnvsEvaluator, make_evaluator, play
 from ludic.run.parts.samples import first_env
+from ludic.run.parts.source import check_source, make_source
 from ludic.run.protocols.agents import outside_agent
 from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import refuse
-from ludic.run.sources import check_source, make_source
-from ludic.run.teachers import load_teacher, teacher_problems
 from ludic.training import RLAlgorithm, Trainer
 from ludic.training.critic.critic import CriticKind
 from ludic.training.learner.stop import StopSignal

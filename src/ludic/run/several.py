@@ -30,11 +30,11 @@ from ludic.run.model import (
 from ludic.run.parts.algorithm import make_algorithm
 from ludic.run.parts.episodes import EpisodeSetup, make_episode_setup
 from ludic.run.parts.requests import make_evaluator, request_strategy, seated_requests
+from ludic.run.parts.source import check_source, make_filter
 from ludic.run.policies import league_seatings, past
 from ludic.run.protocols.agents import agent_factory
 from ludic.run.resolve import NamedPolicy, ResolvedRun
 from ludic.run.session import Session, TrainedPolicy
-from ludic.run.sources import check_source, make_filter
 from ludic.training.checkpoint.model_files import read_weights
 from ludic.types import ChatClient, Evaluator, TakesSnapshots, derive_seed
 

@@ -21,10 +21,10 @@ from ludic.run.model import dtype_of, load_policy, make_template, serve_locally
 from ludic.run.parts.algorithm import make_algorithm
 from ludic.run.parts.episodes import EpisodeSetup, make_episode_setup
 from ludic.run.parts.requests import fixed_requests, train_requests
+from ludic.run.parts.source import make_source
 from ludic.run.protocols.agents import agent_factory
 from ludic.run.resolve import ResolvedRun, resolve
 from ludic.run.settings import with_values
-from ludic.run.sources import make_source
 from ludic.tasks import long_lived_objects_exempt
 from ludic.training.losses import ActionTokens, BatchFacts, Loss, ObservedTokens
 from ludic.types import ConfigError, InferenceSpec, ReturnSpec, SamplingParams, load_rollouts

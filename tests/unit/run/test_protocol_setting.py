@@ -16,10 +16,10 @@ from ludic.run.config.run_config import RunConfig
 from ludic.run.given import Parts, env_factory
 from ludic.run.parts.algorithm import make_algorithm
 from ludic.run.parts.episodes import make_episode_setup
+from ludic.run.parts.source import make_source
 from ludic.run.protocols.factory import protocol_factory
 from ludic.run.resolve import resolve
 from ludic.run.settings import read_toml, with_values
-from ludic.run.sources import make_source
 from ludic.types import InferenceSpec, load_rollouts
 from tests.unit.cli.train_parts import AGENT, CASES, RUN, SMALL, command_in
 from tests.unit.run.test_parts_as_objects import Letter

@@ -10,8 +10,8 @@ from ludic.batch_gen import DomainTeachers
 from ludic.models.loading import character_tokenizer, tiny_llama
 from ludic.run import build
 from ludic.run.config.run_config import RunConfig
+from ludic.run.model import make_teachers
 from ludic.run.settings import read_toml
-from ludic.run.teachers import make_teachers
 from ludic.training.loggers import read_metrics
 from ludic.types import SampleOrigin, SAWItem
 from tests.unit.cli.train_parts import CASES, RUN, SMALL, command_in

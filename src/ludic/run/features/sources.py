@@ -147,7 +147,7 @@ class Teacher(Feature):
     def wrap(self, run: ResolvedRun, source: BatchSource, around: Around) -> BatchSource:
         if around.algorithm.loss.needs.teacher_kl is not None:
             return source
-        from ludic.run.teachers import make_teachers  # loads torch
+        from ludic.run.model import make_teachers  # loads torch
 
         teachers, fingerprint = make_teachers(run, around.closing), tokenizer_fingerprint(around.tokenizer)
         return TeacherAnnotatedBatchSource(source, teachers, tokenizer_fingerprint=fingerprint)

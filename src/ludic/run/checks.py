@@ -46,7 +46,7 @@ def logger_problems(names: Sequence[str]) -> Iterator[str]:
         except TypeError as error:
             if not is_ours(made):
                 offered = ", ".join(OFFERED_TO_LOGGERS)
-                yield (f"logger = {name!r}: {error}. A run gives {offered}; the others need a default.")
+                yield f"logger = {name!r}: {error}. A run gives {offered}; the others need a default."
 
 
 def is_ours(part: Callable[..., Any]) -> bool:
@@ -60,14 +60,10 @@ def stored_problems(config: RunConfig, parts: Parts) -> Iterator[str]:
     """An algorithm and data that do not go together."""
     algo, preferences, stored = config.algo.algo, config.rollouts.preferences, config.stored
     if parts.algorithm is None and algo in PREFERENCE_ALGORITHMS and preferences is None:
-        yield (
-            f"algo = {algo!r} learns from stored preferences; give --preferences FILE.jsonl (docs/algorithms/dpo.md)."
-        )
+        yield f"algo = {algo!r} learns from stored preferences; give --preferences FILE.jsonl (docs/algorithms/dpo.md)."
     if parts.algorithm is None and algo == "sft" and stored is None and not config.rollouts.rollouts:
         if parts.samples is not None:
-            yield (
-                "algo = 'sft' reads its answers from a file; write the samples of data= to one: data=\"FILE.jsonl\"."
-            )
+            yield "algo = 'sft' reads its answers from a file; write the samples of data= to one: data=\"FILE.jsonl\"."
         yield (
             "algo = 'sft' imitates what is recorded, but a run plays: give --data FILE.jsonl with questions and answers, or "
             "--rollouts FILE.jsonl."
@@ -75,7 +71,7 @@ def stored_problems(config: RunConfig, parts: Parts) -> Iterator[str]:
     if stored is None:
         return
     if preferences and parts.algorithm is None and ":" not in algo and algo not in PREFERENCE_ALGORITHMS:
-        yield (f"preferences = {preferences} is for {', '.join(PREFERENCE_ALGORITHMS)}, but algo = {algo!r}.")
+        yield f"preferences = {preferences} is for {', '.join(PREFERENCE_ALGORITHMS)}, but algo = {algo!r}."
     if config.is_evaluated and not config.env.id:
         yield "An evaluation plays an env: name one as TARGET, or leave eval_every and eval_at_start out."
 
@@ -103,7 +99,7 @@ def number_problems(config: RunConfig, group_size: int) -> Iterator[str]:
         )
     schedule = config.trainer.lr_schedule
     if schedule is not None and schedule.kind != "constant" and schedule.warmup_steps >= config.train.steps:
-        yield (f"warmup_steps = {schedule.warmup_steps} leaves none of the {config.train.steps} steps after it.")
+        yield f"warmup_steps = {schedule.warmup_steps} leaves none of the {config.train.steps} steps after it."
 
 
 def teacher_problems(run: "ResolvedRun", algorithm: "RLAlgorithm") -> Iterator[str]:
@@ -142,9 +138,9 @@ def _domain_problems(run: "ResolvedRun") -> Iterator[str]:
     if not teachers or config.rollouts.rollouts:
         return
     if not domains:
-        yield ("[teachers] has a teacher for each entry of [[envs]], by its name; for one env give --teacher.")
+        yield "[teachers] has a teacher for each entry of [[envs]], by its name; for one env give --teacher."
     if missing := [name for name in domains if name not in teachers]:
-        yield (f"[teachers] has none for {', '.join(missing)}, an entry of [[envs]]. Give each one a teacher.")
+        yield f"[teachers] has none for {', '.join(missing)}, an entry of [[envs]]. Give each one a teacher."
     if unused := [name for name in teachers if name not in domains and not config.recorded]:
         yield (
             f"[teachers] has one for {', '.join(unused)}, but the entries of [[envs]] are {', '.join(domains)}. Take their names."

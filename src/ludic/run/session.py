@@ -123,10 +123,8 @@ class Session(ABC):
     def _trainer(self, policy: TrainedPolicy, logger: TrainingLogger | None = None, *, number: int = 0) -> Trainer:
         """Without a logger it neither logs nor evaluates: it is one of several."""
         run, algorithm = policy.run, policy.algorithm
-        given, needs_reference = (
-            run.parts.model,
-            algorithm.loss.needs.reference,
-        )  # on a resume the first weights as well
+        # A reference has the run's first weights on a resume as well.
+        given, needs_reference = run.parts.model, algorithm.loss.needs.reference
         # Made also if nothing is to be recorded: it removes what an interrupted start has left.
         recorder = TokenRecorder(self._run.folder / TRAINED, every=run.config.rollouts.tokens_every, first_rank=number)
         return Trainer(

@@ -165,7 +165,7 @@ def num_parameters(settings: ModelSettings) -> str:
     folder = checkpoint_in(Path(settings.model)) or Path(settings.model)
     if folder.suffix == ".gguf":
         return "number of parameters unknown until it is loaded"
-    if folder.suffix == ".json":  # the config of random weights; the tokenizer is beside it
+    if folder.suffix == ".json":  # the config of random weights; the tokenizer is in the same folder
         folder = folder.parent
     require_model(str(folder))
     from transformers import AutoConfig, AutoTokenizer

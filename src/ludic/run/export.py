@@ -78,7 +78,7 @@ def _merged(folder: Path, target: Path, base: str | None) -> list[str]:
 
 
 def _adapter(folder: Path, target: Path, base: str | None) -> list[str]:
-    """The adapter names a base that other machines can load, or the base is written beside it."""
+    """The adapter names a base that other machines can load, or the base is written to its folder."""
     name = base or _name_elsewhere(folder)
 
     def name_base(place: Path) -> None:

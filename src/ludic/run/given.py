@@ -120,12 +120,12 @@ class Parts:
     """For envs that ask about samples: instead of a file. A function generates them (docs/task-streams.md)."""
     eval_samples: Sequence[Any] | Callable[..., Any] | None = None
     loggers: Sequence[TrainingLogger] = ()
-    """Beside those of the settings."""
+    """In addition to those of the settings."""
     reward: Callable[[Any, str, Any], Any] | None = None
     """For an agent that is a function or a command: (task, answer, session) -> reward, instead of the env's. Not for engine =
     pipeline."""
     scorers: "Sequence[Scorer | Callable[..., Any]]" = ()
-    """Scorers and reward functions beside those of the settings. Not for engine = pipeline."""
+    """Scorers and reward functions in addition to those of the settings. Not for engine = pipeline."""
     policies: Mapping[str, Any] = field(default_factory=dict)
     """For such an agent: further models by the names that it asks for. Not for engine = pipeline."""
     protocol: "Callable[..., InteractionProtocol] | None" = None
@@ -133,7 +133,7 @@ class Parts:
     source: Callable[[BatchSource], BatchSource] | None = None
     """Wraps the source of fresh rollouts, e.g. by a replay buffer. Not for engine = pipeline."""
     reducers: Mapping[str, Reducer] = field(default_factory=dict)
-    """Training metrics beside the usual ones."""
+    """Training metrics in addition to the usual ones."""
     command: str = ""
     """The command line of a script that trains this run, for messages that say how to resume it."""
 

@@ -180,7 +180,7 @@ def _held_as(own: ModelSettings, settings: ModelSettings) -> ModelSettings:
 
 
 def _run_of(folder: Path, settings: ModelSettings) -> RunConfig:
-    """The run of the adapter that `settings.model` is; an error if the settings ask for another adapter beside it."""
+    """The run of the adapter that `settings.model` is; an error if the settings ask for another adapter as well."""
     names, usual = ("lora_rank", "lora_alpha_mult", "lora_dropout", "fork_from"), ModelSettings()
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(settings, name) != getattr(usual, name)]
     if given:
@@ -242,7 +242,7 @@ def checkpoint_in(path: Path) -> Path | None:
     is damaged; None where there is neither. ConfigError where all are damaged, where a run has saved none, or where several
     policies have theirs."""
     require_one_policy(path)
-    if (path / MANIFEST).exists() and (path / STATE_FILE).exists():  # other programs write a manifest.json, too
+    if (path / MANIFEST).exists() and (path / STATE_FILE).exists():  # other programs write a manifest.json as well
         _require_undamaged(path, (path / MANIFEST).stat().st_mtime_ns)
         return path
     for root in (path / CHECKPOINTS, path):
@@ -356,7 +356,7 @@ def local_engine(
     concurrency: int | None = None,
     record_experts: bool = False,
 ) -> LocalEngine:
-    """`concurrency`: episodes at a time. A GPU computes so many requests together; a CPU is not faster above its default."""
+    """`concurrency`: episodes at a time. A GPU computes all their requests together; a CPU is not faster above its default."""
     longest = loaded.model.config.get_text_config().max_position_embeddings
     on_gpu = next(loaded.model.parameters()).is_cuda
     return LocalEngine(
@@ -388,7 +388,7 @@ def _usual_length(settings: ModelSettings, given: LoadedModel | None = None) -> 
 _JUDGE_CONTEXT = 16_384
 """Tokens of a judge's prompt and verdict, if its model can."""
 _JUDGE_SEQUENCES = 16
-"""A judge's cache holds so many of the longest prompts, or more short ones: the policy needs the memory, too."""
+"""The longest prompts that a judge's cache holds, or more short ones: the policy needs memory as well."""
 
 
 def load_judge(model: str, *, device: str | None = None) -> tuple[LocalEngine, ChatTemplate, str]:

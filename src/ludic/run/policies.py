@@ -17,7 +17,7 @@ from ludic.run.settings import refuse, with_values
 from ludic.types import ConfigError
 
 MIN_KEPT = 2
-"""Checkpoints that a policy keeps at least: a run that is killed between two policies' saves goes on from the one before."""
+"""Checkpoints that a policy keeps at least: a run that is killed between two policies' saves is resumed from the one before."""
 
 
 def resolve_run(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> ResolvedRun:

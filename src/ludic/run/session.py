@@ -225,15 +225,15 @@ class PolicySession(Session):
             return self._evaluator_of(setup)
         snapshot = served.snapshot()
         self._closing.callback(snapshot.close)
-        for each in (setup, *setup.beside):
+        for each in (setup, *setup.others):
             self._closing.callback(each.closing.close)
-        beside = tuple(replace(each, client=snapshot) for each in setup.beside)
-        return SnapshotEvaluator(self._evaluator_of(replace(setup, client=snapshot, beside=beside)), snapshot)
+        others = tuple(replace(each, client=snapshot) for each in setup.others)
+        return SnapshotEvaluator(self._evaluator_of(replace(setup, client=snapshot, others=others)), snapshot)
 
     def _evaluator_of(self, setup: EpisodeSetup) -> Evaluator:
         if not self._run.envs:
             return make_evaluator(self._run, setup)
-        setups = zip(self._run.envs, (replace(setup, beside=()), *setup.beside), strict=True)
+        setups = zip(self._run.envs, (replace(setup, others=()), *setup.others), strict=True)
         return EnvsEvaluator({env.name: make_evaluator(env.run, own) for env, own in setups})
 
     async def evaluate(self) -> EvalReport:
@@ -249,7 +249,7 @@ class PolicySession(Session):
         return self.source if isinstance(self.source, AbstractAsyncContextManager) else nullcontext()
 
     def _setup(self, served: ServedPolicy) -> EpisodeSetup:
-        """The episodes of the run's env, or of the first of several with the others beside it."""
+        """The episodes of the run's env, or of the first of several with the others."""
         made: list[EpisodeSetup] = []
         for own in self._run.each:
             config, parts = own.config, own.parts
@@ -259,7 +259,7 @@ class PolicySession(Session):
             )
             self._closing.callback(setup.close)
             made.append(setup if not self._run.envs else replace(setup, protocol=f"play {len(made)}"))
-        return replace(made[0], beside=tuple(made[1:]))
+        return replace(made[0], others=tuple(made[1:]))
 
     def _template(self, agent: AgentSettings) -> ChatTemplate:
         with_tools = agent.may_call_tools or bool(self._run.parts.tools)

@@ -65,7 +65,7 @@ class MeasureSettings(Section):
     """The tasks, and the numbers that are measured."""
 
     num_tasks: int = may_change(200)
-    """Tasks: the first of --data, or so many seeds; 0 takes all of --data."""
+    """Tasks: the first of --data, or this many seeds; 0 takes all of --data."""
     samples: int = may_change(1)
     """Episodes of each task."""
     pass_k: str | None = may_change(None)

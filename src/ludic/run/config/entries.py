@@ -126,7 +126,7 @@ class DelegateEntry(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedEntry(Section):
-    """Recorded rollouts that are trained on beside those that the run plays, by their own algorithm."""
+    """Recorded rollouts that are trained on together with those that the run plays, by their own algorithm."""
 
     rollouts: tuple[Path, ...] = ()
     """Files of rollouts, or run folders."""
@@ -162,7 +162,7 @@ class ReplaySettings(Section):
     """Samples of earlier batches that are trained on again."""
 
     replay: int = 0
-    """Such samples in each batch, beside its own; 0 is no replay."""
+    """Such samples in each batch, in addition to its own; 0 is no replay."""
     replay_capacity: int = 4096
     """Samples that are kept, the newest; checkpoints hold them."""
     replay_max_lag: int | None = None

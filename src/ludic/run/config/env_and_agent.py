@@ -73,7 +73,7 @@ class AgentSettings(Section):
     agent_sandbox: AgentSandbox = "bubblewrap"
     """Place where --agent-command runs: in a sandbox without a network, or as a plain process with your rights."""
     agent_bind: tuple[Path, ...] = ()
-    """Folder that a sandboxed command may read, beside the current one and this Python; may be repeated."""
+    """Folder that a sandboxed command may read, in addition to the current one and this Python; may be repeated."""
     agent_memory: int | None = may_change(None)
     """MB of memory of a sandboxed command and its children together. Default: 8192 where memory cgroups can be made (as root), else
     64 GB of address space for each process."""

@@ -1,4 +1,4 @@
-"""Settings of the section reward: what scores the episodes beside the env, and the judge. `ludic eval` has them too."""
+"""Settings of the section reward: scorers of episodes in addition to the env, and the judge. `ludic eval` shares them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -17,7 +17,7 @@ JudgeBy: TypeAlias = Literal["reply", "ranking", "pairs"]
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSettings(Section):
-    """Rewards beside the env's (docs/rewards.md)."""
+    """Rewards in addition to the env's (docs/rewards.md)."""
 
     reward: tuple[str, ...] = ()
     """Scorer of finished episodes (`ludic parts reward`), or file.py:function, which is called with a rollout; NAME=… names its

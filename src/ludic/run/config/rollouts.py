@@ -31,7 +31,7 @@ class RolloutSettings(Section):
     """Below 1, an update begins when this share of the episodes is done, in whole groups; the others go on into the next one, at
     most max_lag versions later."""
     dynamic_sampling: int = 0
-    """Above 1, groups of equal returns are replaced by fresh tasks, in at most so many rounds of an update. 0: they stay."""
+    """Above 1, groups of equal returns are replaced by fresh tasks, in at most this many rounds of an update. 0: they stay."""
     curriculum: str | None = None
     """Curriculum: it chooses the next tasks (`ludic parts curriculum`), or file.py:Class. Default: the data in random order, or
     new seeds."""
@@ -41,7 +41,7 @@ class RolloutSettings(Section):
     """Episodes at a time. It changes the speed, not the episodes. Default: as many as the engine computes together (512 on a GPU,
     64 on a CPU), of which those wait that its free memory has no room for; with servers 64."""
     max_lag: int | None = None
-    """Above 0, the next batch is generated while this one is trained on, at most so many versions behind; each update makes one.
+    """Above 0, the next batch is generated while this one is trained on, at most this many versions behind; each update makes one.
     Default: 0; in a pipeline those of 4 batches; with close_batch_at those of 1."""
     engine: str = one_of("local", engine_names)
     """Engine that generates: local is the engine inside this process; vllm a server, or several; pipeline separate actor
@@ -60,7 +60,7 @@ class RolloutSettings(Section):
     """For vllm: a server started for the run rounds its weights to 8 bits when they arrive; watch logp_difference_abs
     (docs/memory.md)."""
     server_hung_after: float = may_change(60.0)
-    """For vllm: a server started for the run that leaves /health unanswered for so many seconds is restarted."""
+    """For vllm: a server started for the run that leaves /health unanswered for this many seconds is restarted."""
     push: Push = "merged"
     """For vllm and LoRA: send all weights with the adapter merged into them, or the adapter alone."""
     transport: Transport = may_change("auto")

@@ -29,7 +29,7 @@ class AlgoSettings(Section):
     """Divisor of the loss of all action tokens: their number, each sample's number and then samples, each episode's
     number and then episodes, or samples. Default: token_mean, or what the algorithm itself does where it is a mean."""
     entropy_bonus: float = 0.0
-    """Above 0, the policy is rewarded for the entropy of its choices, by so much: it goes on exploring."""
+    """Above 0, the policy is rewarded for the entropy of its choices, with this factor: it keeps exploring."""
     kl_coeff: float = 0.0
     """Above 0, the policy is held near a frozen reference by so much KL."""
     kl_estimator: KLEstimate = "k3"

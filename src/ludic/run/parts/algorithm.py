@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 PLAYED = "played"
-"""Objective of the samples that the run plays, where recorded ones are beside them."""
+"""Objective of the samples that the run plays, where there are recorded ones as well."""
 
 
 def make_algorithm(run: ResolvedRun) -> RLAlgorithm:

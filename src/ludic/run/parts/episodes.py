@@ -93,7 +93,7 @@ class EpisodeSetup:
     """Scores the episodes in addition to the env."""
     protocol: str = PROTOCOL
     """Name of its protocol in requests."""
-    beside: tuple[EpisodeSetup, ...] = ()
+    others: tuple[EpisodeSetup, ...] = ()
     """The other envs of the run: its engines play their episodes as well."""
     policies: Policies | None = None
     """The policies by role, for requests that say it."""
@@ -119,7 +119,7 @@ class EpisodeSetup:
         """A new rollout engine; `purpose` is its name in `activity`."""
         self.engines[purpose] = RolloutEngine(
             env_registry=self._env_registry(),
-            protocol_registry={s.protocol: s.new_protocol for s in (self, *self.beside)},
+            protocol_registry={s.protocol: s.new_protocol for s in (self, *self.others)},
             jsonl_path=jsonl_path,
             resume=resume,
             seed=seed,
@@ -133,7 +133,7 @@ class EpisodeSetup:
 
     def _env_registry(self) -> dict[str, Callable[..., Any]]:
         """The makers of the envs: a pool, or a factory of this process where the registry has none."""
-        setups = (self, *self.beside)
+        setups = (self, *self.others)
         own = {s.env.id: s.factory.factory for s in setups if s.env.id not in registry.envs}
         return own | {s.env.id: s.pool.make for s in setups if s.pool is not None}
 

@@ -1,4 +1,4 @@
-"""The batch source of a run that plays its own episodes: which tasks of which envs, against whom, and what is beside them.
+"""The batch source of a run that plays its own episodes: the tasks of its envs, and the opponents.
 
 Loads without torch.
 """
@@ -101,7 +101,7 @@ def _stragglers(run: ResolvedRun) -> Stragglers | None:
 def _requests_of_several(run: ResolvedRun, setup: EpisodeSetup) -> WeightedRequests:
     """Groups of all envs in proportion to their shares; each request says which env it is of."""
     parts = []
-    for index, (env, own) in enumerate(zip(run.envs, (setup, *setup.beside), strict=True)):
+    for index, (env, own) in enumerate(zip(run.envs, (setup, *setup.others), strict=True)):
         seed = derive_seed(run.seed, BatchSeeds.ENVS, index)
         facts = {"domain": env.name} | ({"objective": env.name} if run.has_own_algorithms else {})
         requests_fn = train_requests(env.run, own, seed, num_groups=1)

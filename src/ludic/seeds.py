@@ -37,7 +37,7 @@ class RoleSeeds(IntEnum):
 
     ASSIGNMENT = 0
     VERSION = 1
-    """Which snapshot of a league plays."""
+    """The snapshot of a league that plays."""
     CHANGED = 2
     """Another assignment, so that every policy that learns has a seat."""
 

@@ -31,10 +31,10 @@ from ludic.run.folder import latest_checkpoint, write_config
 from ludic.run.model import ServedPolicy, load_policy, local_engine, make_template
 from ludic.run.parts.algorithm import make_algorithm
 from ludic.run.parts.episodes import make_episode_setup
-from ludic.run.parts.evaluation import make_evaluator
 from ludic.run.parts.loggers import make_loggers
+from ludic.run.parts.requests import make_evaluator
+from ludic.run.parts.source import make_source
 from ludic.run.resolve import ResolvedRun
-from ludic.run.sources import make_source
 from ludic.training import Trainer
 from ludic.training.checkpoint.export import export_checkpoint
 from ludic.types import ConfigError

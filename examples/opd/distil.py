@@ -36,8 +36,8 @@ from ludic.models.teacher_kl import KLDirection, VocabularyKL
 from ludic.run import build
 from ludic.run.parts.algorithm import make_algorithm
 from ludic.run.parts.episodes import make_episode_setup
+from ludic.run.parts.source import make_source
 from ludic.run.resolve import ResolvedRun
-from ludic.run.sources import make_source
 from ludic.training import Trainer, make_opd
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.types import BatchSource, ConfigError, SAWItem, StepOutcome

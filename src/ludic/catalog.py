@@ -25,9 +25,9 @@ class Suggested:
     max_tokens: int = 256
     """Tokens of one reply."""
     cut_off: CutOff = "reject"
-    """Whether a reply that hit max_tokens is rejected or parsed."""
+    """A reply that hit max_tokens is rejected, or parsed."""
     unreadable: Unreadable = "go_on"
-    """Whether the episode continues after a reply that cannot be parsed."""
+    """After a reply that cannot be parsed the episode continues, or stops."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ def find(group: str, name: str) -> Point | None:
 
 
 def is_stale(group: str, name: str) -> bool:
-    """Whether the clone that runs declares an entry point that its installation, made earlier, does not know."""
+    """True if the clone that runs declares an entry point that its installation, made earlier, does not know."""
     import tomllib
 
     file = Path(__file__).parents[2] / "pyproject.toml"

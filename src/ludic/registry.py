@@ -312,8 +312,8 @@ def _importing_from(folder: Path) -> Iterator[None]:
 
 
 def _check_neighbours(path: Path) -> None:
-    """Raise ConfigError if the file would import another folder's module instead of the one beside it: Python has one module per
-    name."""
+    """Raise ConfigError if the file would import another folder's module instead of the one in its folder: Python has one module
+    per name."""
     for name in _imported_names(path) - sys.stdlib_module_names:
         beside = [p for p in (path.with_name(f"{name}.py"), path.parent / name / "__init__.py") if p.is_file()]
         found = importlib.util.find_spec(name) if beside else None

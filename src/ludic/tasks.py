@@ -1,4 +1,4 @@
-"""Asyncio tasks that run and end together, and the garbage collector beside them."""
+"""Asyncio tasks that run and end together, and the garbage collector around them."""
 
 import asyncio
 import gc

@@ -15,10 +15,11 @@ CHECKOUT = Path(__file__).parents[2]
 ROOT = CHECKOUT / "src" / "ludic"
 PLUGINS = sorted(package.parent.name for package in CHECKOUT.glob("plugins/*/ludic_*"))
 
-BASE = {"types", "tasks", "registry", "catalog", "plugins", "util", "compat"}
+BASE = {"types", "seeds", "tasks", "registry", "catalog", "plugins", "util", "compat"}
 MAY_IMPORT: dict[str, set[str]] = {
     "util": set(),
     "types": {"util"},
+    "seeds": set(),
     "tasks": set(),
     "compat": {"types"},
     "catalog": set(),

@@ -1,7 +1,6 @@
 """The APPS example on a tiny model whose words are whole programs, in this process: torch is loaded once."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -86,17 +85,7 @@ def test_a_tiny_model_is_trained_on_programs_that_ran_in_the_sandbox(model, prob
     assert any("Attempts left: 1" in (step.next_obs or "") for step in graded)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--data", "{good}", "--group-size", "5"], "64 is not a multiple of group_size = 5"),
-        (["--data", "nowhere.jsonl"], "Cannot read --data nowhere.jsonl"),
-        (["--data", "{good}", "--eval-data", "hub:x"], "--eval-data hub:x should be hub:NAME:SPLIT"),
-        (["--data", "{bad}"], "None of the 1 problems"),
-    ],
-)
-def test_a_mistake_is_named_before_anything_is_computed(arguments, message, problems, tmp_path):
-    places = {"bad": tmp_path / "bad.jsonl", "good": problems}
-    places["bad"].write_text('{"question": "no tests"}\n')
-    with pytest.raises(LudicError, match=re.escape(message)):
-        run("--runs", tmp_path, *[argument.format(**places) for argument in arguments])
+def test_problems_without_tests_are_refused(tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"question": "no tests"}\n')
+    with pytest.raises(LudicError, match="None of the 1 problems"):
+        run("--runs", tmp_path, "--data", tmp_path / "bad.jsonl")

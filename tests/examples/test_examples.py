@@ -284,24 +284,6 @@ def load(script: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return programs.load(path)
 
 
-@pytest.mark.parametrize(
-    ("script", "arguments", "message"),
-    [
-        (RL, ["--group-size", "5"], "128 is not a multiple of group_size = 5"),
-        ("rejection_sampling.py", ["--env", "gsm8k", "--output", "{new}"], "The env 'gsm8k' asks about samples"),
-        ("rejection_sampling.py", ["--parser", "boxd", "--output", "{new}"], "Did you mean 'boxed'"),
-        ("rejection_sampling.py", ["--output", "{here}"], "exists already"),
-    ],
-    ids=str,
-)
-def test_a_mistake_is_named_before_anything_is_computed(script, arguments, message, monkeypatch, tmp_path):
-    places = {name: tmp_path / f"{name}.jsonl" for name in ("here", "new")}
-    places["here"].write_text("")
-    arguments = [argument.format(**places) for argument in arguments]
-    with pytest.raises(LudicError, match=re.escape(message.format(**places))):
-        load(script, monkeypatch).main(["--runs", str(tmp_path / "runs"), "--model", "tiny", *arguments])
-
-
 def test_a_missing_file_is_named_before_anything_is_computed(monkeypatch, tmp_path):
     with pytest.raises(LudicError, match=re.escape("no rollouts at nowhere.jsonl")):
         load("sft.py", monkeypatch).main(data=Path("nowhere.jsonl"), out=tmp_path / "new")

@@ -82,33 +82,6 @@ def test_a_conversation_begins_with_one_worked_problem_whose_answer_is_right(pro
     assert int(boxed_parser(shown[2]["content"]).action) == 6 * 12 - 50
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--data", "nowhere.jsonl"], "Cannot read --data nowhere.jsonl"),
-        (["--data", "{wrong}"], "gsm8k"),
-        (["--rollouts-per-update", "30"], "rollouts_per_update = 30 is not a multiple of group_size = 8"),
-        (["--runs", "{used}", "--name", "run"], "exists and is not the folder of a run"),
-    ],
-)
-def test_a_mistake_is_named_before_anything_is_computed(program, arguments, message, tmp_path):
-    places = {"used": tmp_path / "used", "wrong": tmp_path / "wrong.jsonl"}
-    (places["used"] / "run").mkdir(parents=True)
-    (places["used"] / "run" / "other.txt").write_text("")
-    places["wrong"].write_text('{"problem": "What is 1 plus 1 ?"}\n')
-    arguments = [
-        "--data",
-        str(places["wrong"]),
-        "--eval-data",
-        str(places["wrong"]),
-        "--runs",
-        str(tmp_path),
-        *arguments,
-    ]
-    with pytest.raises(LudicError, match=re.escape(message.format(**places))):
-        start(program, *(argument.format(**places) for argument in arguments))
-
-
 def test_without_files_the_questions_come_from_the_hub_through_datasets(program, tmp_path, monkeypatch):
     """A stand-in for the package: there is no hub here."""
     asked = []

@@ -149,12 +149,10 @@ class FakeStep:
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [
-        (SEARCH, ["--data", "nowhere.jsonl"], "Cannot read --data nowhere.jsonl"),
         (SEARCH, ["--data", "{empty}"], "--data {empty} is empty"),
         (SEARCH, ["--data", "{empty}", "--turns", "0"], "--turns 0; each must be at least 1"),
         (SEARCH, ["--data", "{one}"], "'paragraphs' is missing"),
         (DELEGATE, ["--data", "{broken}"], "of {broken} is not JSON"),
-        (DELEGATE, ["--data", "nowhere.jsonl"], "Cannot read --data nowhere.jsonl"),
         (DELEGATE, [], "Give --data"),
     ],
     ids=str,

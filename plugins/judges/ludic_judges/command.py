@@ -19,7 +19,7 @@ from ludic.run.config.env_and_agent import AgentSettings
 from ludic.run.config.reward import RewardSettings
 from ludic.run.config.run_config import RunConfig
 from ludic.run.folder import CONFIG, ROLLOUTS
-from ludic.run.parts.rewards import make_rewards
+from ludic.run.parts.episodes import make_rewards
 from ludic.run.settings import read_toml
 from ludic.types import ConfigError
 from ludic.util.files import is_compressed

@@ -14,7 +14,7 @@ pytest.importorskip("torch", reason="the train extra is not installed")
 from ludic.run import build
 from ludic.run.config.env_and_agent import AgentSettings
 from ludic.run.config.reward import RewardSettings
-from ludic.run.parts.rewards import make_rewards
+from ludic.run.parts.episodes import make_rewards
 from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError, load_rollouts, save_rollouts
 from plugins.judges.tests.cases import mark_in, section_in

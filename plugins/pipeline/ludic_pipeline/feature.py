@@ -3,8 +3,7 @@
 from typing import Any
 
 from ludic.run.config.run_config import RunConfig
-from ludic.run.features.base import Fact, because
-from ludic.run.features.engines import Engine
+from ludic.run.features.base import Engine, Fact, because
 from ludic.run.given import Parts
 from ludic.run.resolve import ResolvedRun
 from ludic_pipeline.settings import PipelineSettings, pipeline_of
@@ -19,7 +18,7 @@ class Pipeline(Engine):
     """Actors in separate processes play, and a queue is between them and the learner."""
 
     engine = "pipeline"
-    generation = "ludic_pipeline.generation:PipelineGeneration"
+    session = "ludic_pipeline.generation:PipelineSession"
     section = "pipeline"
     Settings = PipelineSettings
     plays_here = False

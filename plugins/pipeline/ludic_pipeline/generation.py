@@ -10,15 +10,14 @@ from urllib.parse import urlsplit
 from ludic.distributed.folder import FolderPublisher
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot
-from ludic.models.loading import LoadedModel
 from ludic.models.lora import dense_parameters
 from ludic.run.folder import ResumePoint
-from ludic.run.generation.base import Generation
 from ludic.run.model import ServedPolicy, local_engine
 from ludic.run.names import WEIGHTS
 from ludic.run.parts.algorithm import make_algorithm
 from ludic.run.parts.episodes import EpisodeSetup
 from ludic.run.resolve import ResolvedRun
+from ludic.run.session import PolicySession
 from ludic.training import RLAlgorithm
 from ludic.training.credit_assignment import EpisodeCredit, HybridNormalizedReturn
 from ludic.training.losses import CorrectedLoss, SequenceMask, TokenMask
@@ -48,12 +47,12 @@ truncation, since the losses multiply by the ratio already. The bands are wide: 
 inside."""
 
 
-class PipelineGeneration(Generation):
+class PipelineSession(PolicySession):
     """Samples come from a queue. To evaluate it uses the servers, or an engine in this process that shares the weights. See
     docs/pipeline.md."""
 
-    def __init__(self, run: ResolvedRun, loaded: LoadedModel, start: ResumePoint) -> None:
-        super().__init__(run, loaded, start)
+    def __init__(self, run: ResolvedRun, start: ResumePoint) -> None:
+        super().__init__(run, start)
         self.algorithm = pipeline_algorithm(run)
         self._served: ServedPolicy | None = None
         if pipeline_of(run.config).actor_engine == "vllm":
@@ -75,7 +74,7 @@ class PipelineGeneration(Generation):
 
     @staticmethod
     def check(run: ResolvedRun) -> None:
-        Generation.check(run)
+        PolicySession.check(run)
         require_redis("engine = 'pipeline'")
         redis_url(pipeline_of(run.config))
         if pipeline_of(run.config).actor_engine == "vllm":

@@ -9,7 +9,7 @@ import pytest
 from ludic.run.config.run_config import RunConfig
 from ludic.run.folder import ResumePoint, prepare_folder
 from ludic.run.given import env_factory
-from ludic.run.policies.resolve import resolve_run
+from ludic.run.policies import resolve_run
 from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import with_values
 from ludic.types import ConfigError

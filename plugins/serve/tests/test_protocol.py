@@ -15,7 +15,7 @@ from ludic.envs import DatasetQAEnv
 from ludic.inference import ByteTemplate, HermesToolParser, ScriptedClient
 from ludic.interaction import InteractionProtocol
 from ludic.parsers import boxed_parser
-from ludic.run.protocols.kinds import is_agent_function
+from ludic.run.protocols.agents import is_agent_function
 from ludic.types import (
     ConfigError,
     EnvSpec,

@@ -3,7 +3,7 @@
 from contextlib import ExitStack
 
 from ludic.run.config.run_config import RunConfig
-from ludic.run.features.engines import Engine
+from ludic.run.features.base import Engine
 from ludic.run.resolve import ResolvedRun
 from ludic.types import TeacherScorer
 
@@ -12,7 +12,7 @@ class VLLM(Engine):
     """vLLM servers, named or started for the run."""
 
     engine = "vllm"
-    generation = "ludic_vllm.generation:VLLMGeneration"
+    session = "ludic_vllm.generation:VLLMSession"
 
     def samples_on_servers(self, config: RunConfig) -> bool:
         return True

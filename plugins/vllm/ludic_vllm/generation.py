@@ -19,9 +19,9 @@ from ludic.models.lora import dense_parameters
 from ludic.run.config.model import ModelSettings
 from ludic.run.config.rollouts import RolloutSettings
 from ludic.run.folder import SERVER
-from ludic.run.generation.in_process import EmbeddedGeneration
 from ludic.run.model import ServedPolicy, load_tokenizer
 from ludic.run.resolve import ResolvedRun
+from ludic.run.session import EmbeddedSession
 from ludic.run.settings import values_of
 from ludic.types import BatchSource, ConfigError, PolicyPublisher, SAWBatch, UnknownName
 from ludic.types.interfaces import load_into, state_of, tell_version
@@ -83,7 +83,7 @@ def serve_on_vllm(run: ResolvedRun, loaded: LoadedModel) -> ServedPolicy:
     return ServedPolicy(client=client, publisher=publisher, close=close, model=model)
 
 
-class VLLMGeneration(EmbeddedGeneration):
+class VLLMSession(EmbeddedSession):
     """vLLM answers the agents; it gets the weights after every update."""
 
     def _sampled(self, played: BatchSource) -> BatchSource:

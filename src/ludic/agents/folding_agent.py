@@ -11,9 +11,8 @@ from typing import Any
 from ludic.agents.base_agent import Agent, AgentActStep
 from ludic.agents.react_agent import ReActAgent
 from ludic.context.windows import SummarisedDialog
+from ludic.seeds import CallSeeds
 from ludic.types import ConfigError, InferenceSpec, derive_seed
-
-_SUMMARY_SEED = 0x5EED  # distinct from the seeds of the turn's other calls
 
 
 class FoldingAgent(Agent):
@@ -61,7 +60,7 @@ class FoldingAgent(Agent):
         if not self._is_full():
             return []
         self.ctx.add_note(self.summary_prompt)
-        seed = None if sampling_seed is None else derive_seed(sampling_seed, _SUMMARY_SEED)
+        seed = None if sampling_seed is None else derive_seed(sampling_seed, CallSeeds.SUMMARY)
         call = await self._call_model(self._for_summary(inference), seed, timeout_s, tools=self._advertised)
         self._remember(call)
         written = without_thinking(call.text)

@@ -12,13 +12,13 @@ from ludic import registry
 from ludic.envs import LudicEnv
 from ludic.interaction import InteractionProtocol
 from ludic.interaction.base import AnyEnv
+from ludic.seeds import EpisodeSeeds
 from ludic.types import ConfigError, Failure, LudicError, Rollout, RolloutRequest, UnknownName, derive_seed, new_id
 from ludic.types.rollout import plain_fields
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_ENV_TIMEOUT_S = 600.0
-_ENV_SEEDS, _SAMPLING_SEEDS = 0, 1
 
 Factory = Callable[..., Any]
 
@@ -175,9 +175,9 @@ def plan_episodes(
         for repeat in range(request.num_episodes):
             env_seed, sampling_seed = request.env_seed, request.sampling_seed
             if env_seed is None:
-                env_seed = derive_seed(seed, _ENV_SEEDS, index)
+                env_seed = derive_seed(seed, EpisodeSeeds.ENV, index)
             if sampling_seed is None:
-                sampling_seed = derive_seed(seed, _SAMPLING_SEEDS, index)
+                sampling_seed = derive_seed(seed, EpisodeSeeds.SAMPLING, index)
             elif request.num_episodes > 1:
                 sampling_seed = derive_seed(sampling_seed, repeat)  # otherwise all episodes of the request are equal
             yield EpisodePlan(index=index, request=request, env_seed=env_seed, sampling_seed=sampling_seed)

@@ -226,7 +226,7 @@ def _may_be_none(kind: Any) -> bool:
 
 
 def _of_optional(kind: Any, value: Any) -> dict[str, Any]:
-    """How a help text shows a value that may be left out: INT, and not {None}|INT."""
+    """The form in which a help text shows a value that may be left out: INT, and not {None}|INT."""
     inner = next(choice for choice in typing.get_args(kind) if choice is not type(None))
     names, usual = typing.get_args(inner), {str: "TEXT", Path: "PATH"}.get(inner, "")
     metavar = "{" + ",".join(names) + "}" if names else usual or inner.__name__.upper()
@@ -252,7 +252,7 @@ def _with_metavars(arguments: type[A]) -> type[A]:
 _SINGULAR = {"tools": "TOOL", "server": "URL", "model": "MODEL", "reward": "REWARD", "correction": "CORRECTION"}
 _REPEATED = ("model", "reward", "correction")
 _REPLACED = ("correction",)
-"""Of these the ones whose flags replace what the file has; tyro appends to it."""
+"""Repeated flags that replace what the file has; tyro appends to it."""
 
 _PAIRS = tyro.constructors.PrimitiveConstructorSpec(
     nargs="*",

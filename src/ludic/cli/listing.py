@@ -16,12 +16,12 @@ from ludic.types.errors import how_to_install
 
 
 @dataclass(frozen=True)
-class NoArgs:
+class _NoArgs:
     """List the environments."""
 
 
 @dataclass(frozen=True)
-class PartsArgs:
+class _PartsArgs:
     """List the registered parts of one kind, or the metrics."""
 
     kind: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="KIND")]
@@ -29,7 +29,7 @@ class PartsArgs:
 
 
 @dataclass(frozen=True)
-class ExportArgs:
+class _ExportArgs:
     """Write a trained model in the format of Hugging Face. See docs/checkpoints.md."""
 
     run: tyro.conf.Positional[Path]
@@ -37,27 +37,27 @@ class ExportArgs:
     target: tyro.conf.Positional[Path]
     """The folder to make."""
     step: int | None = None
-    """Which checkpoint of the run; without it, the newest."""
+    """Checkpoint of the run; without it, the newest."""
     adapter: Switch = False
-    """Of a LoRA run: the adapter alone, for peft. Without it, base and adapter merged."""
+    """The adapter of a LoRA run alone, for peft. Without it, base and adapter merged."""
     base: str | None = None
-    """What the adapter was trained on, where no run folder says it: a folder, a hub id, a .gguf file."""
+    """The base that the adapter was trained on, where no run folder says it: a folder, a hub id, a .gguf file."""
     with_optimizer: Switch = False
     """Also what a run of one process needs to go on from it; an adapter stays one."""
 
 
 def envs(args: list[str]) -> int:
-    parse(NoArgs, args, prog="ludic envs")
+    parse(_NoArgs, args, prog="ludic envs")
     return _show("env")
 
 
 def parts(args: list[str]) -> int:
-    kind = parse(PartsArgs, args, prog="ludic parts").kind
+    kind = parse(_PartsArgs, args, prog="ludic parts").kind
     return _show_metrics() if kind == "metric" else _show(kind)
 
 
 def export(args: list[str]) -> int:
-    given = parse(ExportArgs, args, prog="ludic export")
+    given = parse(_ExportArgs, args, prog="ludic export")
     need_extras("train", "ludic export")
     from ludic.run.export import export_run
 

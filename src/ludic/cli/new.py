@@ -31,11 +31,11 @@ _FILES = {
 
 
 @dataclass(frozen=True)
-class NewArgs:
+class _NewArgs:
     """Make the package of a new environment: a small game that works, its tests, its page. See docs/envs/your_package.md."""
 
     kind: tyro.conf.Positional[Literal["env"]]
-    """What to make."""
+    """Kind of package."""
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
     """Name of the package and of the env, such as my_env: small letters, digits and _."""
     into: Path = Path()
@@ -43,9 +43,9 @@ class NewArgs:
 
 
 def new(args: list[str]) -> int:
-    given = parse(NewArgs, args, prog="ludic new")
-    names = names_of(given.name)
-    folder = make_package(names, given.into)
+    given = parse(_NewArgs, args, prog="ludic new")
+    names = _names_of(given.name)
+    folder = _make_package(names, given.into)
     print(f"{folder} has an env that works, its tests and its page. Next:\n")
     print(f"  pip install -e {folder}")
     print(f"  ludic train {names['id']} --model tiny --max-tokens 1 --lr 0.003 --steps 60\n")
@@ -53,7 +53,7 @@ def new(args: list[str]) -> int:
     return 0
 
 
-def names_of(name: str) -> dict[str, str]:
+def _names_of(name: str) -> dict[str, str]:
     """The names in the templates; ConfigError for a name that cannot be a package's."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*[a-z0-9]", name) or "__" in name:
         suggestion = (
@@ -81,7 +81,7 @@ def names_of(name: str) -> dict[str, str]:
     }
 
 
-def make_package(names: dict[str, str], into: Path) -> Path:
+def _make_package(names: dict[str, str], into: Path) -> Path:
     """Write the files; returns the package's folder, which must be new or empty."""
     folder = into / names["package"]
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

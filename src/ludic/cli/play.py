@@ -40,7 +40,7 @@ console = make_console(soft_wrap=False)
 
 
 @dataclass(frozen=True)
-class PlayArgs:
+class _PlayArgs:
     """Play an environment yourself, or watch it being played."""
 
     env: EnvId
@@ -54,7 +54,7 @@ class PlayArgs:
     data: Path | None = None
     """JSONL file of samples, for envs that ask questions."""
     index: int = 0
-    """Which line of --data, from 0."""
+    """Line of --data, from 0."""
     max_steps: int = 1000
     """Stop after this many steps."""
     delay: float = 0.0
@@ -68,7 +68,7 @@ class PlayArgs:
 
 
 def play(args: list[str]) -> int:
-    given = parse(PlayArgs, args, prog="ludic play")
+    given = parse(_PlayArgs, args, prog="ludic play")
     seed = random.randrange(2**31) if given.seed is None else given.seed
     made = make_env(given.env, dict(map(read_pair, given.set)), given.data, given.index)
     again = [f"--seed {seed}", *(f"--set {pair}" for pair in given.set)]
@@ -97,7 +97,7 @@ def make_env(id: str, settings: Mapping[str, Any], data: Path | None, index: int
 
 
 def _suffice(id: str, settings: Mapping[str, Any]) -> bool:
-    """Whether the env can be made with these arguments alone."""
+    """True if the env can be made with these arguments alone."""
     try:
         inspect.signature(registry.envs.spec(id).load()).bind(**settings)
     except TypeError:

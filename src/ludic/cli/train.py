@@ -11,7 +11,7 @@ import tyro
 
 from ludic.cli.args import TRY_AGAIN, Switch, Target, need_extras, parse_run
 from ludic.cli.terminal.colour import make_console
-from ludic.run.policies.entry import with_policies
+from ludic.run.config.entries import with_policies
 from ludic.types.errors import RunComplete, TryAgain
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ LOW_LORA_LR = 5e-5
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptFlags:
-    """What to do. A script with more flags inherits from it."""
+    """Flags of a script that trains. A script with more flags inherits from it."""
 
     dry_run: Switch = False
     """Check everything and show the settings and the plan; train nothing."""
@@ -37,7 +37,7 @@ class ScriptFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainArgs(ScriptFlags):
-    """What to do."""
+    """The command."""
 
     target: Target = ""
     """Id of an env (`ludic envs`), file.py:Class of your own, a TOML file, or the folder of a run. With --preferences, and with
@@ -76,7 +76,7 @@ def show_plan(run: "Run", *, resume: bool) -> int:
 
 @dataclass
 class Report:
-    """How the training ended."""
+    """The end of a training."""
 
     result: "TrainResult | None" = None
     code: int = 0
@@ -87,7 +87,7 @@ class Report:
 def reported(run: "Run", *, resume: bool) -> Iterator[Report]:
     """Prints how the run begins and ends around its training, and closes it; errors become advice and an exit code."""
     from ludic.run import RunFailed
-    from ludic.run.features.engines import engine_of
+    from ludic.run.features.base import engine_of
     from ludic.run.folder import how_to_resume, saved_step
 
     try:
@@ -100,7 +100,7 @@ def reported(run: "Run", *, resume: bool) -> Iterator[Report]:
     with run:
         try:
             yield report
-            status = run.generation.status() if run.generation is not None else ""
+            status = run.session.status() if run.session is not None else ""
         except TryAgain as error:
             _say(f"{error} To go on: {how_to_resume(run.resolved)}")
             report.code = TRY_AGAIN

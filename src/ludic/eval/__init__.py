@@ -5,13 +5,14 @@
 
 from ludic.eval.evaluator import (
     EngineEvaluator,
+    PolicyEvaluator,
     SnapshotEvaluator,
     evaluate,
+    report_policies,
     run_eval,
     run_eval_sync,
 )
 from ludic.eval.outcome import Outcome, outcome_of, outcomes_of, step_records
-from ludic.eval.policies import PolicyEvaluator, report_policies
 from ludic.eval.ratings import Match, Rating, elo_table, fit_elo, matches_of, round_robin
 from ludic.eval.report import EvalReport, Grading, make_report, paired_difference
 from ludic.eval.statistics import Estimate, majority_at_k, mean_estimate, pass_at_k, share_estimate

@@ -5,9 +5,12 @@ are compared on the same tasks.
 """
 
 import asyncio
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from ludic.batch_gen import RequestsFn, RolloutEngine
@@ -35,14 +38,14 @@ async def evaluate(
 ) -> EvalReport:
     """Run the requests and report. `max_steps` is turns per episode, `timeout_s` seconds per model call; rollouts of the policy
     `without` do not count."""
-    episodes = await play_requests(
+    episodes = await _play_requests(
         engine, requests, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency, on_rollouts=on_rollouts
     )
     rollouts = [rollout for episode in episodes for rollout in episode.rollouts if rollout.policy != without]
     return await asyncio.to_thread(make_report, rollouts, grading, reducers)
 
 
-async def play_requests(
+async def _play_requests(
     engine: RolloutEngine,
     requests: Sequence[RolloutRequest],
     *,
@@ -151,3 +154,59 @@ class SnapshotEvaluator:
 
     async def eval(self, **settings: Any) -> EvalResult:
         return await self._evaluator.eval(**settings)
+
+
+class PolicyEvaluator(EngineEvaluator):
+    """Plays requests that say which policy has which role (`assign_roles`), and reports by policy and by role.
+
+    Metrics are `ann/mean_reward`, and `ann/X/mean_reward` where ann plays several roles.
+    """
+
+    last_reports: Mapping[str, EvalReport] = MappingProxyType({})
+    """Reports of the last evaluation, by policy or policy/role. `last_report` stays None."""
+
+    async def _play(
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        grading: Grading | None = None,
+        reducers: Mapping[str, Reducer] | None = None,
+        **settings: Any,
+    ) -> EvalResult:
+        episodes = await _play_requests(self._engine, requests, **settings)
+        reports = self.last_reports = await asyncio.to_thread(report_policies, episodes, grading, reducers)
+        records = [record for name, report in reports.items() if "/" not in name for record in report.records]
+        return records, {f"{name}/{key}": value for name, own in reports.items() for key, value in own.metrics.items()}
+
+
+def report_policies(
+    episodes: Sequence[Episode], grading: Grading | None = None, reducers: Mapping[str, Reducer] | None = None
+) -> dict[str, EvalReport]:
+    """Reports by policy, and by policy/role of a policy with several roles."""
+    grading = grading or Grading()
+    seats: dict[str, dict[str, list[Rollout]]] = defaultdict(lambda: defaultdict(list))
+    meeting_itself: set[str] = set()
+    for episode in episodes:
+        assigned = episode.plan.request.protocol.kwargs["policies"]
+        meeting_itself |= {policy for policy, num_roles in Counter(assigned.values()).items() if num_roles > 1}
+        for role, policy in assigned.items():
+            seats[policy][role] += _rollouts_of(episode, role)
+    reports: dict[str, EvalReport] = {}
+    for policy, by_role in sorted(seats.items()):
+        found = {role: rollouts for role, rollouts in sorted(by_role.items()) if rollouts}
+        together = [rollout for rollouts in found.values() for rollout in rollouts]
+        if not together:
+            continue  # its turn came in no episode
+        # Two roles of one episode are no two attempts at a task.
+        is_mixed = len(found) > 1 and policy in meeting_itself
+        whole = replace(grading, pass_k=(), majority_k=()) if is_mixed else grading
+        reports[policy] = make_report(together, whole, reducers)
+        if len(found) > 1:
+            reports |= {f"{policy}/{role}": make_report(own, grading, reducers) for role, own in found.items()}
+    return reports
+
+
+def _rollouts_of(episode: Episode, role: str) -> list[Rollout]:
+    """The role's rollout with those of its sub-agents; of an episode that failed before the role had one, the failed one."""
+    own = [rollout for rollout in episode.rollouts if rollout.agent_id == role]
+    return own or [rollout for rollout in episode.rollouts if rollout.agent_id is None and rollout.failure is not None]

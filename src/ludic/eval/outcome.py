@@ -69,7 +69,7 @@ def outcome_of(rollout: Rollout, *, success_reward: float | None = 1.0) -> Outco
     illegal = [bool(step.info["illegal_move"]) for step in env_steps if "illegal_move" in step.info]
     return Outcome(
         rollout_id=rollout.id,
-        task=task_of(rollout),
+        task=_task_of(rollout),
         episode=rollout.episode_run or rollout.id,
         role=rollout.agent_id,
         correct=_is_correct(rollout, facts, reward, success_reward),
@@ -104,12 +104,12 @@ def outcomes_of(rollouts: Sequence[Rollout], *, success_reward: float | None = 1
 
 
 def _env_reward(step: EnvironmentStep) -> float:
-    """What the env gave, before weights; in a step without the env's component, all that no scorer added."""
+    """The env's reward before weights; in a step without the env's component, all that no scorer added."""
     own = own_scores(step)
     return own.get("env", sum(own.values()))
 
 
-def task_of(rollout: Rollout) -> str:
+def _task_of(rollout: Rollout) -> str:
     """The request's `task_id` if its meta has one, else env, sample and env seed."""
     meta = rollout.meta
     if "task_id" in meta:

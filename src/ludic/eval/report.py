@@ -41,12 +41,12 @@ METRICS: dict[str, str] = {
     "{role}/accuracy": "of one role, where several of an episode are evaluated; the numbers without a role are means over roles",
     "{role}/mean_reward": "mean reward of one role",
 }
-"""What each number of a report means; `ludic parts metric` prints it. x_low and x_high are the ends of x's 95 % interval."""
+"""The meaning of each number of a report; `ludic parts metric` prints it. x_low and x_high are the ends of x's 95 % interval."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grading:
-    """How rollouts are graded and which metrics are computed."""
+    """The grading of rollouts and the metrics that are computed."""
 
     success_reward: float | None = 1.0
     """An episode without info["correct"] is correct if its env reward is at least this; None: such episodes are not graded, for
@@ -101,7 +101,7 @@ def by_task(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
 
 
 def _has_roles(outcomes: Sequence[Outcome]) -> bool:
-    """Whether an episode has several evaluated roles."""
+    """True if an episode has several evaluated roles."""
     played = {(outcome.episode, outcome.role) for outcome in outcomes if outcome.role is not None}
     return len({episode for episode, _ in played}) < len(played)
 

@@ -17,6 +17,7 @@ from ludic.envs.threads import opened
 from ludic.interaction.base import AnyEnv, ToolAnswers, recorded
 from ludic.interaction.session import ExternalTools
 from ludic.interaction.single_agent import SingleAgentProtocol
+from ludic.seeds import CallSeeds
 from ludic.tasks import all_or_none
 from ludic.types import (
     AgentStep,
@@ -32,8 +33,6 @@ from ludic.types import (
 from ludic.util.files import parse_json
 
 logger = logging.getLogger(__name__)
-
-_CHILD_SEEDS = 0x0C41D  # separates the children's seeds from those of the parent's calls
 
 
 class TaskEnv(SingleAgentEnv):
@@ -271,4 +270,4 @@ def _answer_of(child: Rollout) -> str:
 
 
 def _child_seed(seed: int | None, number: int) -> int | None:
-    return None if seed is None else derive_seed(seed, _CHILD_SEEDS, number)
+    return None if seed is None else derive_seed(seed, CallSeeds.CHILD, number)

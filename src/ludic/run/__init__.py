@@ -2,11 +2,11 @@
 
 `cli`, examples and notebooks import it; it may import everything but `cli` and `minimal`. Start with run.py (`build`, `Run`), then
 config/ (settings), given.py (the env, and parts as objects), resolve.py (every default filled in) and checks.py. features/ has what
-a run may have beyond the plain loop, each declared in one place. generation/ is where samples come from: the engine here, stored
-texts, teachers; other engines are plug-ins. parts/ makes episodes, requests, the algorithm and loggers, protocols/ agents and
-protocols, policies/ runs with several policies. sources.py is the batch source. model.py loads weights and serves them, folder.py
-is the run folder, names.py the names of its files, settings.py reads and writes TOML; dry_run.py and export.py are `--dry-run` and
-`ludic export`.
+a run may have beyond the plain loop, each declared in one place. session.py is what a run consists of once weights are loaded:
+samples, evaluation, the loop; several.py is the same for several policies, whose settings and seats are in policies.py; other
+engines are plug-ins. parts/ makes episodes, requests, the batch source, the algorithm and loggers, protocols/ agents and protocols.
+model.py loads weights and serves them, folder.py is the run folder, names.py the names of its files, settings.py reads and writes
+TOML; dry_run.py and export.py are `--dry-run` and `ludic export`.
 """
 
 from typing import TYPE_CHECKING

@@ -8,13 +8,13 @@ import torch
 from ludic.models import SMOLLM2, TINY
 from ludic.models.kinds import auto_class
 from ludic.models.loading import make_tiny, require_model
+from ludic.run.checks import teacher_problems
 from ludic.run.config.model import ModelSettings
 from ludic.run.features.core import features_on
 from ludic.run.folder import ResumePoint
-from ludic.run.generation.in_process import check_preferences
-from ludic.run.generation.teachers import check_teacher
 from ludic.run.model import (
     base_settings,
+    cannot,
     checkpoint_in,
     dtype_of,
     find_device,
@@ -25,11 +25,12 @@ from ludic.run.model import (
 from ludic.run.parts.algorithm import make_algorithm
 from ludic.run.parts.episodes import check_protocol
 from ludic.run.parts.samples import eval_samples, first_env, train_samples, train_stream
-from ludic.run.policies.team import check_team
+from ludic.run.parts.source import check_source
 from ludic.run.protocols.agents import outside_agent
 from ludic.run.resolve import NEGATIVE_MASK, ResolvedRun, is_masked_when_old
-from ludic.run.sources import check_source
-from ludic.types import ConfigError
+from ludic.run.session import check_preferences
+from ludic.run.settings import refuse
+from ludic.run.several import SeveralPolicies
 
 _SMOLLM2_PARAMETERS = 134_515_008
 
@@ -41,7 +42,7 @@ def plan_lines(run: ResolvedRun, start: ResumePoint) -> list[str]:
         return [*_model_lines(run), _preferences_line(run), _start_line(run, start)]
     if run.policies:
         return [*_policy_lines(run), *_task_lines(run), *_feature_lines(run), _start_line(run, start)]
-    check_teacher(run, make_algorithm(run))
+    refuse(teacher_problems(run, make_algorithm(run)))
     check_source(run)
     _check_agents(run)
     if run.envs:
@@ -53,7 +54,7 @@ def plan_lines(run: ResolvedRun, start: ResumePoint) -> list[str]:
 
 def _policy_lines(run: ResolvedRun) -> list[str]:
     """The policies, and who plays which role."""
-    check_team(run)
+    SeveralPolicies.check(run)
     lines = []
     for policy in run.policies:
         _check_agents(policy.run)
@@ -121,7 +122,7 @@ def _task_lines(run: ResolvedRun, share: float = 1.0) -> list[str]:
 
 
 def mask_lines(run: ResolvedRun) -> list[str]:
-    """What the default mask of some presets does, and how to leave it out; empty where no preset has it."""
+    """The effect of the default mask of some presets, and the way to leave it out; empty where no preset has it."""
     masked = {own.config.algo.algo: None for own in run.each if NEGATIVE_MASK in own.config.algo.correction}
     names = " and ".join(name for name in masked if is_masked_when_old(name))
     where = f"max_lag {run.max_lag}" if run.max_lag else "[replay]"
@@ -133,7 +134,7 @@ def mask_lines(run: ResolvedRun) -> list[str]:
 
 
 def _feature_lines(run: ResolvedRun) -> list[str]:
-    """What the settings add to a plain run."""
+    """Sentences about what the settings add to a plain run."""
     said = [feature.says(run) for feature in features_on(run.config, run.parts)]
     return [*mask_lines(run), *(line for lines in said for line in lines)]
 
@@ -156,7 +157,7 @@ def _model_lines(run: ResolvedRun) -> list[str]:
 
 
 def num_parameters(settings: ModelSettings) -> str:
-    """From the model's description alone; its chat template is checked on the way."""
+    """Read from the model's description alone; its chat template is checked on the way."""
     if settings.model == TINY:
         return _counted(make_tiny(seed=0).model)
     if settings.model == SMOLLM2:
@@ -164,7 +165,7 @@ def num_parameters(settings: ModelSettings) -> str:
     folder = checkpoint_in(Path(settings.model)) or Path(settings.model)
     if folder.suffix == ".gguf":
         return "number of parameters unknown until it is loaded"
-    if folder.suffix == ".json":  # the config of random weights; the tokenizer is beside it
+    if folder.suffix == ".json":  # the config of random weights; the tokenizer is in the same folder
         folder = folder.parent
     require_model(str(folder))
     from transformers import AutoConfig, AutoTokenizer
@@ -173,13 +174,13 @@ def num_parameters(settings: ModelSettings) -> str:
         make_template(AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False))
         description = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"Cannot find the model {str(folder)!r}: {str(error).strip().splitlines()[0]}") from error
+        raise cannot(f"find the model {str(folder)!r}", error) from error
     chosen = auto_class(description)
     try:
         with torch.device("meta"):  # shapes without memory behind them
             return _counted(chosen.from_config(description))
     except ValueError as error:
-        raise ConfigError(f"Cannot make a model of {str(folder)!r}: {str(error).strip().splitlines()[0]}") from error
+        raise cannot(f"make a model of {str(folder)!r}", error) from error
 
 
 def _counted(model: Any) -> str:

@@ -1,4 +1,4 @@
-"""What `ludic export` does: find the checkpoint, and for an adapter the base that it was trained on."""
+"""`ludic export`: it finds the checkpoint, and for an adapter the base that it was trained on."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from ludic.models import TINY
 from ludic.models.loading import SMOLLM2, LoadedModel, load_model
 from ludic.run.config.model import ModelSettings
 from ludic.run.config.run_config import RunConfig
-from ludic.run.folder import policy_folders
+from ludic.run.folder import require_one_policy
 from ludic.run.model import base_settings, checkpoint_in, load_policy
 from ludic.run.names import CHECKPOINTS, CONFIG
 from ludic.run.settings import read_toml
@@ -36,7 +36,7 @@ def export_run(
 ) -> list[str]:
     """Write the folder; returns the lines to print about it. `with_optimizer` keeps an adapter an adapter."""
     check_target(target)
-    folder = find_checkpoint(run, step)
+    folder = _find_checkpoint(run, step)
     is_adapter = (folder / ADAPTER_CONFIG).is_file()
     if adapter and not with_optimizer and not is_adapter:
         raise ConfigError(f"{folder} is no adapter: the run trained all weights. Leave --adapter out.")
@@ -48,7 +48,7 @@ def export_run(
     return [f"{target}: the weights of {folder}.", *_how_to_load(target)]
 
 
-def find_checkpoint(run: Path, step: int | None) -> Path:
+def _find_checkpoint(run: Path, step: int | None) -> Path:
     """The checkpoint of a run folder, or the one that the path itself is."""
     if step is None:
         folder = checkpoint_in(run)
@@ -58,8 +58,7 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
                 f"There is no complete checkpoint in {run}: {problem}. Give the folder of a run or a checkpoint."
             )
         return folder
-    if policies := policy_folders(run):
-        raise ConfigError(f"{run} has trained several policies; name one: {', '.join(map(str, policies))}.")
+    require_one_policy(run)
     for root in (run / CHECKPOINTS, run):
         steps = CheckpointManager(CheckpointConfig(root)).steps()
         if step in steps:
@@ -79,7 +78,7 @@ def _merged(folder: Path, target: Path, base: str | None) -> list[str]:
 
 
 def _adapter(folder: Path, target: Path, base: str | None) -> list[str]:
-    """The adapter names a base that other machines can load, or the base is written beside it."""
+    """The adapter names a base that other machines can load, or the base is written to its folder."""
     name = base or _name_elsewhere(folder)
 
     def name_base(place: Path) -> None:

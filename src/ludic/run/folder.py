@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic import __version__
+from ludic.run.config.entries import POLICIES
 from ludic.run.config.run_config import RunConfig
-from ludic.run.features.engines import engine_of
+from ludic.run.features.base import engine_of
 from ludic.run.names import CHECKPOINTS, CONFIG, FAILURE, LOGS, METRICS, REDIS, ROLLOUTS, SERVER, WANDB_ID
-from ludic.run.policies.entry import POLICIES
 from ludic.run.resolve import ResolvedRun
-from ludic.run.settings import Difference, differences, read_toml, settings_of, to_toml
+from ludic.run.settings import Difference, differences, read_toml, refuse, settings_of, to_toml
 from ludic.training.checkpoint.manifest import CheckpointError, read_manifest
 from ludic.types import ConfigError
 from ludic.types.errors import RunComplete
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BEFORE_THE_RUN = {SERVER, ROLLOUTS, REDIS, LOGS}
-"""What may be there before the learner writes anything: a server, a Redis or an actor started first."""
+"""Files that may be there before the learner writes anything: a server, a Redis or an actor started first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResumePoint:
-    """Where a run begins."""
+    """The step and the checkpoint that a run begins with."""
 
     first_step: int = 0
     """Updates that are done already."""
@@ -53,19 +53,14 @@ class ResumePoint:
 
 
 def resume_point(run: ResolvedRun, *, resume: bool) -> ResumePoint:
-    """Where the run in the config's folder begins; an error if it must not be touched. Nothing is written."""
+    """The point at which the run in the config's folder begins; an error if it must not be touched. Nothing is written."""
     folder, config = run.folder, run.config
-    if folder.parent.name == POLICIES and (folder.parents[1] / CONFIG).is_file():
-        raise ConfigError(
-            f"{folder} is one of the policies of {folder.parents[1]}. `ludic train {folder.parents[1]} --resume` goes on with all "
-            f"of them; --fork-from {folder} begins another run with its weights."
-        )
+    refuse(_folder_problems(folder, resume=resume))
     if not (folder / CONFIG).is_file():
-        _require_unused(folder, resume)
         return ResumePoint()
     changed = differences(read_toml(RunConfig, folder / CONFIG), config)
     if not resume:
-        if has_begun(folder):
+        if _has_begun(folder):
             raise ConfigError(_why_not_again(run, changed))
         return ResumePoint()
     refused = [difference for difference in changed if not _may_change(difference, config)]
@@ -74,37 +69,44 @@ def resume_point(run: ResolvedRun, *, resume: bool) -> ResumePoint:
             f"{folder} is a run with other settings: {'; '.join(map(str, refused))}. `{how_to_resume(run)}` goes on "
             "with its own; give another --name to start a new run."
         )
-    checkpoint = newest_undamaged(folder)
+    checkpoint = _newest_undamaged(folder)
     step = _step_of(checkpoint)
     if step >= config.train.steps and not _lacks_evaluation(run, step):
         raise RunComplete(
             f"{folder} is complete: {step} of {config.train.steps} updates. To go on: {how_to_resume(run)} --steps {2 * step}"
         )
     return ResumePoint(
-        first_step=step, checkpoint=checkpoint, restarts=checkpoint is None and has_begun(folder), changed=changed
+        first_step=step, checkpoint=checkpoint, restarts=checkpoint is None and _has_begun(folder), changed=changed
     )
 
 
 def _lacks_evaluation(run: ResolvedRun, step: int) -> bool:
-    """Whether the last evaluation of a run that has made all updates was ended before it had a result."""
+    """True if the last evaluation of a run that has made all updates was ended before it had a result."""
     cfg = run.trainer
     last_batch_end = step - step % cfg.steps_per_batch  # evaluations come between two batches
     return cfg.lacks_evaluation(last_batch_end, newest_step_of(run.folder / METRICS, "eval/step"))
 
 
-def _require_unused(folder: Path, resume: bool) -> None:
+def _folder_problems(folder: Path, *, resume: bool) -> Iterator[str]:
+    """A folder in which no run may begin, or without a run to resume."""
+    whole = folder.parents[1] if folder.parent.name == POLICIES else None
+    if whole is not None and (whole / CONFIG).is_file():
+        yield (
+            f"{folder} is one of the policies of {whole}. `ludic train {whole} --resume` goes on with all of them; --fork-from "
+            f"{folder} begins another run with its weights."
+        )
+    if (folder / CONFIG).is_file():
+        return
     if resume:
         there = ", ".join(sorted(path.parent.name for path in folder.parent.glob(f"*/{CONFIG}"))) or "none"
-        raise ConfigError(
-            f"There is nothing to resume: {folder} holds no run. Runs in {folder.parent}: {there}. Without --resume it starts."
-        )
+        yield f"There is nothing to resume: {folder} holds no run. Runs in {folder.parent}: {there}. Without --resume it starts."
     if folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - _BEFORE_THE_RUN):
-        raise ConfigError(f"{folder} exists and is not the folder of a run. Choose another --name.")
+        yield f"{folder} exists and is not the folder of a run. Choose another --name."
 
 
-def has_begun(folder: Path) -> bool:
+def _has_begun(folder: Path) -> bool:
     metrics = folder / METRICS
-    places = policy_folders(folder) or [folder]
+    places = _policy_folders(folder) or [folder]
     return (metrics.is_file() and metrics.stat().st_size > 0) or not all(_checkpoints(p).is_empty() for p in places)
 
 
@@ -203,14 +205,20 @@ def _checkpoints(folder: Path) -> "CheckpointManager":
     return CheckpointManager(CheckpointConfig(folder / CHECKPOINTS))
 
 
-def policy_folders(folder: Path) -> list[Path]:
-    """Of a run that trains several policies: their folders; empty for others."""
+def require_one_policy(folder: Path) -> None:
+    """ConfigError for the folder of a run with several policies, where one has to be named."""
+    if policies := _policy_folders(folder):
+        raise ConfigError(f"{folder} has trained several policies; name one: {', '.join(map(str, policies))}.")
+
+
+def _policy_folders(folder: Path) -> list[Path]:
+    """The folders of the policies of a run that trains several; empty for others."""
     return sorted(path.parent for path in (folder / POLICIES).glob(f"*/{CONFIG}"))
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest by name and size; its content is not read. Of several policies the newest that all have, as the first has it."""
-    policies = policy_folders(folder)
+    policies = _policy_folders(folder)
     if not policies:
         return _checkpoints(folder).latest()
     steps = _common_steps(policies)
@@ -222,10 +230,10 @@ def _common_steps(policies: list[Path]) -> list[int]:
     return sorted(set.intersection(*(set(_checkpoints(policy).steps()) for policy in policies)), reverse=True)
 
 
-def newest_undamaged(folder: Path) -> Path | None:
+def _newest_undamaged(folder: Path) -> Path | None:
     """The checkpoint to go on from, with a warning for each newer one that is damaged; None if none was ever saved. Of several
     policies that of the first; the others have one of the same step."""
-    policies = policy_folders(folder)
+    policies = _policy_folders(folder)
     if policies:
         return _newest_of_all(policies)
     checkpoints = _checkpoints(folder)
@@ -258,7 +266,7 @@ def _newest_of_all(policies: list[Path]) -> Path | None:
 
 def saved_step(folder: Path) -> int:
     """Updates in the newest undamaged checkpoint."""
-    return _step_of(newest_undamaged(folder))
+    return _step_of(_newest_undamaged(folder))
 
 
 def _step_of(checkpoint: Path | None) -> int:

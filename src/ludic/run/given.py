@@ -1,4 +1,4 @@
-"""What a run is given by name or as objects: its env, its samples, and parts in the place of settings."""
+"""Names and objects that a run is given: its env, its samples, and parts in the place of settings."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from ludic import registry
 from ludic.catalog import Suggested
 from ludic.envs.check import require_env
 from ludic.interaction.base import AnyEnv
-from ludic.run.features.plugged import plugged
+from ludic.run.features.base import plugged
 from ludic.types import (
     BatchSource,
     ConfigError,
@@ -81,7 +81,7 @@ def env_factory(env: str | Callable[..., AnyEnv], *, server: str | None = None) 
 
 
 def no_env() -> EnvFactory:
-    """Of a run that learns from stored preferences and plays nothing."""
+    """The env of a run that learns from stored preferences and plays nothing."""
 
     def refuse() -> AnyEnv:
         raise ConfigError("This run names no env, so there is nothing to play. Give one as TARGET.")
@@ -95,14 +95,12 @@ def _registered(id: str) -> registry.EntrySpec:
         return registry.envs.spec(id)
     except UnknownName:
         path = Path(id)
-        if path.suffix == ".py":
-            raise ConfigError(f"{id} is a file; which env in it? Write {id}:Class.") from None
-        if path.parent != Path() and path.parent.is_dir():
-            there = ", ".join(sorted(file.parent.name for file in path.parent.glob("*/config.toml"))) or "none"
-            raise ConfigError(
-                f"There is no run in {id}, nor an env of that name. Runs in {path.parent}: {there}."
-            ) from None
-        raise
+        if path.suffix != ".py" and (path.parent == Path() or not path.parent.is_dir()):
+            raise
+        there = ", ".join(sorted(file.parent.name for file in path.parent.glob("*/config.toml"))) or "none"
+        runs = f"There is no run in {id}, nor an env of that name. Runs in {path.parent}: {there}."
+        is_file = f"{id} is a file; which env in it? Write {id}:Class."
+        raise ConfigError(is_file if path.suffix == ".py" else runs) from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,12 +120,12 @@ class Parts:
     """For envs that ask about samples: instead of a file. A function generates them (docs/task-streams.md)."""
     eval_samples: Sequence[Any] | Callable[..., Any] | None = None
     loggers: Sequence[TrainingLogger] = ()
-    """Beside those of the settings."""
+    """In addition to those of the settings."""
     reward: Callable[[Any, str, Any], Any] | None = None
     """For an agent that is a function or a command: (task, answer, session) -> reward, instead of the env's. Not for engine =
     pipeline."""
     scorers: "Sequence[Scorer | Callable[..., Any]]" = ()
-    """Scorers and reward functions beside those of the settings. Not for engine = pipeline."""
+    """Scorers and reward functions in addition to those of the settings. Not for engine = pipeline."""
     policies: Mapping[str, Any] = field(default_factory=dict)
     """For such an agent: further models by the names that it asks for. Not for engine = pipeline."""
     protocol: "Callable[..., InteractionProtocol] | None" = None
@@ -135,18 +133,18 @@ class Parts:
     source: Callable[[BatchSource], BatchSource] | None = None
     """Wraps the source of fresh rollouts, e.g. by a replay buffer. Not for engine = pipeline."""
     reducers: Mapping[str, Reducer] = field(default_factory=dict)
-    """Training metrics beside the usual ones."""
+    """Training metrics in addition to the usual ones."""
     command: str = ""
     """The command line of a script that trains this run, for messages that say how to resume it."""
 
 
 def has_task(env: EnvFactory, arguments: Mapping[str, Any]) -> bool:
-    """Whether the arguments say what is asked: the sample, or what the env's example has instead, such as a folder of tasks."""
+    """True if the arguments say what is asked: the sample, or what the env's example has instead, such as a folder of tasks."""
     return not arguments.keys().isdisjoint({"sample", *env.example})
 
 
 def check_data(found: EnvFactory, data: Path | None, arguments: Mapping[str, Any], flag: str) -> None:
-    """A file of samples is given exactly where the env asks about samples."""
+    """ConfigError unless a file of samples is given exactly where the env asks about samples."""
     if data is None and found.takes_sample and not has_task(found, arguments):
         raise ConfigError(
             f"The env {found.id!r} asks about samples; give {flag} FILE.jsonl with one JSON object per line"

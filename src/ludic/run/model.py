@@ -5,6 +5,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any
 
 import torch
 
+from ludic.batch_gen import DomainTeachers, Teachers
 from ludic.distributed import SharedWeightsPublisher
-from ludic.inference import ChatTemplate, HFChatTemplate
+from ludic.inference import ChatTemplate, HFChatTemplate, LocalTeacher
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot
 from ludic.inference.templates.renderers import renderers_template
@@ -31,20 +33,21 @@ from ludic.models.loading import (
     require_model,
 )
 from ludic.models.lora import adapted_layers, not_adaptable
+from ludic.run.config.entries import PolicyEntry
 from ludic.run.config.model import ModelSettings, is_served
 from ludic.run.config.run_config import RunConfig
-from ludic.run.folder import policy_folders
+from ludic.run.features.base import plugged
+from ludic.run.folder import require_one_policy
 from ludic.run.given import Parts
 from ludic.run.names import CHECKPOINTS, CONFIG, METRICS
-from ludic.run.policies.entry import PolicyEntry
 from ludic.run.protocols.agents import uses_gateway
-from ludic.run.resolve import default_name
+from ludic.run.resolve import ResolvedRun, default_name
 from ludic.run.settings import read_toml, with_values
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointManager
 from ludic.training.checkpoint.manifest import MANIFEST, CheckpointError, problem_with
 from ludic.training.checkpoint.model_files import ADAPTER_CONFIG, read_weights
 from ludic.training.checkpoint.state_files import STATE_FILE
-from ludic.types import ChatClient, ConfigError, MissingExtra, PolicyPublisher
+from ludic.types import ChatClient, ConfigError, MissingExtra, PolicyPublisher, TeacherScorer, shown_url
 
 # --- weights ---------------------------------------------------------------------------------------------------
 
@@ -155,8 +158,12 @@ def load_tokenizer(settings: ModelSettings) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
         return load_image_processor(tokenizer, place, AutoConfig.from_pretrained(place, trust_remote_code=False))
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"Cannot find the tokenizer of {base.model!r}: {reason}") from error
+        raise cannot(f"find the tokenizer of {base.model!r}", error) from error
+
+
+def cannot(do: str, error: Exception) -> ConfigError:
+    """The first line of an error of transformers, which has many, as a ConfigError."""
+    return ConfigError(f"Cannot {do}: {str(error).strip().splitlines()[0]}")
 
 
 def base_settings(settings: ModelSettings) -> ModelSettings:
@@ -173,7 +180,7 @@ def _held_as(own: ModelSettings, settings: ModelSettings) -> ModelSettings:
 
 
 def _run_of(folder: Path, settings: ModelSettings) -> RunConfig:
-    """The run of the adapter that `settings.model` is; an error if the settings ask for another adapter beside it."""
+    """The run of the adapter that `settings.model` is; an error if the settings ask for another adapter as well."""
     names, usual = ("lora_rank", "lora_alpha_mult", "lora_dropout", "fork_from"), ModelSettings()
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(settings, name) != getattr(usual, name)]
     if given:
@@ -213,7 +220,7 @@ def with_pinned_checkpoints(config: RunConfig, parts: Parts | None = None) -> Ru
     if config.train.max_seq_len is None and uses_gateway(config.agent, parts):
         file = config.run.runs / values["name"] / CONFIG
         stored = read_toml(RunConfig, file).train.max_seq_len if file.is_file() else None  # of a run that is resumed
-        longest = stored or usual_length(config.model, parts.model)
+        longest = stored or _usual_length(config.model, parts.model)
         config = with_values(config, {"max_seq_len": min(longest, config.train.micro_token_budget or longest)})
     return config
 
@@ -234,9 +241,8 @@ def checkpoint_in(path: Path) -> Path | None:
     """The path itself if it is a checkpoint, or the newest undamaged one of a run folder, with a warning for each newer one that
     is damaged; None where there is neither. ConfigError where all are damaged, where a run has saved none, or where several
     policies have theirs."""
-    if policies := policy_folders(path):
-        raise ConfigError(f"{path} has trained several policies; name one: {', '.join(map(str, policies))}.")
-    if (path / MANIFEST).exists() and (path / STATE_FILE).exists():  # other programs write a manifest.json, too
+    require_one_policy(path)
+    if (path / MANIFEST).exists() and (path / STATE_FILE).exists():  # other programs write a manifest.json as well
         _require_undamaged(path, (path / MANIFEST).stat().st_mtime_ns)
         return path
     for root in (path / CHECKPOINTS, path):
@@ -323,14 +329,14 @@ def make_template(tokenizer: Any, *, with_tools: bool = False, renderer: str | N
 
 
 _MAX_SEQUENCES = 4096
-"""Of an engine: beyond it a larger batch is not faster, and its buffers and CUDA graphs take memory."""
+"""Most sequences of an engine: beyond it a larger batch is not faster, and its buffers and CUDA graphs take memory."""
 
 # --- engines ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedPolicy:
-    """What samples the policy, and how it gets new weights."""
+    """The client that samples the policy, and the publisher of its new weights."""
 
     client: ChatClient
     publisher: PolicyPublisher
@@ -338,7 +344,7 @@ class ServedPolicy:
     """Serves a copy of the weights, for evaluating while they change; made when asked for. None: it has no copies."""
     close: Callable[[], None]
     model: str
-    """What the client calls it."""
+    """The client's name for it."""
 
 
 def local_engine(
@@ -350,7 +356,7 @@ def local_engine(
     concurrency: int | None = None,
     record_experts: bool = False,
 ) -> LocalEngine:
-    """`concurrency`: episodes at a time. A GPU computes so many requests together; a CPU is not faster above its default."""
+    """`concurrency`: episodes at a time. A GPU computes all their requests together; a CPU is not faster above its default."""
     longest = loaded.model.config.get_text_config().max_position_embeddings
     on_gpu = next(loaded.model.parameters()).is_cuda
     return LocalEngine(
@@ -370,7 +376,7 @@ LONGEST_USUAL = 32_768
 _CONTEXTS = {TINY: TINY_LENGTH, SMOLLM2: 8192}
 
 
-def usual_length(settings: ModelSettings, given: LoadedModel | None = None) -> int:
+def _usual_length(settings: ModelSettings, given: LoadedModel | None = None) -> int:
     """Tokens of a sample of an agent with its own prompts: all that the model takes, up to `LONGEST_USUAL`."""
     model = base_settings(settings).model
     if given is None and model in _CONTEXTS:
@@ -382,7 +388,7 @@ def usual_length(settings: ModelSettings, given: LoadedModel | None = None) -> i
 _JUDGE_CONTEXT = 16_384
 """Tokens of a judge's prompt and verdict, if its model can."""
 _JUDGE_SEQUENCES = 16
-"""A judge's cache holds so many of the longest prompts, or more short ones: the policy needs the memory, too."""
+"""The longest prompts that a judge's cache holds, or more short ones: the policy needs memory as well."""
 
 
 def load_judge(model: str, *, device: str | None = None) -> tuple[LocalEngine, ChatTemplate, str]:
@@ -414,3 +420,32 @@ def serve_locally(
         close=engine.close,
         model=loaded.name,
     )
+
+
+# --- teachers ---
+
+
+def load_teacher(run: ResolvedRun, teacher: str) -> LoadedModel:
+    """A teacher as a frozen model in this process."""
+    model = run.config.model
+    loaded = load_policy(ModelSettings(model=teacher, device=model.device, dtype=model.dtype))
+    return replace(loaded, model=loaded.model.eval().requires_grad_(False))
+
+
+def make_teachers(run: ResolvedRun, stack: ExitStack) -> TeacherScorer | Teachers:
+    """The scorer of the samples: the only teacher, or that of each domain. Domains with the same model share it."""
+    made = {teacher: _teacher_scorer(run, teacher, stack) for teacher in dict.fromkeys(run.config.all_teachers)}
+    if not run.config.teachers:
+        return made[run.config.all_teachers[0]]
+    return DomainTeachers({domain: made[teacher] for domain, teacher in run.config.teachers.items()})
+
+
+def _teacher_scorer(run: ResolvedRun, teacher: str, stack: ExitStack) -> TeacherScorer:
+    """Scores tokens with the teacher: an engine in this process, or a vLLM server; closed with the stack."""
+    if is_served(teacher):
+        made: TeacherScorer = plugged("vllm", f"teacher = {shown_url(teacher)!r}").served_teacher(run, teacher, stack)
+        return made
+    longest = run.trainer.max_seq_len
+    engine = local_engine(load_teacher(run, teacher), max_length=longest, kv_tokens=longest)  # scoring needs no cache
+    stack.callback(engine.close)
+    return LocalTeacher(engine)

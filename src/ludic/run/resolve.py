@@ -1,22 +1,24 @@
-"""From settings as written to a `ResolvedRun`: fills in every default, and has everything checked that needs no weights."""
+"""`resolve` makes a `ResolvedRun` of settings as written: it fills in every default, and has everything checked that needs no
+weights."""
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ludic import registry
 from ludic.catalog import Suggested
-from ludic.run.checks import check_loggers, check_numbers, check_stored_kind, check_tasks
-from ludic.run.config.entries import EnvEntry
+from ludic.run.checks import logger_problems, number_problems, stored_problems, task_problems
+from ludic.run.config.entries import EnvEntry, PolicyEntry
 from ludic.run.config.run_config import RunConfig
 from ludic.run.config.training import AlgoSettings, Averaging
-from ludic.run.features.engines import engine_of
+from ludic.run.features.base import engine_of
 from ludic.run.given import EnvFactory, Parts, check_data, env_factory, has_task
 from ludic.run.names import CHECKPOINTS
-from ludic.run.settings import values_of, with_values
+from ludic.run.settings import refuse, values_of, with_values
 from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.types import ConfigError, SamplingParams
 
@@ -24,12 +26,12 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NamedEnv:
+class _NamedEnv:
     """One of several envs of a run."""
 
     name: str
     share: float
-    """Of the episodes."""
+    """Share of the episodes."""
     run: "ResolvedRun"
     """The settings as if the run had this env alone."""
 
@@ -62,7 +64,7 @@ class ResolvedRun:
     eval_sampling: SamplingParams
     trainer: TrainerConfig
     checkpoint: CheckpointConfig
-    envs: tuple[NamedEnv, ...] = ()
+    envs: tuple[_NamedEnv, ...] = ()
     """Empty for a run with one env."""
     policies: tuple[NamedPolicy, ...] = ()
     """Empty for a run with one policy."""
@@ -76,12 +78,12 @@ class ResolvedRun:
 
     @property
     def trained_names(self) -> tuple[str, ...]:
-        """Of several policies those that learn; empty for a run with one."""
+        """Names of the policies that learn, of several; empty for a run with one."""
         return tuple(policy.name for policy in self.policies if not policy.is_frozen)
 
     @property
     def has_own_algorithms(self) -> bool:
-        """Whether an env of several has another algorithm than the others."""
+        """True if an env of several has another algorithm than the others."""
         return any(own.config.algo != self.each[0].config.algo for own in self.each)
 
     @property
@@ -95,7 +97,7 @@ class ResolvedRun:
 
     @property
     def num_batches(self) -> int:
-        """As many as the updates, unless a batch takes several."""
+        """The number of updates, unless a batch takes several."""
         return math.ceil(self.steps / self.trainer.steps_per_batch)
 
     @property
@@ -117,8 +119,7 @@ def resolve(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> R
     parts, config = parts or Parts(), with_values(config, config.train.limits)
     if config.envs:
         return _resolve_several(config, parts)
-    check_stored_kind(config, parts)
-    check_loggers(config.run.logger)
+    refuse(chain(stored_problems(config, parts), logger_problems(config.run.logger)))
     size, name, lag = _group_size(config.algo, parts), config.run.name or default_name(config), config.rollouts.max_lag
     max_lag = _usual_lag(config) if lag is None else lag
     values: dict[str, Any] = {
@@ -130,9 +131,7 @@ def resolve(config: RunConfig, env: EnvFactory, parts: Parts | None = None) -> R
     }
     values |= engine_of(config).filled(config, name, size)
     filled = with_values(resolve_play(config, env.suggested), values)
-    check_numbers(filled, size)
-    check_tasks(filled, size)
-    _check_data(filled, env, parts)
+    refuse(chain(number_problems(filled, size), task_problems(filled, size), _data_problems(filled, env, parts)))
     folder = config.run.runs / name
     max_tokens, max_steps = filled.agent.max_tokens or 1, filled.env.max_steps or 1
     return ResolvedRun(
@@ -162,11 +161,7 @@ def _resolve_several(config: RunConfig, parts: Parts) -> ResolvedRun:
     alone = replace(config, envs=(), recorded=(), run=replace(config.run, name=name))
     total = sum(entry.weight for entry in config.envs)
     envs = tuple(
-        NamedEnv(
-            name=entry.label,
-            share=entry.weight / total,
-            run=resolve(config_of_entry(alone, entry), env_factory(entry.id, server=config.env.env_server), parts),
-        )
+        _NamedEnv(name=entry.label, share=entry.weight / total, run=_alone(alone, entry, parts))
         for entry in config.envs
     )
     first, max_steps = envs[0].run, max(env.run.max_steps for env in envs)
@@ -188,19 +183,23 @@ def _resolve_several(config: RunConfig, parts: Parts) -> ResolvedRun:
     return whole
 
 
-def config_of_entry(config: RunConfig, entry: EnvEntry) -> RunConfig:
-    """The settings of a run with this env alone. A part that an entry names comes with the entry's arguments."""
-    values: dict[str, Any] = {"id": entry.id, "set": entry.set, "data": entry.data}
+def _alone(config: RunConfig, entry: EnvEntry, parts: Parts) -> ResolvedRun:
+    """The run with this env alone."""
+    own = with_entry(config, entry, name=config.run.name, set=entry.set, data=entry.data)
+    return resolve(own, env_factory(entry.id, server=config.env.env_server), parts)
+
+
+def with_entry(config: RunConfig, entry: EnvEntry | PolicyEntry, **values: Any) -> RunConfig:
+    """The settings of a run with this env, or this policy, alone. A part that an entry names comes with the entry's arguments."""
+    before = values_of(config)
+    own = {name: value for name, value in vars(entry).items() if name in before and value not in (None, (), {})}
     for part in ("agent", "parser", "protocol", "algo"):
-        if (named := getattr(entry, part)) is not None:
-            values |= {part: named, f"{part}_set": getattr(entry, f"{part}_set")}
-        elif arguments := getattr(entry, f"{part}_set"):
-            values[f"{part}_set"] = {**values_of(config)[f"{part}_set"], **arguments}
-    own = {
-        name: getattr(entry, name) for name in ("max_steps", "system_prompt", "max_tokens", "group_size", "eval_data")
-    }
-    values |= {name: value for name, value in own.items() if value is not None}
-    return with_values(config, values | ({"tools": entry.tools} if entry.tools else {}))
+        arguments = f"{part}_set"
+        if part in own:
+            own[arguments] = getattr(entry, arguments)
+        elif arguments in own:
+            own[arguments] = {**before[arguments], **own[arguments]}
+    return with_values(config, own | values)
 
 
 def _trainer_config(config: RunConfig, max_lag: int, max_steps: int) -> TrainerConfig:
@@ -313,13 +312,13 @@ def default_name(config: RunConfig) -> str:
 
 
 def slug(text: str) -> str:
-    """What can stand in the name of a file."""
+    """The text as the name of a file."""
     return re.sub(r"[^\w.+-]+", "_", text).strip("_")
 
 
-def _check_data(config: RunConfig, env: EnvFactory, parts: Parts) -> None:
+def _data_problems(config: RunConfig, env: EnvFactory, parts: Parts) -> Iterator[str]:
     if env.id and not env.takes_sample and config.stored is not None and config.stored == config.env.data:
-        raise ConfigError(
+        yield (
             f"algo = 'sft' learns the answers of {config.stored}, and {env.id!r} asks no questions: leave TARGET out, or name "
             "an env that asks questions."
         )
@@ -327,7 +326,7 @@ def _check_data(config: RunConfig, env: EnvFactory, parts: Parts) -> None:
         check_data(env, config.env.data, config.env.set, "--data")
     has_questions = config.eval.eval_data is not None or parts.eval_samples is not None or has_task(env, config.env.set)
     if config.is_evaluated and env.takes_sample and not has_questions:
-        raise ConfigError(
+        yield (
             "Evaluation asks questions too: give --eval-data FILE.jsonl, best with samples that are not trained on (the file "
             "of --data works, and measures something else)."
         )

@@ -19,10 +19,11 @@ from ludic.batch_gen import TooManyFailures
 from ludic.distributed import WeightPushError
 from ludic.eval import EvalReport
 from ludic.models.loading import LoadedModel
-from ludic.run.checks import check_stored_kind
+from ludic.run.checks import stored_problems
+from ludic.run.config.entries import PolicyEntry
 from ludic.run.config.run_config import RunConfig
 from ludic.run.dry_run import plan_lines
-from ludic.run.features.engines import engine_of
+from ludic.run.features.base import engine_of
 from ludic.run.folder import (
     ResumePoint,
     failure_written,
@@ -33,26 +34,21 @@ from ludic.run.folder import (
     saved_step,
     write_config,
 )
-from ludic.run.generation.base import Generation
-from ludic.run.generation.in_process import PreferenceGeneration
 from ludic.run.given import EnvFactory, Parts, env_factory, no_env
-from ludic.run.model import load_policy, load_reference, use_threads, with_pinned_checkpoints
-from ludic.run.names import CONFIG, TRAINED
+from ludic.run.model import use_threads, with_pinned_checkpoints
+from ludic.run.names import CONFIG
+from ludic.run.parts.episodes import make_rewards
 from ludic.run.parts.loggers import make_loggers
-from ludic.run.parts.rewards import make_rewards
-from ludic.run.policies.entry import PolicyEntry
-from ludic.run.policies.resolve import resolve_run
-from ludic.run.policies.team import Team, check_team
+from ludic.run.policies import resolve_run
 from ludic.run.protocols.agents import uses_gateway
 from ludic.run.resolve import ResolvedRun
-from ludic.run.settings import read_toml, with_given, with_values
+from ludic.run.session import Session, StoredSession, TrainingLoop
+from ludic.run.settings import read_toml, refuse, with_given, with_values
+from ludic.run.several import SeveralPolicies
 from ludic.tasks import cancel_all, long_lived_objects_exempt
-from ludic.training import TeeLogger, Trainer
+from ludic.training import TeeLogger
 from ludic.training.checkpoint.manager import CheckpointError
-from ludic.training.critic.gae import CriticKind
-from ludic.training.learner.token_recorder import TokenRecorder
-from ludic.training.multi_policy import PolicyTrainers
-from ludic.types import BatchSource, ConfigError, LudicError, PolicyGone, Reducer, Rollout, default_reducers
+from ludic.types import ConfigError, LudicError, PolicyGone, Rollout
 from ludic.types.errors import TryAgain
 from ludic.util.stop import StopSignal, run_sync
 
@@ -65,7 +61,7 @@ class RunFailed(LudicError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainResult:
-    """How a call of `train` or `resume` ended."""
+    """The end of a call of `train` or `resume`."""
 
     step: int
     """Updates that are done, of all calls together."""
@@ -86,10 +82,9 @@ class Run:
         """`is_stored`: the settings come from a run folder, so trained weights may be there."""
         self.resolved = resolved
         self._is_stored = is_stored
-        self.trainer: Trainer | PolicyTrainers | None = None
-        self.generation: Generation | Team | None = None
+        self.trainer: TrainingLoop | None = None
+        self.session: Session | None = None
         self._logger: TeeLogger | None = None
-        self._loaded: LoadedModel
         self._start: tuple[bool, ResumePoint] | None = None
         self._closing = contextlib.ExitStack()
 
@@ -107,13 +102,13 @@ class Run:
         return 0 if self.trainer is None else self.trainer.step
 
     def starting_point(self, *, resume: bool = False) -> ResumePoint:
-        """Where the run would begin; ConfigError if its folder holds another run. Nothing is written."""
+        """The point at which the run would begin; ConfigError if its folder holds another run. Nothing is written."""
         if self._start is None or self._start[0] != resume:  # a damaged checkpoint is warned of once
             self._start = (resume, resume_point(self.resolved, resume=resume))
         return self._start[1]
 
     def plan(self, *, resume: bool = False) -> list[str]:
-        """What the run is going to do, in sentences. Most mistakes are found here, without loading weights."""
+        """The plan of the run, in sentences. Most mistakes are found here, without loading weights."""
         return plan_lines(self.resolved, self.starting_point(resume=resume))
 
     # --- training ---
@@ -128,40 +123,12 @@ class Run:
             return
         run, start = self.resolved, self.starting_point(resume=resume)
         self._start = None  # training changes the answer
-        generation = self._generation(start, to_train=True)
+        session = self._open_session(start, to_train=True)
         prepare_folder(run, start)
-        generation.begin(resume=resume, first_step=start.first_step)
-        self._logger = self._closing.enter_context(contextlib.closing(make_loggers(run, generation.status)))
+        session.begin(resume=resume, first_step=start.first_step)
+        self._logger = self._closing.enter_context(contextlib.closing(make_loggers(run, session.status)))
         with self._explained():
-            if isinstance(generation, Team):
-                self.trainer = generation.trainers(self._logger)
-            else:
-                self.trainer = self._make_trainer(generation, start)
-
-    def _make_trainer(self, generation: Generation, start: ResumePoint) -> Trainer:
-        run = self.resolved
-        return Trainer(
-            model=self._loaded.model,
-            reference=self._reference(generation),
-            critic=self._load(start).model if generation.algorithm.critic is CriticKind.SEPARATE else None,
-            algo=generation.algorithm,
-            batch_source=generation.source,
-            cfg=run.trainer,
-            publisher=generation.publisher,
-            checkpoint_config=run.checkpoint,
-            resume_from=None if start.checkpoint is None else str(start.checkpoint),
-            train_logger=self._logger,
-            reducers={**default_reducers(), **run.parts.reducers},
-            evaluator=generation.evaluator() if run.config.is_evaluated else None,
-            teacher=generation.teacher,
-            tokenizer=self._loaded.tokenizer,
-            token_recorder=self._token_recorder(),
-        )
-
-    def _token_recorder(self) -> TokenRecorder:
-        """Also if nothing is to be recorded: it removes what an interrupted start has left."""
-        recorder = TokenRecorder(self.folder / TRAINED, every=self.config.rollouts.tokens_every)
-        return self._closing.enter_context(contextlib.closing(recorder))
+            self.trainer = session.loop(self._logger)
 
     def train(self, steps: int | None = None) -> TrainResult:
         """Make `steps` more updates; without it, what is left of the settings' `steps`. Saves at the end and on Ctrl-C."""
@@ -176,13 +143,13 @@ class Run:
     async def train_async(self, steps: int | None = None, *, resume: bool = False) -> TrainResult:
         """`train` and `resume` for async code."""
         await asyncio.to_thread(self.prepare, steps, resume=resume)
-        trainer, generation = self.trainer, self.generation
-        assert trainer is not None and generation is not None, "prepare makes them"
+        trainer, session = self.trainer, self.session
+        assert trainer is not None and session is not None, "prepare makes them"
         began = time.perf_counter()
         with self._explained(), failure_written(self.folder), long_lived_objects_exempt():
             async with contextlib.AsyncExitStack() as stack:
                 stack.push_async_callback(cancel_all, [asyncio.create_task(self._show_activity())])
-                await stack.enter_async_context(generation.sampling())
+                await stack.enter_async_context(session.sampling())
                 stats = await trainer.train(self.resolved.steps - trainer.step)
             if trainer.step >= self.resolved.steps:
                 await engine_of(self.config).finished(self.resolved, trainer.step)
@@ -200,22 +167,22 @@ class Run:
 
         Before the first update these are the weights that the run begins with; nothing is written to the run folder.
         """
-        return self._sync(self._generation_to_evaluate().evaluate())
+        return self._sync(self._session_to_evaluate().evaluate())
 
     async def evaluate_async(self) -> EvalReport:
         """`evaluate` for async code."""
-        return await (await asyncio.to_thread(self._generation_to_evaluate)).evaluate()
+        return await (await asyncio.to_thread(self._session_to_evaluate)).evaluate()
 
     def play(self) -> list[Rollout]:
         """Play the run's evaluation tasks with the current weights, as `evaluate` does, and return the episodes."""
-        return self._sync(self._generation_to_evaluate().play())
+        return self._sync(self._session_to_evaluate().play())
 
     # --- the end ---
 
     def close(self) -> None:
         """Free the model, end the engine, the servers and the loggers. The run folder stays; `resume` works on a new Run."""
         self._closing.close()
-        self.trainer = self.generation = self._logger = None
+        self.trainer = self.session = self._logger = None
 
     def __enter__(self) -> "Run":
         return self
@@ -234,37 +201,35 @@ class Run:
     def _sync(self, work: Coroutine[Any, Any, T]) -> T:
         return run_sync(work, stop=lambda: StopSignal() if self.trainer is None else self.trainer.stop)
 
-    def _generation_to_evaluate(self) -> Generation:
-        """ConfigError for a run of `load` that was not resumed: its trained weights are not loaded yet."""
+    def _session_to_evaluate(self) -> Session:
+        refuse(self._evaluation_problems())
+        return self._open_session(ResumePoint())
+
+    def _evaluation_problems(self) -> Iterator[str]:
+        """A run that cannot be evaluated by itself; so is one of `load` that was not resumed."""
         if self.resolved.policies:
-            raise ConfigError(f"This run has several policies; evaluate one: `ludic eval {self.folder}/policies/NAME`.")
-        saved = latest_checkpoint(self.folder) if self._is_stored and self.generation is None else None
+            yield f"This run has several policies; evaluate one: `ludic eval {self.folder}/policies/NAME`."
+        if self.resolved.envs:
+            yield "This run has several envs: trainer.eval() evaluates them all, `ludic eval ENV --model RUN` one."
+        if self.config.stored is not None and not self.config.env.id:
+            yield "An evaluation plays an env, and this run names none. Give one as TARGET, or env=."
+        saved = latest_checkpoint(self.folder) if self._is_stored and self.session is None else None
         if saved is not None:
-            raise ConfigError(
+            yield (
                 f"The weights of {saved} are not loaded. Call resume() first, or use `ludic eval {self.folder}`, which compares "
                 "the first and the newest weights."
             )
-        generation = self._generation(ResumePoint())
-        assert isinstance(generation, Generation), "there is one policy"
-        return generation
 
-    def _generation(self, start: ResumePoint, *, to_train: bool = False) -> Generation | Team:
-        if self.generation is None and self.resolved.policies:
-            check_team(self.resolved)
-            use_threads(self.config.model)
-            self.generation = Team(self.resolved, start)
-            self._closing.callback(self.generation.close)
-        elif self.generation is None:
-            stored = self.config.stored is not None
-            kind = PreferenceGeneration if stored else engine_of(self.config).generation_class()
+    def _open_session(self, start: ResumePoint, *, to_train: bool = False) -> Session:
+        if self.session is None:
+            kind = session_class(self.resolved)
             kind.check(self.resolved)  # what is wrong is named before a large model is loaded
             if to_train:
                 kind.open(self.resolved)
             use_threads(self.config.model)
-            self._loaded = self._load(start)
-            self.generation = kind(self.resolved, self._loaded, start)
-            self._closing.callback(self.generation.close)
-        return self.generation
+            self.session = kind(self.resolved, start)
+            self._closing.callback(self.session.close)
+        return self.session
 
     def _set_steps(self, steps: int) -> None:
         """`steps` updates in all. A learning-rate schedule depends on the total, so that stays as it was at the first step."""
@@ -280,18 +245,6 @@ class Run:
         if is_running:
             write_config(self.resolved)
 
-    def _load(self, start: ResumePoint) -> LoadedModel:
-        settings = self.config.model
-        if start.first_step and not settings.lora_rank:
-            settings = replace(settings, fork_from=None)  # the checkpoint holds all weights; the fork may be gone
-        return load_policy(settings, seed=self.resolved.seed, given=self.resolved.parts.model)
-
-    def _reference(self, generation: Generation) -> Any:
-        """Also on a resume the weights that the run began with."""
-        if not generation.algorithm.loss.needs.reference:
-            return None
-        return load_reference(self.config, self._loaded, self.resolved.parts.model)
-
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
         """Raise failures that may be transient as RunFailed, with how to resume."""
@@ -304,9 +257,16 @@ class Run:
 
     async def _show_activity(self) -> None:
         """Show what is being played, every second: the first update can take minutes."""
-        while self.generation is not None and self._logger is not None:
+        while self.session is not None and self._logger is not None:
             await asyncio.sleep(1.0)
-            self._logger.show_activity(self.generation.activity() or "updating or saving the weights")
+            self._logger.show_activity(self.session.activity() or "updating or saving the weights")
+
+
+def session_class(run: ResolvedRun) -> type[Session]:
+    """The class of the run's session: engines of plug-ins have their own."""
+    if run.policies:
+        return SeveralPolicies
+    return StoredSession if run.config.stored is not None else engine_of(run.config).session_class()
 
 
 # --- making a run ----------------------------------------------------------------------------------------------
@@ -317,21 +277,14 @@ def build(
     *,
     env: str | Callable[..., Any] | None = None,
     agent: str | Callable[..., Any] | None = None,
-    context: str | Callable[..., Any] | None = None,
     parser: str | Callable[[str], Any] | None = None,
     tools: Sequence[Any] = (),
     algo: Any = None,
-    loss: Any = None,
     model: Any = None,
     tokenizer: Any = None,
     data: str | Path | Sequence[Any] | Callable[..., Any] | None = None,
-    eval_data: str | Path | Sequence[Any] | Callable[..., Any] | None = None,
-    logger: Any = None,
     reward: Any = None,
     policies: Mapping[str, Any] | None = None,
-    protocol: str | Callable[..., Any] | None = None,
-    source: Callable[[BatchSource], BatchSource] | None = None,
-    reducers: Mapping[str, Reducer] | None = None,
     **settings: Any,
 ) -> Run:
     """A run from a config, from settings by name (every flag of `ludic train`, with underscores), or from both: settings win.
@@ -346,37 +299,28 @@ def build(
     Settings are checked here; weights are loaded when the run trains or evaluates.
     """
     config = config or RunConfig()
-    is_several = bool(config.envs or settings.get("envs"))
-    if is_several:
-        config = with_given(config, {"envs": settings.pop("envs", config.envs)})
+    tables = {"envs": settings.pop("envs", config.envs)}
     if policies and all(isinstance(each, (PolicyEntry, dict)) for each in policies.values()):
-        config, policies = with_given(config, {"policies": policies}), None
-    named = env or config.env.id or (config.envs[0].id if is_several else no_env())
+        tables["policies"], policies = policies, None
+    config = with_given(config, tables)
+    named = env or config.env.id or (config.envs[0].id if config.envs else no_env())
     server = settings.get("env_server", config.env.env_server)
     factory = named if isinstance(named, EnvFactory) else env_factory(named, server=server)
-    given = {
-        "agent": _part(agent),
-        "context": _part(context),
-        "parser": _part(parser),
-        "protocol": _part(protocol),
-        "algo": _part(algo),
-        "model": _model(model, tokenizer),
-        "tools": _several(tools),
-        "logger": _several(logger),
-        "reward": _several(reward),
-        "data": _samples(data),
-        "eval_data": _samples(eval_data),
-    }
-    values = {**settings, **{name: value for name, (value, _) in given.items() if value is not None}, "id": factory.id}
-    if is_several and env is None:
-        values["id"] = ""
+    given = {"agent": agent, "parser": parser, "algo": algo, "data": data, "reward": reward, "tools": tools}
+    given["model"] = _loaded(model, tokenizer)
+    objects: dict[str, Any] = {name: settings.pop(name, None) for name in ("loss", "source")}
+    objects |= {"reducers": settings.pop("reducers", None) or {}, "policies": policies or {}}
+    values = {**settings, "id": "" if config.envs and env is None else factory.id}
+    for argument, (field, read) in _PARTS.items():
+        value, part = read(given.get(argument, settings.get(argument)))
+        values.pop(argument, None)
+        values |= {} if value is None else {argument: value}
+        objects |= {} if part is None else {field: part}
     values["tools"] = (*config.agent.tools, *values["tools"])
-    objects = {_PARTS.get(name, name): part for name, (_, part) in given.items() if part is not None}
-    objects |= {"loss": loss, "source": source, "reducers": reducers or {}}
-    parts = Parts(**objects, policies=policies or {})
+    parts = Parts(**objects)
     config = with_pinned_checkpoints(with_given(config, values), parts)
     if not config.env_ids and config.stored is None:
-        check_stored_kind(config, parts)
+        refuse(stored_problems(config, parts))
         raise ConfigError("No env: give env=, an id (`ludic envs` lists them), file.py:Class, or a class.")
     if callable(reward) and uses_gateway(config.agent, parts):
         parts = replace(parts, reward=reward, scorers=())
@@ -386,11 +330,8 @@ def build(
     return Run(run)
 
 
-_PARTS = {"algo": "algorithm", "logger": "loggers", "data": "samples", "eval_data": "eval_samples", "reward": "scorers"}
-"""Argument of `build` -> field of `Parts`, where their names differ."""
-
 NameAndObject: TypeAlias = tuple[Any, Any]
-"""What an argument of `build` is in the settings, and the object that was given; None where there is none."""
+"""The value of a setting that an argument of `build` gives, and the object; None where there is none."""
 
 
 def _part(given: Any) -> NameAndObject:
@@ -414,15 +355,34 @@ def _samples(given: Any) -> NameAndObject:
     return None, given if given is None or callable(given) else list(given)
 
 
-def _model(given: Any, tokenizer: Any) -> NameAndObject:
-    """What names a model; or a loaded one, or a torch model with its tokenizer."""
+def _model(given: str | LoadedModel | None) -> NameAndObject:
+    return (given.name, given) if isinstance(given, LoadedModel) else (given, None)
+
+
+def _loaded(given: Any, tokenizer: Any) -> str | LoadedModel | None:
+    """A name, or a loaded model; a torch model is one with its tokenizer."""
     if given is None or isinstance(given, (str, Path)):
-        return None if given is None else str(given), None
-    if isinstance(given, LoadedModel):
-        return given.name, given
-    if tokenizer is None:
-        raise ConfigError(f"model is a {type(given).__name__}; give its tokenizer, too: build(model=…, tokenizer=…).")
-    return type(given).__name__, LoadedModel(given, tokenizer, type(given).__name__)
+        return None if given is None else str(given)
+    name = type(given).__name__
+    if not isinstance(given, LoadedModel) and tokenizer is None:
+        raise ConfigError(f"model is a {name}; give its tokenizer as well: build(model=…, tokenizer=…).")
+    return given if isinstance(given, LoadedModel) else LoadedModel(given, tokenizer, name)
+
+
+_PARTS: Mapping[str, tuple[str, Callable[[Any], NameAndObject]]] = {
+    "agent": ("agent", _part),
+    "context": ("context", _part),
+    "parser": ("parser", _part),
+    "protocol": ("protocol", _part),
+    "algo": ("algorithm", _part),
+    "model": ("model", _model),
+    "tools": ("tools", _several),
+    "logger": ("loggers", _several),
+    "reward": ("scorers", _several),
+    "data": ("samples", _samples),
+    "eval_data": ("eval_samples", _samples),
+}
+"""Arguments of `build` that take a name or an object -> field of `Parts`, and how to tell the two apart."""
 
 
 def load(folder: str | Path, *, env: str | Callable[..., Any] | None = None, **settings: Any) -> Run:

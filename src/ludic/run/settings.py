@@ -20,7 +20,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -41,9 +41,29 @@ class MayChange(str):
     """A path in `KEYS` to a setting that a resumed run may have different from the run in the folder."""
 
 
+def refuse(problems: Iterable[str]) -> None:
+    """ConfigError with the first of the sentences that say what is wrong; nothing if there is none."""
+    for problem in problems:
+        raise ConfigError(problem)
+
+
+def require_kind(made: Any, kind: type[Any] | Sequence[str], what: str, must: str) -> None:
+    """ConfigError unless what a part of the settings has made is of this class, or has these methods."""
+    is_one = (
+        isinstance(made, kind) if isinstance(kind, type) else all(callable(getattr(made, each, None)) for each in kind)
+    )
+    if not is_one:
+        raise ConfigError(f"{what} makes a {type(made).__name__}; it must {must}.")
+
+
 def may_change(default: Any) -> Any:
     """A field, of a section's dataclass, that a resumed run may have different from the run in the folder."""
     return dataclasses.field(default=default, metadata={"may_change": True})
+
+
+def one_of(default: str, choices: Callable[[], Sequence[str]]) -> Any:
+    """A field, of a section's dataclass, whose values are those that `choices` finds among what is installed."""
+    return dataclasses.field(default=default, metadata={"choices": choices})
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +73,13 @@ class Setting:
     section: str
     name: str
     path: tuple[str, ...]
-    """Where its value is in the config object."""
+    """Path of its value in the config object."""
     kind: Any
     """Its type."""
     help: str
     """The docstring under the field."""
     may_change: bool = False
-    """Whether a run with another value is still the same run, so that a resume may change it."""
+    """A run with another value is still the same run, so a resume may change it."""
 
     @property
     def flag(self) -> str:
@@ -67,17 +87,17 @@ class Setting:
 
     @property
     def is_section(self) -> bool:
-        """Whether it is a whole section of the file: tables with names or in a list, or pairs such as `[teachers]`."""
+        """True if it is a whole section of the file: tables with names or in a list, or pairs such as `[teachers]`."""
         return self.path == (self.section,)
 
     @property
     def holds_arguments(self) -> bool:
-        """Whether it holds the keyword arguments of a part, `name=value` again and again on the command line."""
+        """True if it holds the keyword arguments of a part, `name=value` again and again on the command line."""
         return typing.get_origin(self.kind) is dict and not self.is_section
 
     @property
     def has_names(self) -> bool:
-        """Whether its tables have names, `[policies.ann]`; those of a list have none, `[[envs]]`."""
+        """True if its tables have names, `[policies.ann]`; those of a list have none, `[[envs]]`."""
         return self.entry is not None and typing.get_origin(self.kind) is dict
 
     @property
@@ -140,6 +160,8 @@ def _sections_of(cls: Any) -> dict[str, Any]:
 def _of_field(owner: Any, section: str, field: dataclasses.Field[Any], path: tuple[str, ...]) -> Setting:
     """The setting that a field of a section is."""
     kind, help = typing.get_type_hints(owner)[field.name], docs_of(owner).get(field.name, "")
+    if choices := field.metadata.get("choices"):
+        kind = Literal[tuple(choices())]
     return Setting(section, field.name, path, kind, help, bool(field.metadata.get("may_change")))
 
 
@@ -155,7 +177,7 @@ def _setting(cls: type, section: str, name: str, place: str) -> Setting:
 
 
 def doc_of_section(cls: Any, section: str) -> str | None:
-    """What the help page says of a section."""
+    """The text of the help page about a section."""
     owner: Any = typing.get_type_hints(cls).get(section)
     for kind in typing.get_type_hints(cls).values():
         if kind is Sections:
@@ -192,10 +214,9 @@ def with_values(config: T, values: Mapping[str, Any]) -> T:
     by_name = {setting.name: setting for setting in settings_of(type(config))}
     changes: dict[str, Any] = {}
     for name, value in values.items():
-        if name in retired_of(type(config)):
-            raise ConfigError(retired_of(type(config))[name].reason)
         if name not in by_name:
-            raise ConfigError(f"There is no setting {name!r}.{_nearest(name, by_name)}")
+            old = retired_of(type(config)).get(name)
+            raise ConfigError(old.reason if old else f"There is no setting {name!r}.{_nearest(name, by_name)}")
         inside = changes
         for step in by_name[name].path[:-1]:
             inside = inside.setdefault(step, {})
@@ -230,10 +251,10 @@ def check_numbers(values: Mapping[str, Any], where: str = "") -> None:
     """
     for name, value in values.items():
         numbers = list(_numbers_in(value))
-        if any(isinstance(number, int) and not -(2**63) <= number < 2**63 for number in numbers):
-            raise ConfigError(f"{where}{name} = {value}; a whole number lies between -2^63 and 2^63 - 1.")
-        if any(number != number for number in numbers) or value in (math.inf, -math.inf):
-            raise ConfigError(f"{where}{name} = {value}; it must be a finite number.")
+        is_long = any(isinstance(number, int) and not -(2**63) <= number < 2**63 for number in numbers)
+        if is_long or any(number != number for number in numbers) or value in (math.inf, -math.inf):
+            must = "a whole number lies between -2^63 and 2^63 - 1" if is_long else "it must be a finite number"
+            raise ConfigError(f"{where}{name} = {value}; {must}.")
 
 
 def _numbers_in(value: Any) -> Iterator[int | float]:
@@ -255,7 +276,7 @@ class Difference:
     now: Any
 
     def __str__(self) -> str:
-        there, now = ("not set" if value is None else toml_value(value) for value in (self.before, self.now))
+        there, now = ("not set" if value is None else _toml_value(value) for value in (self.before, self.now))
         return f"{self.name}: {there} there, {now} now"
 
 
@@ -297,8 +318,7 @@ def from_table(cls: type[T], content: Mapping[str, Any], where: str) -> T:
         for name, value in table.items():
             old = retired_of(cls).get(name)
             if old is not None and section == old.section:
-                if value != old.off:
-                    raise ConfigError(f"{where}: {old.reason}")
+                refuse([f"{where}: {old.reason}"] if value != old.off else [])
                 continue
             if name not in by_section[section]:
                 raise ConfigError(f"{where}: {_unknown(name, section, by_section)}")
@@ -311,21 +331,19 @@ def _entry_of(cls: type[T], table: Any, where: str) -> T:
     """The entry that a table is."""
     if isinstance(table, cls):
         return table
-    kinds = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls)
+    kinds = {field.name: hints[field.name] for field in dataclasses.fields(typing.cast(Any, cls))}
     if not isinstance(table, Mapping):
         raise ConfigError(f"{where} = {table!r}: expected a table with {', '.join(kinds)}.")
-    for name in table:
-        if name not in kinds:
-            raise ConfigError(
-                f"{where}: there is no setting {name!r}.{_nearest(name, kinds)} It has: {', '.join(kinds)}."
-            )
+    has = f"It has: {', '.join(kinds)}."
+    refuse(f"{where}: there is no setting {n!r}.{_nearest(n, kinds)} {has}" for n in table if n not in kinds)
     values = {name: converted(value, kinds[name], f"{where}: {name}") for name, value in table.items()}
     check_numbers(values, f"{where}: ")
     return cls(**values)
 
 
 def _unknown(name: str, section: str | None, by_section: Mapping[str, Mapping[str, Setting]]) -> str:
-    """What is wrong with a key of a section; or, if `section` is None, with the name of a section."""
+    """The problem with a key of a section; or, if `section` is None, with the name of a section."""
     owner = next((other for other, known in by_section.items() if name in known), None)
     if owner is not None and section is None:
         return f"{name} stands outside its section. Put it under [{owner}]."
@@ -356,21 +374,21 @@ def converted(value: Any, kind: Any, where: str) -> Any:
     try:
         return msgspec.convert(value, kind, dec_hook=lambda wanted, given: wanted(given))
     except (msgspec.ValidationError, TypeError):
-        raise ConfigError(f"{where} = {value!r}: expected {kind_name(kind)}.") from None
+        raise ConfigError(f"{where} = {value!r}: expected {_kind_name(kind)}.") from None
 
 
-def kind_name(kind: Any) -> str:
+def _kind_name(kind: Any) -> str:
     """A type in words."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(kind_name(member) for member in inner if member is not type(None))
+        return " or ".join(_kind_name(member) for member in inner if member is not type(None))
     if origin is Literal:
         return f"one of {', '.join(map(repr, inner))}"
     if origin is tuple:
-        return f"a list, each {kind_name(inner[0])}"
+        return f"a list, each {_kind_name(inner[0])}"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path, as text"}
     if origin is dict:
-        return "a table" if inner[1] is Any else f"a table whose values are {kind_name(inner[1])}"
+        return "a table" if inner[1] is Any else f"a table whose values are {_kind_name(inner[1])}"
     return names[kind]
 
 
@@ -382,7 +400,7 @@ def to_toml(config: Any) -> str:
         if setting.is_section and setting.entry is None:
             pairs = setting.value_in(config).items()
             lines += (
-                ["", f"[{setting.name}]", *(f"{_toml_key(k)} = {toml_value(v)}" for k, v in pairs)] if pairs else []
+                ["", f"[{setting.name}]", *(f"{_toml_key(k)} = {_toml_value(v)}" for k, v in pairs)] if pairs else []
             )
             section = ""
             continue
@@ -391,7 +409,7 @@ def to_toml(config: Any) -> str:
             named = found.items() if setting.has_names else [("", each) for each in found]
             for name, each in named:
                 head = f"[{setting.name}.{_toml_key(name)}]" if setting.has_names else f"[[{setting.name}]]"
-                lines += ["", head, *(f"{k} = {toml_value(v)}" for k, v in _stated(each).items())]
+                lines += ["", head, *(f"{k} = {_toml_value(v)}" for k, v in _stated(each).items())]
             section = ""
             continue
         if setting.section != section:
@@ -400,7 +418,7 @@ def to_toml(config: Any) -> str:
             lines.append(f"[{section}]")
         value = setting.value_in(config)
         if value is not None and value != {}:
-            lines.append(f"{setting.name} = {toml_value(value)}")
+            lines.append(f"{setting.name} = {_toml_value(value)}")
     return "\n".join(lines) + "\n"
 
 
@@ -409,17 +427,17 @@ def _stated(entry: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(entry).items() if value is not None and value != {} and value != ()}
 
 
-def toml_value(value: Any) -> str:
+def _toml_value(value: Any) -> str:
     if dataclasses.is_dataclass(value):
-        return toml_value(_stated(value))
+        return _toml_value(_stated(value))
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):
         return repr(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_toml_key(str(key))} = {toml_value(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{_toml_key(str(key))} = {_toml_value(one)}" for key, one in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(toml_value, value)) + "]"
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
     return _toml_text(str(value))
 
 

@@ -13,8 +13,6 @@ import pytest
 
 from ludic.cli.args import MODULES_OF
 from ludic.cli.play import matching_action
-from ludic.run.settings import read_pair
-from ludic.types import ConfigError
 from tests.extended import cases
 from tests.unit.cli.runner import invoke
 
@@ -117,14 +115,6 @@ def test_listings_show_registered_parts():
     assert "react" in invoke(["parts", "agent"]).output
     assert "grpo" in invoke(["parts", "algorithm"]).output
     assert {"train/clip_frac", "perf/fetch_s", "eval/pass@k"} <= set(invoke(["parts", "metric"]).output.split())
-
-
-def test_settings_are_json_where_they_can_be():
-    assert dict(map(read_pair, ["a=true", "b=3", "c=minimax", "d=[1, 2]", "e="])) == {
-        "a": True, "b": 3, "c": "minimax", "d": [1, 2], "e": "",
-    }  # fmt: skip
-    with pytest.raises(ConfigError):
-        read_pair("=3")
 
 
 def test_typed_action_matches_by_case_and_unique_prefix():

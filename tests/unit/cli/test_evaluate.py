@@ -14,7 +14,7 @@ from click.testing import Result
 from peft import LoraConfig, get_peft_model
 
 from ludic.cli.eval import run as eval_run
-from ludic.cli.eval.config import PolicySettings, of_run
+from ludic.cli.eval.config import PolicySettings
 from ludic.cli.eval.models import evaluated_models, load, pinned
 from ludic.cli.eval.run import read_command
 from ludic.inference.local import LocalEngine
@@ -206,12 +206,6 @@ def test_models_with_the_same_name_do_not_share_episodes(folder, share_a_file):
     assert ludic(*args, "--name", "fresh", "--model", "other/one").exit_code == 0
     assert answers(samples(mine, "one")) == answers(samples(fresh, "one")) != answers(first)
     assert len(list((mine / "rollouts").glob("*.jsonl.gz"))) == (1 if share_a_file else 2)
-
-
-def test_model_identity_does_not_depend_on_spelling_or_other_models(folder):
-    (typed,) = evaluated_models(PolicySettings(model=("one",)))
-    _, compared = evaluated_models(PolicySettings(model=("two/../two/../one", str(folder / "one"))))
-    assert (compared.identity, compared.file_stem) == (typed.identity, typed.file_stem)
 
 
 def test_no_two_models_of_a_comparison_share_a_file(folder):
@@ -484,16 +478,3 @@ def test_a_name_that_is_taken_and_another_setting_on_resume_are_refused(folder):
     assert "is there already" in str(ludic(*args).exception)
     refused = ludic(*args, "--resume", "--temperature", "0").exception
     assert isinstance(refused, ConfigError) and "temperature: 0.6 there, 0.0 now" in str(refused)
-
-
-def test_help_lists_what_can_be_set(folder):
-    result = ludic("--help-all")
-    assert result.exit_code == 0
-    for flag in ("--model", "--base-url", "--pass-k", "--num-tasks", "--resume", "--success-reward"):
-        assert flag in result.output
-
-
-def test_a_run_is_evaluated_with_its_own_context(tmp_path):
-    config = with_values(RunConfig(), {"id": "quiz.py:Yes", "max_seq_len": 4096})
-    (tmp_path / "config.toml").write_text(to_toml(config))
-    assert of_run(tmp_path).policy.max_model_len == 4096

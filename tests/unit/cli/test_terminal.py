@@ -2,7 +2,6 @@
 
 import io
 import math
-import os
 import subprocess
 import sys
 import tomllib
@@ -89,11 +88,6 @@ def test_the_greeting_has_five_commands_that_exist():
         name, *words = command.split()[1:]
         flags = {flag.flag for flag in flags_of_command(find_command([name]))}
         assert {word for word in words if word.startswith("-")} <= flags
-
-
-def test_the_greeting_says_what_training_needs_first():
-    assert "First: pip install x" in pages.greeting("1", "First: pip install x")
-    assert "First" not in pages.greeting("1", "")
 
 
 @pytest.mark.parametrize(
@@ -207,12 +201,3 @@ def test_escape_codes_are_written_where_colours_are_on_and_nowhere_else(command,
         assert "\x1b[" in invoke(command).output
         monkeypatch.setenv("NO_COLOR", "1")
         assert "\x1b" not in invoke(command).output
-
-
-def test_no_command_makes_a_console_of_another_kind():
-    made = [
-        file.name
-        for file in (ROOT / "src" / "ludic" / "cli").rglob("*.py")
-        if any(word in file.read_text() for word in ("Console(", "NO_COLOR")) and file.name != "colour.py"
-    ]
-    assert made == [] and os.path.exists(ROOT / "src" / "ludic" / "cli" / "terminal" / "colour.py")

@@ -49,7 +49,6 @@ LEAVING_NAMES = ["..", "../x", "a/../../x", "a/..", ".", "./x"]
         (["tic_tac_toe", "--algo-set", "clip=3"], "clip_eps_low"),
         (["tic_tac_toe", "--algo", "sft"], "give --data FILE.jsonl with questions and answers"),
         (["tic_tac_toe", "--set", "opponent=god"], "random and minimax"),
-        (["tic_tac_toe", "--parser", "xlm"], "Did you mean 'xml'"),
         (["tic_tac_toe", "--parser", "xmltag", "--dry-run"], "Did you mean 'xml_tag'"),
         (["tic_tac_toe", "--tools", "nope.py:x", "--dry-run"], "nope.py"),
         (["tic_tac_toe", "--context", "full"], "No context named 'full'"),
@@ -60,14 +59,7 @@ LEAVING_NAMES = ["..", "../x", "a/../../x", "a/..", ".", "./x"]
         (["tic_tac_toe", "--max-tokens", "1024"], "Raise --max-seq-len or lower --max-tokens"),
         (["tic_tac_toe", "--temperature", "0"], "there is nothing to learn from"),
         (["tic_tac_toe", "--engine", "pipeline"], "needs a Redis that learner and actors share"),
-        (["tic_tac_toe", "--engine", "vllm", "--eval-in-background"], "needs an engine that can keep a copy"),
         (["tic_tac_toe", "--server", "http://127.0.0.1:1"], "is for engine = 'vllm'"),
-        (["tic_tac_toe", "--push", "adapter"], "push = 'adapter' is for engine = 'vllm'"),
-        (["tic_tac_toe", "--transport", "cuda_ipc"], "transport = 'cuda_ipc' is for engine = 'vllm'"),
-        (
-            ["tic_tac_toe", "--engine", "vllm", "--transport", "gloo"],
-            "is for server: a server that is started for the run",
-        ),
         (
             ["tic_tac_toe", "--engine", "vllm", "--push", "adapter"],
             "there is none: all weights are trained. Give --lora-rank",

@@ -365,11 +365,6 @@ def test_an_env_that_hangs_ends_its_run_with_the_limit_it_passed(ludic, monkeypa
     assert ended.code == 2 and "The episode took longer than episode_timeout_s=1." in ended.err
 
 
-def test_time_limits_are_numbers_from_0_on(ludic):
-    ended = ludic("train", "letter.py:Letter", *SMALL, "--env-timeout", "-1")
-    assert ended.code == 2 and "env_timeout = -1" in ended.err
-
-
 def test_the_share_of_episodes_that_may_fail_is_a_setting(ludic):
     ended = ludic("train", "letter.py:Breaks", *SMALL, "--steps", "1", "--max-failed-share", "1")
     assert ended.code == 2 and "max_failed_share" not in ended.err and "nothing to train on" in ended.err

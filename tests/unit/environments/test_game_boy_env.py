@@ -294,7 +294,3 @@ def test_a_map_of_ones_own_is_a_json_file(tmp_path):
     path.write_text('{"fakts": {}}')
     with pytest.raises(ConfigError, match="is not a memory map: .*fakts"):
         load_map(path)
-
-
-def test_the_written_route_is_the_shortest_of_the_small_game():
-    assert len(DEMO.route) == 24

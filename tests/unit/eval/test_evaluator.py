@@ -46,11 +46,6 @@ async def test_an_unparseable_reply_is_wrong():
     assert (report.metrics["unreadable_rate"], report.metrics["over_limit_rate"]) == (0.75, 0)
 
 
-async def test_accuracy_is_zero_if_no_reply_can_be_parsed():
-    report = await quiz("?", "?", "?", "?")
-    assert (report.metrics["accuracy"], report.metrics["parse_error_rate"]) == (0.0, 1.0)
-
-
 async def test_a_reducer_divides_by_unreadable_replies_too():
     rate = Reducer(kind="count_true", source="correct", normalize_by="samples")
     report = await quiz("<a>yes</a>", "yes!", "dunno", "?", reducers={"right": rate})

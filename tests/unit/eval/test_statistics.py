@@ -3,7 +3,7 @@
 import itertools
 import math
 import random
-from statistics import NormalDist, fmean
+from statistics import fmean
 
 import pytest
 
@@ -50,13 +50,6 @@ def test_a_mean_of_rewards_has_students_interval():
     estimate = mean_estimate([1.0, 2.0, 3.0])
     assert estimate.mean == 2.0
     assert bounds(estimate) == pytest.approx((2 - 4.303 / math.sqrt(3), 2 + 4.303 / math.sqrt(3)))
-
-
-def test_students_interval_approaches_the_normal_one():
-    values = [NormalDist(5, 2).inv_cdf((i + 0.5) / 4000) for i in range(4000)]
-    assert bounds(mean_estimate(values)) == pytest.approx(
-        (5 - 1.96 * 2 / math.sqrt(4000), 5 + 1.96 * 2 / math.sqrt(4000)), abs=1e-3
-    )
 
 
 def test_the_t_table_and_its_expansion_agree_where_they_meet():
@@ -152,12 +145,6 @@ def test_a_k_below_one_is_refused():
 # --- majority@k ---
 
 
-def test_the_most_frequent_answer_wins():
-    answers = ["7", "7", "8", "9"]
-    assert majority_at_k(answers, [True, True, False, False], 4) == 1.0
-    assert majority_at_k(answers, [False, False, True, False], 4) == 0.0
-
-
 def test_ties_are_split_evenly():
     assert majority_at_k(["7", "7", "8", "8"], [True, True, False, False], 4) == 0.5
     assert majority_at_k(["7", "8", "9"], [True, False, False], 3) == pytest.approx(1 / 3)
@@ -168,10 +155,6 @@ def test_unreadable_answers_never_win():
     assert majority_at_k([None, None], [False, False], 2) == 0.0
     # k=1: only one of the four draws can be read, and it is right.
     assert majority_at_k(["7", None, None, None], [True, False, False, False], 1) == 0.25
-
-
-def test_majority_of_one_is_the_share_of_right_answers():
-    assert majority_at_k(["a", "b", "a", "c", "d"], [True, False, True, False, True], 1) == pytest.approx(3 / 5)
 
 
 def test_majority_of_three_by_hand():

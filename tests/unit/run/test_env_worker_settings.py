@@ -49,7 +49,7 @@ def address(monkeypatch):
 def played(tmp_path, **settings):
     with build(env="tic_tac_toe", runs=tmp_path, **SMALL, **settings) as run:
         rollouts = run.play()
-        pool = run.generation._episodes.pool
+        pool = run.session._episodes.pool
     assert pool is None or not pool.processes  # closing the run ends its workers
     return [without_ids(json.loads(rollout.to_json())) for rollout in rollouts]
 

@@ -230,7 +230,6 @@ def test_all_groups_may_be_played_against_the_league(ludic):
         ('[envs]\nid = "tic_tac_toe"\n', "two brackets"),
         ('[[envs]]\nid = "tic_tac_toe"\n[[envs]]\nid = "tic_tac_toe"\n', "its own name"),
         ('[env]\nid = "tic_tac_toe"\n[[envs]]\nid = "tic_tac_toe"\n', "give one"),
-        ('[[envs]]\nid = "tic_tac_toe"\n[rollouts]\ncurriculum = "uniform"\n', "runs with one env"),
         ('[[envs]]\nid = "tic_tac_toe"\nalgo = "grpoo"\n', "Did you mean 'grpo'"),
         ('[[envs]]\nid = "gsm8k"\n', "asks about samples"),
         ('[env]\nid = "tic_tac_toe"\n[[recorded]]\nshare = 1\n', "names no rollouts"),
@@ -238,7 +237,6 @@ def test_all_groups_may_be_played_against_the_league(ludic):
         ('[env]\nid = "tic_tac_toe"\n[algo]\nalgo = "ppo"\n[[recorded]]\nrollouts = ["run.toml"]\n', "has a critic"),
         ('[env]\nid = "tic_tac_toe"\n[league]\nleague_every = 1\n', "several players"),
         ('[env]\nid = "tic_tac_toe"\n[leage]\nleague_every = 1\n', "Did you mean 'league'"),
-        ('[env]\nid = "prisoners_dilemma"\n[league]\nleague_every = 1\n[rollouts]\nengine = "vllm"\n', "copies of the weights"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(ludic, text, says):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ludic.models.loading import character_tokenizer, tiny_llama
-from ludic.run.config.entries import check_name
-from ludic.run.config.env_and_agent import AgentSettings, EnvSettings
+from ludic.run.config.entries import LeagueSettings, check_name
+from ludic.run.config.env_and_agent import EnvSettings
 from ludic.run.config.model import ModelSettings
 from ludic.run.config.rollouts import RolloutSettings
 from ludic.run.config.run_config import RunConfig
@@ -77,12 +77,6 @@ def test_a_model_that_is_an_adapter_takes_no_other_adapter(change, flag, tmp_pat
         plan_lines(run_with(settings), ResumePoint())
 
 
-def test_the_plan_names_the_adapter_that_is_trained_on(tmp_path):
-    save_run(tmp_path / "run", replace(ADAPTER, dtype="bfloat16"))
-    line = plan_lines(run_with(ModelSettings(model=str(tmp_path / "run"))), ResumePoint())[0]
-    assert "95,168 parameters, bfloat16" in line and "training its LoRA adapter of rank 2" in line
-
-
 def test_an_adapter_is_loaded_in_the_number_format_of_its_run(tmp_path):
     checkpoint = save_run(tmp_path / "run", replace(ADAPTER, dtype="bfloat16"))
     model = load_policy(ModelSettings(model=str(checkpoint))).model
@@ -120,12 +114,6 @@ def test_random_weights_of_a_config_follow_the_seed_and_can_be_planned(tmp_path)
 
 
 # --- the rest of a run ---
-
-
-def test_math_can_be_trained_on_with_what_suits_it():
-    found = env_factory("math")
-    run = resolve(with_values(RunConfig(), {"id": "math", "set": dict(found.example)}), found)
-    assert run.trainer.max_seq_len - run.sampling.max_tokens >= 256
 
 
 async def outside(task, *, base_url, api_key, model):
@@ -179,11 +167,6 @@ def test_a_model_that_cannot_be_read_asks_for_the_length(tmp_path):
     assert build(**settings, max_seq_len=512).config.trainer.max_seq_len == 512
 
 
-@pytest.mark.parametrize(("agent", "may"), [("agent", False), ("tool_agent", True), ("react", True)])
-def test_every_agent_but_the_plain_one_may_call_tools(agent, may):
-    assert AgentSettings(agent=agent).may_call_tools is may
-
-
 class FakeWandb:
     """Hears which run it is of, and nothing else."""
 
@@ -217,11 +200,13 @@ def start_logging(runs: Path, start: ResumePoint) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ModelSettings(lora_dropout=5), "lora_dropout = 5; .* from 0 to below 1"),
+        (lambda: ModelSettings(lora_dropout=5), "lora_dropout = 5; it must be at least 0 and below 1"),
         (lambda: ModelSettings(lora_dropout=-0.1), "lora_dropout = -0.1"),
         (lambda: ModelSettings(lora_dropout=float("nan")), "lora_dropout = nan"),
-        (lambda: RolloutSettings(server_memory=-1), "server_memory = -1; it is a share"),
+        (lambda: RolloutSettings(server_memory=-1), "server_memory = -1; it must be above 0 and at most 1"),
         (lambda: RolloutSettings(server_memory=1.5), "server_memory = 1.5"),
+        (lambda: LeagueSettings(league_share=0.004), "league_share = 0.004; it must be at least 0.01 and at most 1"),
+        (lambda: RolloutSettings(concurrency=0), "concurrency = 0"),
         (lambda: check_name("n" * 10**6), "name = 'nnn"),
     ],
 )

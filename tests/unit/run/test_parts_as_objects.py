@@ -157,11 +157,6 @@ def test_play_returns_the_episodes_of_an_evaluation_several_of_each_task(tmp_pat
     assert not run.folder.exists(), "nothing is trained, nothing is written"
 
 
-def test_a_source_cannot_wrap_what_actors_play():
-    with pytest.raises(ConfigError, match=r"engine = 'pipeline' and source= exclude each other"):
-        build(env=Letter, source=lambda rollouts: rollouts, engine="pipeline", **SMALL)
-
-
 def test_a_part_of_the_running_script_is_named_by_its_file(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "script.py"), raising=False)

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from ludic.plugins import Point
+from ludic.run import settings
 from ludic.run.config.run_config import RunConfig
-from ludic.run.features import plugged
-from ludic.run.features.engines import engine_of
-from ludic.run.settings import Sections, from_table, settings_of, to_toml, with_values
+from ludic.run.features import base as plugged
+from ludic.run.features.base import Engine, engine_of
+from ludic.run.settings import Sections, from_table, settings_of, to_toml, with_given, with_values
 from ludic.types import ConfigError
 from ludic.types.errors import MissingPlugin
 
@@ -25,6 +26,18 @@ def test_an_engine_whose_plugin_is_gone_is_named_with_its_extra(gone):
     config = with_values(RunConfig(), {"engine": "vllm"})
     with pytest.raises(MissingPlugin, match=r"engine = 'vllm' is in the plug-in ludic_gone.*'\.\[gone\]'"):
         engine_of(config)
+
+
+class Mine(Engine):
+    engine = "mine"
+
+
+def test_an_engine_of_another_package_is_a_value_of_the_setting(monkeypatch):
+    monkeypatch.setattr(plugged, "_found", lambda: {"mine": Mine()})
+    monkeypatch.setattr(settings, "settings_of", settings.settings_of.__wrapped__)
+    assert with_given(RunConfig(), {"engine": "mine"}).rollouts.engine == "mine"
+    with pytest.raises(ConfigError, match="engine = 'vllm': expected one of 'local', 'mine'"):
+        with_given(RunConfig(), {"engine": "vllm"})
 
 
 def test_a_sandbox_whose_plugin_is_gone_is_named(gone):

@@ -16,11 +16,11 @@ from ludic.run.config.run_config import RunConfig
 from ludic.run.given import Parts, env_factory
 from ludic.run.parts.algorithm import make_algorithm
 from ludic.run.parts.episodes import make_episode_setup
+from ludic.run.parts.source import make_source
 from ludic.run.protocols.factory import protocol_factory
 from ludic.run.resolve import resolve
 from ludic.run.settings import read_toml, with_values
-from ludic.run.sources import make_source
-from ludic.types import ConfigError, InferenceSpec, UnknownName, load_rollouts
+from ludic.types import InferenceSpec, load_rollouts
 from tests.unit.cli.train_parts import AGENT, CASES, RUN, SMALL, command_in
 from tests.unit.run.test_parts_as_objects import Letter
 
@@ -127,12 +127,6 @@ def test_fold_grpo_trains_with_sub_agents(ludic, tmp_path):
     assert ended.code == 0, ended.err
     rows = (tmp_path / "runs" / "first" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(rows[-1])["step"] == 2
-
-
-@pytest.mark.slow
-def test_multi_agent_may_be_named(ludic):
-    ended = ludic("train", "cases.py:Cases", *SMALL, "--steps", "1", "--lr", "1e-2", "--protocol", "multi_agent")
-    assert ended.code == 0, ended.err
 
 
 # --- sub-agents ---
@@ -251,18 +245,6 @@ def test_a_protocol_for_one_agent_refuses_an_env_with_two(ludic):
     assert ended.code == 2 and "runs one agent, but the env has left, right. Take multi_agent" in ended.err, ended.err
 
 
-def test_policies_and_a_league_seat_agents_by_themselves(ludic, tmp_path):
-    ended = ludic(
-        "train", "cases.py:Cases", *SMALL, "--policy", "a=left", "--policy", "b=right", "--protocol", "multi_agent"
-    )
-    assert ended.code == 2 and "[policies.…] and protocol exclude each other" in " ".join(ended.err.split()), ended.err
-    (tmp_path / "run.toml").write_text(
-        '[env]\nid = "cases.py:Cases"\n[agent]\nprotocol = "multi_agent"\n[league]\nleague_every = 1\n'
-    )
-    ended = ludic("train", "run.toml", *SMALL, "--dry-run")
-    assert ended.code == 2 and "Leave one out" in " ".join(ended.err.split()), ended.err
-
-
 # --- files, several envs, Python ---
 
 
@@ -325,11 +307,3 @@ def test_each_registered_protocol_is_made_from_settings(id, kind, roles):
     make = protocol_factory(settings, roles, template, "scripted", Parts())
     first, second = make(client), make(client)
     assert type(first) is kind and first.max_external_rounds == 3 and first is not second
-
-
-def test_a_wrong_argument_names_the_known_ones():
-    settings = AgentSettings(protocol="delegating", protocol_set={"max_depths": 1})
-    with pytest.raises(UnknownName, match="Did you mean 'max_depth'"):
-        protocol_factory(settings, ["x"], ByteTemplate(), "scripted", Parts())
-    with pytest.raises(ConfigError, match="give --protocol"):
-        AgentSettings(protocol_set={"max_depth": 1})

@@ -8,12 +8,11 @@ import pytest
 import ludic.run
 from ludic.batch_gen import TooManyFailures
 from ludic.cli.eval.config import EvalConfig, of_run
-from ludic.rewards import FunctionScorer
 from ludic.rewards.shaping import LengthPenalty
 from ludic.run.config.env_and_agent import AgentSettings
 from ludic.run.config.reward import RewardSettings
 from ludic.run.config.run_config import RunConfig
-from ludic.run.parts.rewards import make_rewards
+from ludic.run.parts.episodes import make_rewards
 from ludic.run.settings import read_toml, to_toml
 from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError, LudicError, load_rollouts
@@ -214,8 +213,6 @@ def test_build_takes_functions_scorers_and_names(tmp_path, monkeypatch):
         assert run.play()[0].scores["long"] == 1.0 == 2 * run.play()[0].reward_components["long"]
     with ludic.run.build(env="tic_tac_toe", reward=long, **settings) as run:
         assert run.play()[0].scores["long"] == 1.0
-    with pytest.raises(ConfigError, match=r"engine = 'pipeline' and scorers= exclude each other"):
-        ludic.run.build(env="tic_tac_toe", reward=[long], engine="pipeline", redis="redis://localhost", **settings)
 
 
 @pytest.mark.parametrize(
@@ -229,16 +226,6 @@ def test_build_takes_functions_scorers_and_names(tmp_path, monkeypatch):
 def test_build_refuses_what_is_no_reward(reward, says):
     with pytest.raises(LudicError, match=says):
         ludic.run.build(env="tic_tac_toe", model="tiny", reward=reward)
-
-
-def test_a_function_with_arguments_is_called_with_them():
-    async def shifted(rollout, by):
-        return by
-
-    from functools import partial
-
-    scorer = FunctionScorer(partial(shifted, by=2.0), "shifted")
-    assert asyncio.run(scorer.score([None])) == [{"shifted": 2.0}]
 
 
 def test_an_evaluation_that_cannot_be_scored_ends_with_the_reason(tmp_path):

@@ -12,7 +12,6 @@ import traceback
 import pytest
 import torch
 
-import ludic
 from ludic.agents import Agent
 from ludic.envs import SingleAgentEnv
 from ludic.models.loading import make_tiny
@@ -63,15 +62,6 @@ def in_folder(tmp_path, monkeypatch):
 
 def rewards(folder) -> list[float]:
     return [row["train/avg_total_reward"] for row in read_metrics(folder / "metrics.jsonl") if "train/loss" in row]
-
-
-def test_a_run_takes_one_import_and_two_lines(tmp_path):
-    run = ludic.run.build(env=Letter, **SMALL, name="first")
-    result = run.train(steps=3)
-    assert result.step == 3 and result.stopped_by is None and math.isfinite(result.stats["train/loss"])
-    assert len(rewards(tmp_path / "runs" / "first")) == 3
-    assert (run.folder / "checkpoints" / "step_000003").is_dir()
-    run.close()
 
 
 def test_names_and_objects_give_the_same_run(tmp_path):

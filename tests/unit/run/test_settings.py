@@ -227,12 +227,6 @@ def test_values_are_json_or_python_where_they_can_be():
 # --- TOML ---
 
 
-def test_a_file_has_sections_and_what_it_does_not_mention_keeps_its_default(tmp_path):
-    config = from_text('[game]\nset = {opponent = "minimax"}\n[learning]\nlr = 1\nshown = []\n', tmp_path)
-    assert config.game.set == {"opponent": "minimax"} and config.learning.lr == 1.0 and config.learning.shown == ()
-    assert config.learning.kind == "constant"
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -13,7 +13,7 @@ from ludic.envs.gsm8k import GSM8KEnv
 from ludic.inference import ByteTemplate, HFChatTemplate
 from ludic.models.loading import make_tiny
 from ludic.run import build
-from ludic.run.generation.in_process import check_preferences
+from ludic.run.session import check_preferences
 from ludic.training import Trainer, TrainerConfig, make_dpo
 from ludic.training.loggers import read_metrics
 from ludic.types import ConfigError
@@ -130,14 +130,6 @@ def test_plan_counts_the_passes(ludic):
     assert ended.code == 0 and "3 batches × 4 pairs: 1.50 passes over 8; nothing is played." in ended.out, ended.err
 
 
-def test_settings_may_be_in_a_file(ludic):
-    Path("dpo.toml").write_text(
-        '[model]\nmodel = "tiny"\n[algo]\nalgo = "dpo"\n[rollouts]\npreferences = "pairs.jsonl"\n'
-    )
-    ended = ludic("train", "dpo.toml", "--dry-run")
-    assert ended.code == 0 and "nothing is played" in ended.out, ended.err
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -147,8 +139,6 @@ def test_settings_may_be_in_a_file(ludic):
         (["--preferences", "pairs.jsonl"], "is for dpo, ipo, kto, but algo = 'grpo'"),
         (["--preferences", "labels.jsonl", "--algo", "dpo"], "holds labels, but algo = 'dpo'"),
         (["--preferences", "none.jsonl", "--algo", "dpo"], "Cannot read --preferences none.jsonl"),
-        ([*DPO, "--curriculum", "uniform"], "preferences and curriculum exclude each other"),
-        ([*DPO, "--engine", "vllm"], "preferences is for engine = 'local'"),
         ([*DPO, "--eval-at-start"], "An evaluation plays an env"),
     ],
 )
@@ -214,14 +204,6 @@ def test_replayed_samples_are_trained_on_again_also_after_a_resume(ludic):
     assert ludic("train", "runs/parts", "--resume", "--steps", "3").code == 0
     whole, parts = weights("whole", 3), weights("parts", 3)
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
-
-
-def test_replay_beside_prefetching_is_refused(ludic):
-    Path("replay.toml").write_text(REPLAY)
-    ended = ludic("train", "replay.toml", "--max-lag", "1", "--dry-run")
-    assert ended.code == 2 and "older samples by itself" in ended.err
-    ended = ludic("train", "replay.toml", "--dry-run")
-    assert ended.code == 0 and "6 samples of earlier ones" in ended.out
 
 
 def test_sft_says_that_it_takes_no_list():

@@ -10,11 +10,10 @@ from ludic.batch_gen import DomainTeachers
 from ludic.models.loading import character_tokenizer, tiny_llama
 from ludic.run import build
 from ludic.run.config.run_config import RunConfig
-from ludic.run.config.training import AlgoSettings
-from ludic.run.generation.teachers import make_teachers
+from ludic.run.model import make_teachers
 from ludic.run.settings import read_toml
 from ludic.training.loggers import read_metrics
-from ludic.types import ConfigError, SampleOrigin, SAWItem
+from ludic.types import SampleOrigin, SAWItem
 from tests.unit.cli.train_parts import CASES, RUN, SMALL, command_in
 
 pytestmark = pytest.mark.slow
@@ -78,13 +77,9 @@ def test_run_as_teacher_is_fixed_to_its_newest_checkpoint(ludic, tmp_path):
             ["--algo", "opd", "--teacher", "http://127.0.0.1:1", "--temperature", "0.7"],
             "scores tokens at temperature 1",
         ),
-        (
-            ["--algo", "opd", "--teacher", "tiny", "--engine", "pipeline"],
-            "engine = 'pipeline' and teacher exclude each other",
-        ),
         (["--algo", "opd", "--teacher", "tiny", "--teacher-tokenizer", "x"], "for a teacher behind a URL"),
     ],
-    ids=["none", "none for kl", "no use", "served kl", "served temperature", "pipeline", "tokenizer"],
+    ids=["none", "none for kl", "no use", "served kl", "served temperature", "tokenizer"],
 )
 def test_invalid_teacher_combinations_are_refused_before_loading(ludic, flags, says):
     for how in ([], ["--dry-run"]):
@@ -101,13 +96,6 @@ def test_a_teacher_with_another_tokenizer_is_refused(ludic, tmp_path):
             "train", *RUN, "--algo", "opd", "--algo-set", f"kl={kl}", "--teacher", "taught", "--dtype", "float32"
         )
         assert ended.code == 2 and "another tokenizer" in ended.err, ended.err
-
-
-def test_only_a_url_is_a_served_teacher():
-    assert AlgoSettings(teacher="https://host:8000", teacher_tokenizer="folder").teacher_is_served
-    assert not AlgoSettings(teacher="org/http-model").teacher_is_served
-    with pytest.raises(ConfigError, match="behind a URL"):
-        AlgoSettings(teacher_tokenizer="folder")
 
 
 # --- a teacher for each domain ---
@@ -170,7 +158,6 @@ def item_of(domain: str) -> SAWItem:
     ("file", "flags", "says"),
     [
         (TWO_ENVS + TEACHERS, [], "learns from rewards alone"),
-        (TWO_ENVS + TEACHERS, ["--algo", "mopd", "--teacher", "taught"], "teacher and [teachers] exclude each other"),
         (TWO_ENVS + TEACHERS, ["--algo", "opd", "--algo-set", "kl=reverse"], "with one teacher. Give --teacher"),
         (TWO_ENVS + TEACHERS.replace("other", "http://h"), ["--algo", "mopd", "--temperature", "0.7"], "http://h is a vLLM"),
         (TWO_ENVS + TEACHERS.replace("other", "http://a:b@h"), ["--algo", "mopd"], "[teachers] flats"),
@@ -178,8 +165,6 @@ def item_of(domain: str) -> SAWItem:
         (TWO_ENVS + TEACHERS + 'more = "taught"', ["--algo", "mopd"], "one for more, but the entries of [[envs]] are letters"),
         (TWO_ENVS + "\n[teachers]\nletters = 1", ["--algo", "mopd"], "expected a table whose values are text"),
         ('[env]\nid = "letter.py:Letter"' + TEACHERS, ["--algo", "mopd"], "for one env give --teacher"),
-        ('[env]\nid = "letter.py:Letter"' + TEACHERS, ["--algo", "mopd", "--engine", "pipeline"], "engine = 'pipeline' and [teachers] exclude each other"),
-        ('[env]\nid = "cases.py:Cases"\n[policies.a]\n[policies.b]' + TEACHERS, ["--algo", "mopd"], "[policies.…] and [teachers] exclude each other"),
         (TWO_ENVS, ["--teachers", "letters=tiny"], "write [teachers] in a file"),
     ],
 )  # fmt: skip

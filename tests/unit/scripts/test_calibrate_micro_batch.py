@@ -37,10 +37,6 @@ def test_the_search_ends_at_the_largest_budget_it_may_try():
     assert tried == [100, 200, 350]
 
 
-def test_nothing_is_found_where_not_even_one_sample_fits():
-    assert script.search(lambda budget: False, smallest=100, largest=800) is None
-
-
 @pytest.mark.parametrize(("best", "recommended"), [(4096, 3648), (1000, 896), (520, 512), (512, 512)])
 def test_the_recommendation_keeps_a_tenth_and_holds_a_sample(best, recommended):
     assert script.recommended(best, 512) == recommended
@@ -71,12 +67,6 @@ def test_a_trial_leaves_the_weights_as_they_were():
     script.Step(model, 32).run(64)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_an_adapter_and_checkpointing_are_tried_as_they_would_be_trained(capsys):
-    pytest.importorskip("peft", reason="the lora extra is not installed")
-    assert script.main([*TINY, "--lora-r", "2", "--gradient-checkpointing", "--max-budget", "32"]) == 0
-    assert "LoRA r=2, gradient checkpointing" in capsys.readouterr().out
 
 
 def test_a_limit_that_is_too_small_is_noticed_and_says_what_to_do(capsys):

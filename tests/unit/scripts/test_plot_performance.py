@@ -51,9 +51,3 @@ def test_records_of_two_machines_are_not_mixed(script, tmp_path):
         script.read(script.Settings(records=(path,)))
     [row] = script.read(script.Settings(records=(path,), hardware="another"))
     assert row["tokens_per_s"] == 2.0
-
-
-def test_records_without_a_fixed_workload_say_what_to_run(script, tmp_path):
-    path = write(tmp_path / "r.jsonl", [record("ludic", 64, 1.0, workload="groups")])
-    with pytest.raises(ConfigError, match=r"no record of a fixed workload. Run benchmarks/engine.py"):
-        script.read(script.Settings(records=(path,)))

@@ -328,10 +328,6 @@ def test_a_damaged_checkpoint_keeps_the_whole_run_from_being_sent(refused, tmp_p
     assert "step_000002 is damaged: model.safetensors is not what was written" in line
 
 
-def test_a_hub_that_is_not_there_is_said(refused, tmp_path):
-    assert "http://127.0.0.1:9 cannot be reached" in refused(checkpoint(tmp_path / "step_000001"), "me/model")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

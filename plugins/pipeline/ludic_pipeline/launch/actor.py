@@ -28,7 +28,7 @@ from ludic.run.model import (
 from ludic.run.names import ROLLOUTS, WEIGHTS
 from ludic.run.parts.episodes import EpisodeSetup, make_episode_setup
 from ludic.run.parts.requests import request_strategy, train_requests
-from ludic.run.policies.resolve import resolve_run
+from ludic.run.policies import resolve_run
 from ludic.run.resolve import ResolvedRun
 from ludic.tasks import cancel_all
 from ludic.types import ChatClient, PolicyGone, derive_seed, shown_url

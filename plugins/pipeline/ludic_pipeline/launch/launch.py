@@ -22,7 +22,7 @@ from ludic.run.folder import ResumePoint, how_to_resume, prepare_folder, resume_
 from ludic.run.given import EnvFactory
 from ludic.run.model import with_pinned_checkpoints
 from ludic.run.names import LOGS, REDIS, WEIGHTS
-from ludic.run.policies.resolve import resolve_run
+from ludic.run.policies import resolve_run
 from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import to_toml
 from ludic.types import ConfigError

@@ -10,7 +10,7 @@ from ludic.interaction import InteractionProtocol
 from ludic.parsers import Parser
 from ludic.run.config.env_and_agent import AgentSettings
 from ludic.run.given import Parts
-from ludic.run.protocols.kinds import AgentKind
+from ludic.run.protocols.agents import AgentKind
 from ludic.types import ChatClient, MissingExtra
 from ludic_serve.gateway.agents import AgentCommand, AgentFunction, OutsideAgent
 from ludic_serve.gateway.protocol import GatewayProtocol

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 from ludic.interaction import Policies, RoleAssignment
+from ludic.seeds import EpisodeSeeds, RoleSeeds
 from ludic.types import ConfigError, RolloutRequest, Stateful, derive_seed, new_id
 from ludic.types.interfaces import load_into, state_of
 
 RequestsFn: TypeAlias = Callable[[], list[RolloutRequest]]
 RequestGroup: TypeAlias = list[RolloutRequest]
-_ENV_SEEDS, _SAMPLING_SEEDS = 0, 1
 
 
 class RequestStrategy(Protocol):
@@ -52,9 +52,9 @@ class GRPORequestStrategy:
         number, self._num_groups = self._num_groups, self._num_groups + 1
         env_seed, base = request.env_seed, request.sampling_seed
         if env_seed is None:
-            env_seed = derive_seed(self._seed, _ENV_SEEDS, number)
+            env_seed = derive_seed(self._seed, EpisodeSeeds.ENV, number)
         if base is None:
-            base = derive_seed(self._seed, _SAMPLING_SEEDS, number)
+            base = derive_seed(self._seed, EpisodeSeeds.SAMPLING, number)
         meta = {**request.meta, "group_id": new_id()}
         return [
             # Hashed and not base + member: groups with adjacent base seeds must not share sampling seeds.
@@ -178,9 +178,6 @@ def _group_requests(requests: Sequence[RolloutRequest]) -> list[RequestGroup]:
     return groups
 
 
-_ASSIGNMENT_SEEDS, _VERSION_SEEDS, _CHANGED_SEEDS = 0, 1, 2
-
-
 def assign_roles(request: RolloutRequest, assignment: RoleAssignment) -> RolloutRequest:
     """The request with these policies in its roles. Its meta records them, so each rollout names its opponents."""
     policies = {"policies": dict(assignment)}
@@ -229,15 +226,15 @@ class AssignedRequests:
 
     def _seats(self, seeds: Sequence[int]) -> dict[int, RoleAssignment]:
         """Seed of a group -> its seating, with a member for each league."""
-        chosen = {seed: self._seatings[derive_seed(seed, _ASSIGNMENT_SEEDS) % len(self._seatings)] for seed in seeds}
+        chosen = {seed: self._seatings[derive_seed(seed, RoleSeeds.ASSIGNMENT) % len(self._seatings)] for seed in seeds}
         for name, having in self._having.items():
             if not any(name in seating.values() for seating in chosen.values()):
                 seed = self._seed_to_change(chosen)
                 if seed is not None:
-                    chosen[seed] = having[derive_seed(seed, _CHANGED_SEEDS) % len(having)]
+                    chosen[seed] = having[derive_seed(seed, RoleSeeds.CHANGED) % len(having)]
         return {
             seed: {
-                agent_id: self._policies.draw(name, derive_seed(seed, _VERSION_SEEDS, index))
+                agent_id: self._policies.draw(name, derive_seed(seed, RoleSeeds.VERSION, index))
                 for index, (agent_id, name) in enumerate(seating.items())
             }
             for seed, seating in chosen.items()
@@ -249,7 +246,7 @@ class AssignedRequests:
             name for seating in chosen.values() for name in set(seating.values()) & self._having.keys()
         )
         free = [seed for seed, seating in chosen.items() if all(num_groups[name] != 1 for name in seating.values())]
-        return min(free, key=lambda seed: derive_seed(seed, _CHANGED_SEEDS), default=None)
+        return min(free, key=lambda seed: derive_seed(seed, RoleSeeds.CHANGED), default=None)
 
     def state_dict(self) -> dict[str, Any]:
         return state_of(self._requests_fn)

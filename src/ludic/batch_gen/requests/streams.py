@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 from ludic import registry
 from ludic.batch_gen.requests.dataset import RequestBuilder
 from ludic.batch_gen.requests.samples import Sample, read_samples
+from ludic.seeds import BatchSeeds
 from ludic.types import (
     ConfigError,
     Failure,
@@ -141,12 +142,9 @@ class SampleStream:
             ) from error
 
 
-_HELD_OUT = 106
-
-
 def held_out(seed: int) -> int:
     """The seed of a stream for evaluation: other samples than those that training draws with `seed`."""
-    return derive_seed(seed, _HELD_OUT)
+    return derive_seed(seed, BatchSeeds.HELD_OUT)
 
 
 def read_or_generate(place: str | Path, flag: str = "--data", *, num: int, seed: int) -> list[Sample]:

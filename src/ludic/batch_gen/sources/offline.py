@@ -20,6 +20,7 @@ from ludic.batch_gen.stitching import stitch_rollouts
 from ludic.batch_gen.store import index_lines
 from ludic.compat import also_accepts, only_known
 from ludic.inference import ChatTemplate, Conversation, HFChatTemplate
+from ludic.seeds import FileSeeds
 from ludic.types import (
     AgentStep,
     ConfigError,
@@ -75,7 +76,6 @@ def _kept_text(calls: list[AgentStep], position: int) -> str:
 
 logger = logging.getLogger(__name__)
 
-_ORDER, _WITHIN_CHUNK = 0, 1
 StepToItem: TypeAlias = Callable[[Rollout, Step, float], SAWItem]
 """(rollout, one of its steps, the step's weight) -> item."""
 
@@ -219,7 +219,7 @@ class OfflineBatchSource:
             position += 1
         items = self._items([stored_rollout(line) for line in lines])
         if self._shuffle:
-            random.Random(derive_seed(self._seed, _WITHIN_CHUNK, epoch, start)).shuffle(items)
+            random.Random(derive_seed(self._seed, FileSeeds.WITHIN_CHUNK, epoch, start)).shuffle(items)
         return items, position
 
     def _items(self, rollouts: list[Rollout]) -> list[SAWItem]:
@@ -241,7 +241,7 @@ class OfflineBatchSource:
     def _order(self, epoch: int) -> list[int]:
         order = list(range(len(self._groups)))
         if self._shuffle:
-            random.Random(derive_seed(self._seed, _ORDER, epoch)).shuffle(order)
+            random.Random(derive_seed(self._seed, FileSeeds.ORDER, epoch)).shuffle(order)
         return order
 
     def _meta(self, items: list[SAWItem], epoch: int) -> dict[str, Any]:

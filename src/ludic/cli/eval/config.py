@@ -1,20 +1,21 @@
 """The settings of an evaluation. Sections env and agent are those of `ludic train`; every field is a flag."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ludic.batch_gen.requests.streams import is_stream
 from ludic.eval import Grading
 from ludic.models import SMOLLM2
-from ludic.run.config.entries import at_least, check_name
+from ludic.run.config.entries import Section, check_name
 from ludic.run.config.env_and_agent import AgentSettings, EnvSettings
 from ludic.run.config.model import Dtype
 from ludic.run.config.reward import RewardSettings
 from ludic.run.config.run_config import RunConfig
 from ludic.run.given import EnvFactory, check_data
 from ludic.run.resolve import resolve_play
-from ludic.run.settings import read_toml
+from ludic.run.settings import may_change, read_toml
 from ludic.types import ConfigError
 from ludic.util.urls import PUT_LOGIN, refuse_login
 
@@ -22,94 +23,92 @@ DEFAULT_MODEL = SMOLLM2
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServingSettings:
-    """Where the model is, and how it is loaded."""
+class ServingSettings(Section):
+    """The place of the model, and the way to load it."""
 
     base_url: str | None = None
     """Ask an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1; --model is then what it calls its model."""
-    api_key_env: str | None = None
+    api_key_env: str | None = may_change(None)
     """Environment variable that holds the endpoint's key."""
-    dtype: Dtype = "auto"
+    dtype: Dtype = may_change("auto")
     """Number format of the weights; auto is what the hardware is fast at."""
-    device: str | None = None
+    device: str | None = may_change(None)
     """cpu, cuda, cuda:1. Default: the GPU if there is one."""
-    threads: int | None = None
+    threads: int | None = may_change(None)
     """CPU threads of PyTorch. Default: its own choice."""
     max_model_len: int | None = None
     """Tokens of a prompt and its reply together. Default: what the model can."""
 
-    def __post_init__(self) -> None:
+    def problems(self) -> Iterator[str]:
         if self.base_url is not None:
             refuse_login("base_url", self.base_url, f"A key is given by --api-key-env NAME. Or: {PUT_LOGIN}")
         if self.api_key_env is not None and self.base_url is None:
-            raise ConfigError("--api-key-env is for an endpoint; give --base-url too.")
+            yield "--api-key-env is for an endpoint; give --base-url as well."
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySettings(ServingSettings):
     """Who plays."""
 
-    model: tuple[str, ...] = ()
+    model: tuple[str, ...] = may_change(())
     """A folder, checkpoint or run (RUN@10: its checkpoint of step 10), a hub id, a .gguf file, smollm2-135m (default); a
     config.json, or tiny: random weights. Repeat it to compare; see also --base-url."""
     against: str | None = None
     """In an env with several roles: the opponent, a model as for --model. The evaluated model plays each role in turn, the opponent
     the others, and only the evaluated model's rewards count. Default: one model plays all roles."""
     init_seed: int | None = None
-    """Of random weights. Default: --seed; where a run is evaluated, the run's, whose first weights they were."""
+    """Seed of random weights. Default: --seed; where a run is evaluated, the run's, whose first weights they were."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureSettings:
-    """What is measured."""
+class MeasureSettings(Section):
+    """The tasks, and the numbers that are measured."""
 
-    num_tasks: int = 200
-    """Tasks: the first of --data, or so many seeds; 0 takes all of --data."""
-    samples: int = 1
+    num_tasks: int = may_change(200)
+    """Tasks: the first of --data, or this many seeds; 0 takes all of --data."""
+    samples: int = may_change(1)
     """Episodes of each task."""
-    pass_k: str | None = None
+    pass_k: str | None = may_change(None)
     """Report pass@k for these k, such as 1,4,16. Default: the number of samples, where there are several."""
-    majority_k: str | None = None
+    majority_k: str | None = may_change(None)
     """Report majority@k for these k. Default: the same, for tasks of one turn."""
-    success_reward: float | None = None
+    success_reward: float | None = may_change(None)
     """Env reward from which on an episode is right, where the env gives no verdict. Default: the env's full reward."""
     temperature: float = 0.6
-    """Of sampling; 0 is greedy."""
+    """Temperature of sampling; 0 is greedy."""
     top_p: float = 1.0
     """Sample from the likeliest tokens that make up this share."""
     seed: int = 0
-    """Of tasks and sampling."""
-    concurrency: int | None = None
+    """Seed of tasks and sampling."""
+    concurrency: int | None = may_change(None)
     """Episodes at a time. It changes the speed, not the episodes. Default: as many as the engine computes together (512 on a GPU,
     64 on a CPU); at an endpoint 64."""
-    timeout_s: float | None = None
+    timeout_s: float | None = may_change(None)
     """Seconds for one model call. Default: no limit."""
 
-    def __post_init__(self) -> None:
-        at_least(0, num_tasks=self.num_tasks)
-        at_least(1, samples=self.samples, concurrency=self.concurrency)
+    RANGES = ("num_tasks in [0, inf)", "samples concurrency in [1, inf)")
+
+    def problems(self) -> Iterator[str]:
         if self.samples > 1 and self.temperature == 0:
-            raise ConfigError(
+            yield (
                 f"--samples {self.samples} with temperature 0: all samples of a task would be the same. Give --temperature "
                 "above 0, or --samples 1."
             )
         for flag, text in (("--pass-k", self.pass_k), ("--majority-k", self.majority_k)):
-            for k in read_ks(flag, text) or ():
+            for k in _read_ks(flag, text) or ():
                 if not 1 <= k <= self.samples:
                     have = f"there are --samples {self.samples} per task"
-                    raise ConfigError(
-                        f"{flag} {text}: k = {k}, but {have}. Take at least as many samples as the largest k."
-                    )
+                    yield f"{flag} {text}: k = {k}, but {have}. Take at least as many samples as the largest k."
 
     def grading(self, full_reward: float | None) -> Grading:
         return Grading(
             success_reward=full_reward if self.success_reward is None else self.success_reward,
-            pass_k=read_ks("--pass-k", self.pass_k),
-            majority_k=read_ks("--majority-k", self.majority_k),
+            pass_k=_read_ks("--pass-k", self.pass_k),
+            majority_k=_read_ks("--majority-k", self.majority_k),
         )
 
 
-def read_ks(flag: str, text: str | None) -> list[int] | None:
+def _read_ks(flag: str, text: str | None) -> list[int] | None:
     """`1,4` as numbers."""
     if text is None:
         return None
@@ -120,16 +119,17 @@ def read_ks(flag: str, text: str | None) -> list[int] | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputSettings:
-    """What is kept."""
+class _OutputSettings(Section):
+    """Files of the evaluation."""
 
-    name: str | None = None
+    name: str | None = may_change(None)
     """Name of the folder. Default: env and model, and a number where that is taken."""
-    out: Path = Path("runs/eval")
-    """Where such folders are."""
+    out: Path = may_change(Path("runs/eval"))
+    """Folder of such folders."""
 
-    def __post_init__(self) -> None:
+    def problems(self) -> Iterator[str]:
         check_name(self.name)
+        yield from ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,15 +141,7 @@ class EvalConfig:
     agent: AgentSettings = field(default_factory=AgentSettings)
     reward: RewardSettings = field(default_factory=RewardSettings)
     measure: MeasureSettings = field(default_factory=MeasureSettings)
-    output: OutputSettings = field(default_factory=OutputSettings)
-
-
-MAY_CHANGE_ON_RESUME = frozenset(
-    {"model", "dtype", "device", "threads", "concurrency", "timeout_s", "num_tasks", "samples", "pass_k", "majority_k",
-     "success_reward", "name", "out", "api_key_env", "episode_timeout", "env_timeout", "env_workers",
-     "env_memory_mb", "env_server", "sandbox", "agent_memory", "judge_key_env", "judge_concurrency", "judge_cache", "judge_device"}
-)  # fmt: skip
-"""Settings that do not affect finished episodes; more tasks, samples or models add to them."""
+    output: _OutputSettings = field(default_factory=_OutputSettings)
 
 
 def of_run(folder: Path) -> EvalConfig:

@@ -16,11 +16,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from ludic import __version__, plugins
-from ludic.cli.eval.config import MAY_CHANGE_ON_RESUME, EvalConfig
+from ludic.cli.eval.config import EvalConfig
 from ludic.eval import Estimate, EvalReport, paired_difference
 from ludic.run.names import CONFIG
 from ludic.run.resolve import slug
-from ludic.run.settings import differences, read_toml, to_toml, with_values
+from ludic.run.settings import differences, read_toml, settings_of, to_toml, with_values
 from ludic.types import ConfigError, LudicError
 from ludic.types.rollout import json_number, plain_fields
 
@@ -75,7 +75,8 @@ def _require_same(folder: Path, config: EvalConfig) -> None:
             f"There is nothing to resume: {folder} holds no evaluation. In {folder.parent}: {there}. Without --resume it starts."
         )
     changed = differences(read_toml(EvalConfig, folder / CONFIG), config)
-    refused = [difference for difference in changed if difference.name not in MAY_CHANGE_ON_RESUME]
+    may_change = {setting.name for setting in settings_of(EvalConfig) if setting.may_change}  # finished episodes stay
+    refused = [difference for difference in changed if difference.name not in may_change]
     if refused:
         raise ConfigError(
             f"{folder} is an evaluation with other settings: {'; '.join(map(str, refused))}. Its episodes cannot be counted with "

@@ -35,7 +35,7 @@ from ludic.interaction import Policies
 from ludic.interaction.base import AnyEnv
 from ludic.run.given import EnvFactory, env_factory
 from ludic.run.parts.episodes import EpisodeSetup, make_episode_setup
-from ludic.run.parts.evaluation import fixed_requests
+from ludic.run.parts.requests import fixed_requests
 from ludic.run.parts.samples import env_arguments
 from ludic.run.protocols.agents import agent_factory
 from ludic.tasks import long_lived_objects_exempt
@@ -55,12 +55,12 @@ USUAL = (
     "target", "model", "against", "data", "num_tasks", "samples", "pass_k", "temperature", "max_tokens", "base_url", "name",
     "resume",
 )  # fmt: skip
-"""What `--help` shows."""
+"""Flags that `--help` shows."""
 
 
 @dataclass(frozen=True)
-class EvalArgs:
-    """What to do."""
+class _EvalArgs:
+    """The command."""
 
     target: Target
     """Id of an env (`ludic envs`), file.py:Class of your own, or the folder of a training run: its env, before and after."""
@@ -77,7 +77,7 @@ def evaluate(args: list[str]) -> int:
     return _compare(resolve(config, found), found, resume=command.resume)
 
 
-def read_command(args: list[str]) -> tuple[EvalArgs, EvalConfig]:
+def read_command(args: list[str]) -> tuple[_EvalArgs, EvalConfig]:
     """The arguments, and the settings: flags over the settings of the run that the target names, over the defaults."""
     command, config = _parse(args, EvalConfig())
     folder = Path(command.target)
@@ -93,8 +93,8 @@ def read_command(args: list[str]) -> tuple[EvalArgs, EvalConfig]:
     return command, replace(config, policy=replace(config.policy, model=model))
 
 
-def _parse(args: list[str], default: EvalConfig) -> tuple[EvalArgs, EvalConfig]:
-    return parse_with_settings(EvalArgs, default, args, prog="ludic eval", description=DESCRIPTION, usual=USUAL)
+def _parse(args: list[str], default: EvalConfig) -> tuple[_EvalArgs, EvalConfig]:
+    return parse_with_settings(_EvalArgs, default, args, prog="ludic eval", description=DESCRIPTION, usual=USUAL)
 
 
 def _compare(config: EvalConfig, found: EnvFactory, *, resume: bool) -> int:

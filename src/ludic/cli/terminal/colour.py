@@ -1,4 +1,4 @@
-"""What the `ludic` command writes to a terminal: whether in colours, and never a control character of another author.
+"""Text on a terminal: in colours or without, and never a control character of another author.
 
 Standard library only: `ludic` and `ludic --help` load it. `make_console`, which makes every console of the command, loads rich.
 """
@@ -19,7 +19,7 @@ _CODES: dict[Style, str] = {"bold": "1", "dim": "2", "good": "32", "bad": "31", 
 
 
 def is_coloured(stream: IO[str] | None = None) -> bool:
-    """Whether escape codes go to the stream (default: stdout): not with $NO_COLOR, always with $FORCE_COLOR, else on a terminal
+    """True if escape codes go to the stream (default: stdout): not with $NO_COLOR, always with $FORCE_COLOR, else on a terminal
     that is not dumb."""
     if os.environ.get("NO_COLOR"):
         return False

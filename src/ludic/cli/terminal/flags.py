@@ -20,16 +20,16 @@ class Flag:
     """One flag or positional argument of a command."""
 
     name: str
-    """Of the field: group_size."""
+    """The field's: group_size."""
     help: str
     metavar: str
-    """What stands for its value in a help text; empty for a switch."""
+    """Stands for its value in a help text; empty for a switch."""
     default: str
     """Empty where there is none to show."""
     is_positional: bool = False
     is_required: bool = False
     has_no_form: bool = False
-    """Whether --no-NAME exists."""
+    """--no-NAME exists."""
 
     @property
     def flag(self) -> str:

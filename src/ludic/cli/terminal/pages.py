@@ -45,7 +45,7 @@ def wrapped(text: str, indent: int) -> list[str]:
 
 
 def greeting(version: str, missing: str) -> str:
-    """What `ludic` prints without arguments. `missing`: a sentence about what training needs and this machine lacks."""
+    """The page that `ludic` prints without arguments. `missing`: a sentence about what training needs and this machine lacks."""
     title, *more = textwrap.wrap(f"Ludic {version}: reinforcement learning of LLM agents. Five things to do:", width())
     lines = [title.replace("Ludic", paint("Ludic", "bold"), 1), *more, ""]
     for number, (command, what) in enumerate(FIRST_STEPS, start=1):
@@ -104,7 +104,7 @@ def _usage(prog: str, flags: Sequence["Flag"], columns: int) -> list[str]:
 
 
 def _first_sentences(description: str, columns: int) -> list[str]:
-    """As many sentences of the first paragraph as fit two lines, at least one."""
+    """The sentences of the first paragraph that fit two lines, at least one."""
     paragraph = " ".join(re.split(r"\n\s*\n", description.strip())[0].split())
     sentences = re.split(r"(?<=\.) (?=[A-Z])", paragraph)
     while len(sentences) > 1 and len(textwrap.wrap(" ".join(sentences), columns)) > 2:

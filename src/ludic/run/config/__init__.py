@@ -4,6 +4,6 @@ Every field is a flag (`--group-size 8`) and a key of its section in the file (`
 sections env, agent and reward. See docs/ludic-train.md.
 
 run_config.py is `RunConfig`, all sections together, and the section run. The others: env_and_agent.py, model.py, reward.py,
-training.py (algo, train, eval) and rollouts.py; plug-ins add their sections (features/plugged.py). entries.py has the tables that
+training.py (algo, train, eval) and rollouts.py; plug-ins add their sections (features/base.py). entries.py has the tables that
 are no flags, and the checks of values that all sections share.
 """

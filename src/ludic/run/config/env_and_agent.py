@@ -1,22 +1,22 @@
 """Settings of the sections env and agent: what is played, and how the model plays it. `ludic eval` has them too."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from ludic.batch_gen.episodes import DEFAULT_ENV_TIMEOUT_S
 from ludic.catalog import CutOff, Unreadable
-from ludic.run.config.entries import Arguments, at_least
-from ludic.run.features.plugged import plugged
+from ludic.run.config.entries import Arguments, Section
+from ludic.run.features.base import plugged
 from ludic.run.settings import may_change
-from ludic.types import ConfigError
 
 AgentSandbox: TypeAlias = Literal["bubblewrap", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnvSettings:
-    """What is played."""
+class EnvSettings(Section):
+    """The env, and its limits."""
 
     id: str = ""
     """Id of an env, or file.py:Class; on the command line it is the TARGET."""
@@ -39,26 +39,26 @@ class EnvSettings:
     env_server: str | None = may_change(None)
     """host:port of a `ludic env-server`, which holds the envs on another machine; its token is in $LUDIC_ENV_TOKEN."""
     sandbox: str | None = may_change(None)
-    """Where the programs of code envs and of the python tool run: bubblewrap, docker, podman …, or http://HOST:PORT of a `ludic
+    """Sandbox of the programs of code envs and of the python tool: bubblewrap, docker, podman …, or http://HOST:PORT of a `ludic
     sandbox-server`. Default: $LUDIC_SANDBOX, else the first back end that works here."""
 
-    def __post_init__(self) -> None:
-        at_least(1, max_steps=self.max_steps, env_memory_mb=self.env_memory_mb)
-        at_least(0, episode_timeout=self.episode_timeout, env_timeout=self.env_timeout, env_workers=self.env_workers)
+    RANGES = ("max_steps env_memory_mb in [1, inf)", "episode_timeout env_timeout env_workers in [0, inf)")
+
+    def problems(self) -> Iterator[str]:
         if self.env_server is not None and self.env_workers:
-            raise ConfigError(
+            yield (
                 f"env_server = {self.env_server!r} has its own workers; leave env_workers = {self.env_workers} out, or the "
                 "server."
             )
         if self.env_memory_mb is not None and not self.env_workers:
-            raise ConfigError(f"env_memory_mb = {self.env_memory_mb} limits env workers; give --env-workers N, too.")
+            yield f"env_memory_mb = {self.env_memory_mb} limits env workers; give --env-workers N as well."
         if self.sandbox is not None:
             plugged("sandbox", f"sandbox = {self.sandbox!r}").check_backend(self.sandbox)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AgentSettings:
-    """How the model plays."""
+class AgentSettings(Section):
+    """The agent, its tools, context, parser and protocol."""
 
     agent: str | None = None
     """Registered agent (`ludic parts agent`), or file.py:Class; or file.py:function, an agent of any kind that is called with the
@@ -71,9 +71,9 @@ class AgentSettings:
     """Instead of --agent: a command such as 'my-agent {task}', which gets the address of a model server in $OPENAI_BASE_URL and
     prints its answer (docs/gateway.md)."""
     agent_sandbox: AgentSandbox = "bubblewrap"
-    """Where --agent-command runs: in a sandbox without a network, or as a plain process with your rights."""
+    """Place where --agent-command runs: in a sandbox without a network, or as a plain process with your rights."""
     agent_bind: tuple[Path, ...] = ()
-    """Folder that a sandboxed command may read, beside the current one and this Python; may be repeated."""
+    """Folder that a sandboxed command may read, in addition to the current one and this Python; may be repeated."""
     agent_memory: int | None = may_change(None)
     """MB of memory of a sandboxed command and its children together. Default: 8192 where memory cgroups can be made (as root), else
     64 GB of address space for each process."""
@@ -92,18 +92,18 @@ class AgentSettings:
     agent_set: Arguments = field(default_factory=dict)
     """Argument of the agent; of a function, further keywords."""
     context: str = "full_dialog"
-    """What the model is shown of the past (`ludic parts context`, or file.py:Class)."""
+    """Memory: the part of the past that the model is shown (`ludic parts context`, or file.py:Class)."""
     context_set: Arguments = field(default_factory=dict)
     """Argument of the context."""
     parser: str | None = None
-    """How a reply is read (`ludic parts parser`, or file.py:function). Default: what suits the env, else raw: the reply is the
+    """Reader of replies (`ludic parts parser`, or file.py:function). Default: what suits the env, else raw: the reply is the
     action."""
     parser_set: Arguments = field(default_factory=dict)
     """Argument of the parser, such as tag=move for xml_tag."""
     protocol: str | None = None
-    """What runs the turns of an episode (`ludic parts protocol`), or file.py:Class. A class or function of yours is called with
-    those of agent, agents (by role), client, model and chat_template that are its parameters. Default: single_agent; multi_agent
-    where the env has several roles."""
+    """Protocol that runs the turns of an episode (`ludic parts protocol`), or file.py:Class. A class or function of yours is
+    called with those of agent, agents (by role), client, model and chat_template that are its parameters. Default: single_agent;
+    multi_agent where the env has several roles."""
     protocol_set: Arguments = field(default_factory=dict)
     """Argument of the protocol, such as 'delegates={"solver": "solves one sub-task"}' for delegating
     (docs/algorithms/fold_grpo.md)."""
@@ -118,18 +118,15 @@ class AgentSettings:
     """After a reply that cannot be read: tell the model and go on, or end the episode. Default: what suits the env, else
     go_on."""
 
-    def __post_init__(self) -> None:
-        at_least(1, max_tokens=self.max_tokens)
-        at_least(1, agent_max_calls=self.agent_max_calls, agent_max_tokens=self.agent_max_tokens)
-        at_least(64, agent_memory=self.agent_memory)
+    RANGES = ("max_tokens agent_max_calls agent_max_tokens in [1, inf)", "agent_memory in [64, inf)")
+
+    def problems(self) -> Iterator[str]:
         if self.agent_command is not None and (self.agent is not None or self.agent_set):
-            raise ConfigError(
-                f"agent_command = {self.agent_command!r} is the whole agent; leave agent and agent_set out, or the command."
-            )
+            yield f"agent_command = {self.agent_command!r} is the whole agent; leave agent and agent_set out, or the command."
         if self.protocol_set and self.protocol is None:
-            raise ConfigError("protocol_set holds arguments of a protocol, but none is named; give --protocol.")
+            yield "protocol_set holds arguments of a protocol, but none is named; give --protocol."
         if self.tools and "tools" in self.agent_set:
-            raise ConfigError("Tools were given twice, as --tools and as --agent-set tools=…; give --tools alone.")
+            yield "Tools were given twice, as --tools and as --agent-set tools=…; give --tools alone."
 
     @property
     def may_call_tools(self) -> bool:

@@ -1,25 +1,25 @@
 """Settings of the section model: which model, and how it is held."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from ludic.models import TINY
-from ludic.run.config.entries import at_least
+from ludic.run.config.entries import Section
 from ludic.run.settings import may_change
-from ludic.types import ConfigError
 
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def is_served(model: str | None) -> bool:
-    """Whether a setting names a server instead of a model."""
+    """True if a setting names a server instead of a model."""
     return model is not None and model.startswith(("http://", "https://"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSettings:
-    """Which model, and how it is held."""
+class ModelSettings(Section):
+    """The model, its adapter and the format of its weights."""
 
     model: str = "smollm2-135m"
     """A folder, a checkpoint or run, a hub id, a .gguf file, smollm2-135m; or random weights: a config.json, or tiny, with a
@@ -29,7 +29,7 @@ class ModelSettings:
     lora_alpha_mult: float = 2.0
     """LoRA's alpha, in units of the rank."""
     lora_experts: bool = False
-    """Of a mixture: the adapter is on the experts, too, each with its own matrices of that rank."""
+    """Put the adapter of a mixture on its experts as well, each with its own matrices of that rank."""
     lora_dropout: float = 0.0
     """Dropout before the adapter, while training."""
     quantize_base: Literal["4bit"] | None = None
@@ -45,20 +45,16 @@ class ModelSettings:
     threads: int | None = may_change(None)
     """CPU threads of PyTorch. Default: 1 for the tiny model, else PyTorch's own choice."""
 
-    def __post_init__(self) -> None:
-        at_least(0, lora_rank=self.lora_rank)
-        if not 0 <= self.lora_dropout < 1:
-            raise ConfigError(f"lora_dropout = {self.lora_dropout}; it is a share of the values, from 0 to below 1.")
-        at_least(1, threads=self.threads)
+    RANGES = ("lora_rank in [0, inf)", "lora_dropout in [0, 1)", "threads in [1, inf)", "lora_alpha_mult in (0, inf)")
+
+    def problems(self) -> Iterator[str]:
         if self.lora_experts and (not self.lora_rank or self.lora_dropout):
-            raise ConfigError(
+            yield (
                 f"lora_experts with lora_rank = {self.lora_rank} and lora_dropout = {self.lora_dropout}: adapters on experts need "
                 "a rank, and cannot drop out. Give --lora-rank, and leave --lora-dropout out."
             )
-        if self.lora_alpha_mult <= 0:
-            raise ConfigError(f"lora_alpha_mult = {self.lora_alpha_mult}; it must be above 0.")
         if self.quantize_base is not None and not self.lora_rank:
-            raise ConfigError(
+            yield (
                 f"quantize_base = {self.quantize_base!r} holds a frozen base, but lora_rank = 0 trains all weights. Give "
                 "--lora-rank."
             )

@@ -1,22 +1,23 @@
-"""Settings of the section reward: what scores the episodes beside the env, and the judge. `ludic eval` has them too."""
+"""Settings of the section reward: scorers of episodes in addition to the env, and the judge. `ludic eval` shares them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from ludic.run.config.entries import Arguments, at_least
+from ludic.run.config.entries import Arguments, Section
 from ludic.run.config.model import is_served
 from ludic.run.settings import may_change
 from ludic.types import ConfigError
 from ludic.util.urls import PUT_LOGIN, refuse_login
 
 JudgeBy: TypeAlias = Literal["reply", "ranking", "pairs"]
-"""What a judge sees: one reply, the replies of a group to rank, or pairs of them."""
+"""The judge sees one reply, the replies of a group to rank, or pairs of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardSettings:
-    """Rewards beside the env's (docs/rewards.md)."""
+class RewardSettings(Section):
+    """Rewards in addition to the env's (docs/rewards.md)."""
 
     reward: tuple[str, ...] = ()
     """Scorer of finished episodes (`ludic parts reward`), or file.py:function, which is called with a rollout; NAME=… names its
@@ -31,7 +32,7 @@ class RewardSettings:
     judge_criteria: Path | None = None
     """TOML file of criteria: a table [NAME] with text, and if wanted weight and scale. Default: one, whether the task is solved."""
     judge_by: JudgeBy = "reply"
-    """What the judge sees: one reply, the replies of a group to rank, or pairs of them."""
+    """The judge sees one reply, the replies of a group to rank, or pairs of them."""
     judge_reference: str | None = None
     """Key in the info of an env's last step of a right answer that the judge may see, such as target_answer."""
     judge_model: str | None = None
@@ -45,40 +46,35 @@ class RewardSettings:
     judge_cache: Path | None = may_change(None)
     """JSONL file of verdicts, which several runs may share. Default: they are kept in memory."""
     judge_device: str | None = may_change(None)
-    """Of a judge in this process. Default: the GPU if there is one."""
+    """Device of a judge in this process. Default: the GPU if there is one."""
 
-    def __post_init__(self) -> None:
-        at_least(1, judge_tokens=self.judge_tokens, judge_concurrency=self.judge_concurrency)
-        self._check_judge()
+    RANGES = ("judge_tokens judge_concurrency in [1, inf)",)
+
+    def problems(self) -> Iterator[str]:
+        yield from self._judge_problems()
         names = [name for name, _ in self.named]
         if twice := {name for name in names if names.count(name) > 1}:
-            raise ConfigError(
-                f"Two rewards are called {twice.pop()!r}; name one of them: --reward NAME=file.py:function."
-            )
+            yield f"Two rewards are called {twice.pop()!r}; name one of them: --reward NAME=file.py:function."
         for key in self.reward_set:
             if key.partition(".")[0] not in names or "." not in key:
-                raise ConfigError(
+                yield (
                     f"reward_set {key!r} is no argument of a scorer: write NAME.argument, where --reward has NAME (there is "
                     f"{', '.join(names) or 'none'})."
                 )
         for name, weight in self.reward_weight.items():
             if isinstance(weight, bool) or not isinstance(weight, (int, float)):
-                raise ConfigError(f"reward_weight {name} = {weight!r}; a weight is a number.")
+                yield f"reward_weight {name} = {weight!r}; a weight is a number."
 
-    def _check_judge(self) -> None:
+    def _judge_problems(self) -> Iterator[str]:
         usual = {one.name: one.default for one in fields(self) if one.name.startswith("judge_")}
+        given = [name for name, value in usual.items() if getattr(self, name) != value]
         if self.judge is None:
-            for name, value in usual.items():
-                if getattr(self, name) != value:
-                    raise ConfigError(f"{name} = {getattr(self, name)} is for a judge; give --judge MODEL, too.")
+            yield from (f"{name} = {getattr(self, name)} is for a judge; give --judge MODEL as well." for name in given)
         elif self.judge_is_served:
             refuse_login("judge", self.judge, f"A key is given by --judge-key-env NAME. Or: {PUT_LOGIN}")
         else:
-            for name in ("judge_model", "judge_key_env"):
-                if getattr(self, name) is not None:
-                    raise ConfigError(
-                        f"{name} is for a judge behind a URL; judge = {self.judge!r} is loaded in this process."
-                    )
+            for name in {"judge_model", "judge_key_env"}.intersection(given):
+                yield f"{name} is for a judge behind a URL; judge = {self.judge!r} is loaded in this process."
 
     def check_siblings(self, num: int, flag: str) -> None:
         """ConfigError if the judge compares siblings and there are none."""

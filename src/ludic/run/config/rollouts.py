@@ -1,23 +1,24 @@
 """Settings of the section rollouts: how episodes are played, and which engine or servers generate."""
 
-import math
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from ludic.run.config.entries import Arguments, at_least
-from ludic.run.settings import may_change
-from ludic.types import ConfigError
+from ludic.run.config.entries import Arguments, Section
+from ludic.run.features.base import engine_names
+from ludic.run.settings import may_change, one_of
 from ludic.util.urls import PUT_LOGIN, refuse_login
 
-Engine: TypeAlias = Literal["local", "vllm", "pipeline"]
 Push: TypeAlias = Literal["merged", "adapter"]
+_TOKENS = re.compile("all|off|every=0*([1-9][0-9]*)")
 Transport: TypeAlias = Literal["auto", "shared_memory", "cuda_ipc", "file", "gloo", "nccl"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutSettings:
-    """How episodes are played."""
+class RolloutSettings(Section):
+    """The episodes of an update, and the engine that samples them."""
 
     rollouts: tuple[Path, ...] = ()
     """Train on the rollouts of these files, which `ludic rescore` or another run wrote, instead of playing."""
@@ -30,20 +31,21 @@ class RolloutSettings:
     """Below 1, an update begins when this share of the episodes is done, in whole groups; the others go on into the next one, at
     most max_lag versions later."""
     dynamic_sampling: int = 0
-    """Above 1, groups of equal returns are replaced by fresh tasks, in at most so many rounds of an update. 0: they stay."""
+    """Above 1, groups of equal returns are replaced by fresh tasks, in at most this many rounds of an update. 0: they stay."""
     curriculum: str | None = None
-    """What chooses the next tasks (`ludic parts curriculum`), or file.py:Class. Default: the data in random order, or new seeds."""
+    """Curriculum: it chooses the next tasks (`ludic parts curriculum`), or file.py:Class. Default: the data in random order, or
+    new seeds."""
     curriculum_set: Arguments = field(default_factory=dict)
     """Argument of the curriculum."""
     concurrency: int | None = may_change(None)
     """Episodes at a time. It changes the speed, not the episodes. Default: as many as the engine computes together (512 on a GPU,
     64 on a CPU), of which those wait that its free memory has no room for; with servers 64."""
     max_lag: int | None = None
-    """Above 0, the next batch is generated while this one is trained on, at most so many versions behind; each update makes one.
+    """Above 0, the next batch is generated while this one is trained on, at most this many versions behind; each update makes one.
     Default: 0; in a pipeline those of 4 batches; with close_batch_at those of 1."""
-    engine: Engine = "local"
-    """What generates: local is the engine inside this process; vllm a server, or several; pipeline separate actor
-    processes (`ludic actor`, or `ludic launch` for all)."""
+    engine: str = one_of("local", engine_names)
+    """Engine that generates: local is the engine inside this process; vllm a server, or several; pipeline separate actor
+    processes (`ludic actor`, or `ludic launch` for all); a package may add others (entry points `ludic.features`)."""
     server: tuple[str, ...] = may_change(())
     """For vllm, also as actor_engine: servers that are running (`ludic serve --engine vllm`). Default: one is started for the
     run, in a pipeline by `ludic launch`."""
@@ -58,7 +60,7 @@ class RolloutSettings:
     """For vllm: a server started for the run rounds its weights to 8 bits when they arrive; watch logp_difference_abs
     (docs/memory.md)."""
     server_hung_after: float = may_change(60.0)
-    """For vllm: a server started for the run that leaves /health unanswered for so many seconds is restarted."""
+    """For vllm: a server started for the run that leaves /health unanswered for this many seconds is restarted."""
     push: Push = "merged"
     """For vllm and LoRA: send all weights with the adapter merged into them, or the adapter alone."""
     transport: Transport = may_change("auto")
@@ -72,38 +74,26 @@ class RolloutSettings:
     max_failed_share: float = may_change(0.5)
     """The run stops when a larger share of an update's episodes raised an error, each tried twice; 1 never stops it."""
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.max_failed_share <= 1:
-            raise ConfigError(
-                f"max_failed_share = {self.max_failed_share}; it is a share of the episodes, from 0 to 1."
-            )
-        if not 0 < self.close_batch_at <= 1:
-            raise ConfigError(
-                f"close_batch_at = {self.close_batch_at}; it is a share of the episodes, above 0 and at most 1, such as 0.9."
-            )
-        if not 0 < self.server_hung_after < math.inf:
-            raise ConfigError(f"server_hung_after = {self.server_hung_after}; give seconds, such as 60.")
-        if not 0 < self.server_memory <= 1:
-            raise ConfigError(f"server_memory = {self.server_memory}; it is a share of the GPU's memory, such as 0.4.")
+    RANGES = (
+        "max_failed_share in [0, 1]",
+        "close_batch_at server_memory in (0, 1]",
+        "server_hung_after in (0, inf)",
+        "rollouts_per_update concurrency in [1, inf)",
+        "max_lag dynamic_sampling in [0, inf)",
+    )
+
+    def problems(self) -> Iterator[str]:
         for url in self.server:
             refuse_login("server", url, PUT_LOGIN)
-        self.tokens_every  # noqa: B018 - raises
-        at_least(1, rollouts_per_update=self.rollouts_per_update, concurrency=self.concurrency)
-        at_least(0, max_lag=self.max_lag, dynamic_sampling=self.dynamic_sampling)
+        if not _TOKENS.fullmatch(self.save_tokens):
+            yield f"save_tokens = {self.save_tokens!r}; there are all, off, and every=N, such as every=10."
         if self.dynamic_sampling == 1:
-            raise ConfigError(
-                "dynamic_sampling = 1 leaves no round to replace groups in; give 2 or more, or 0 for none."
-            )
+            yield "dynamic_sampling = 1 leaves no round to replace groups in; give 2 or more, or 0 for none."
         if self.curriculum_set and self.curriculum is None:
-            raise ConfigError("curriculum_set holds arguments of a curriculum, but none is named; give --curriculum.")
+            yield "curriculum_set holds arguments of a curriculum, but none is named; give --curriculum."
 
     @property
     def tokens_every(self) -> int:
         """`save_tokens` as a number of updates; 0 is off."""
-        known = {"all": 1, "off": 0}
-        name, _, number = self.save_tokens.partition("=")
-        if self.save_tokens in known:
-            return known[self.save_tokens]
-        if name == "every" and number.isascii() and number.isdigit() and int(number) >= 1:
-            return int(number)
-        raise ConfigError(f"save_tokens = {self.save_tokens!r}; there are all, off, and every=N, such as every=10.")
+        found = _TOKENS.fullmatch(self.save_tokens)
+        return int((found and found[1]) or self.save_tokens == "all")

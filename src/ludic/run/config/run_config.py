@@ -1,22 +1,30 @@
 """All settings of a training run, as the user wrote them: `RunConfig`. `resolve` (resolve.py) fills in the defaults."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ludic.run.config.entries import EnvEntry, LeagueSettings, RecordedEntry, ReplaySettings, check_name
+from ludic.run.config.entries import (
+    EnvEntry,
+    LeagueSettings,
+    PolicyEntry,
+    RecordedEntry,
+    ReplaySettings,
+    Section,
+    check_name,
+    policy_problems,
+)
 from ludic.run.config.env_and_agent import AgentSettings, EnvSettings
 from ludic.run.config.model import ModelSettings, is_served
 from ludic.run.config.reward import RewardSettings
 from ludic.run.config.rollouts import RolloutSettings
 from ludic.run.config.training import AlgoSettings, EvalSettings, TrainSettings
-from ludic.run.features.plugged import added_sections
+from ludic.run.features.base import added_sections
 from ludic.run.names import CHECKPOINTS
-from ludic.run.policies.entry import PolicyEntry, check_policies
-from ludic.run.settings import MayChange, Retired, Sections, may_change
+from ludic.run.settings import MayChange, Retired, Sections, may_change, refuse
 from ludic.training.config import CheckpointConfig, LRSchedule, TrainerConfig
-from ludic.types import ConfigError, SamplingParams
+from ludic.types import SamplingParams
 from ludic.util.urls import PUT_LOGIN, refuse_login
 
 FILE_SECTIONS = frozenset({"league", "replay"})
@@ -26,19 +34,20 @@ _OPEN_END = 2**31
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """What is kept and shown."""
+class _RunSettings(Section):
+    """The run's folder, and what shows its progress."""
 
     name: str | None = may_change(None)
     """Name of the run folder. Default: env, model and algorithm."""
     runs: Path = may_change(Path("runs"))
-    """Where run folders are."""
+    """Folder of run folders."""
     logger: tuple[str, ...] = may_change(("rich",))
-    """What shows progress, one or several: rich, print, tensorboard, wandb, trackio, or file.py:Class, called with those of folder,
-    name and config that are its parameters (docs/ludic-train.md); or none. metrics.jsonl is always written."""
+    """Displays of the progress, one or several: rich, print, tensorboard, wandb, trackio, or file.py:Class, called with those of
+    folder, name and config that are its parameters (docs/ludic-train.md); or none. metrics.jsonl is always written."""
 
-    def __post_init__(self) -> None:
+    def problems(self) -> Iterator[str]:
         check_name(self.name, r"[\w.+-]+(/[\w.+-]+)*")
+        yield from ()
 
 
 def _keys(part: str, names: str, kind: type[str] = str) -> dict[str, str]:
@@ -64,9 +73,9 @@ class RunConfig:
     train: TrainSettings = field(default_factory=TrainSettings)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     eval: EvalSettings = field(default_factory=EvalSettings)
-    plugins: Sections = field(default_factory=lambda: usual_sections())
+    plugins: Sections = field(default_factory=lambda: _usual_sections())
     """The sections of features that plug-ins add, such as [pipeline]."""
-    run: RunSettings = field(default_factory=RunSettings)
+    run: _RunSettings = field(default_factory=_RunSettings)
     league: LeagueSettings = field(default_factory=LeagueSettings)
     replay: ReplaySettings = field(default_factory=ReplaySettings)
     teachers: dict[str, str] = field(default_factory=dict)
@@ -116,17 +125,15 @@ class RunConfig:
                 object.__setattr__(self, "train", replace(self.train, **{name: given}))
         trainer = replace(self.trainer, lr_schedule=schedule, max_grad_norm=norm, **self.train.limits)
         object.__setattr__(self, "trainer", trainer)
+        refuse(self._problems())
+
+    def _problems(self) -> Iterator[str]:
         if self.envs and self.env.id:
-            raise ConfigError(
-                f"[[envs]] names the envs of the run, and [env] or the command line names {self.env.id!r}; give one."
-            )
+            yield f"[[envs]] names the envs of the run, and [env] or the command line names {self.env.id!r}; give one."
         for what, names in (("envs", [e.label for e in self.envs]), ("recorded", [r.name for r in self.recorded])):
             if len(set(names)) != len(names):
-                raise ConfigError(f'[[{what}]] has the names {", ".join(names)}; give each entry its own name = "…".')
-        check_policies(self.policies)
-        self._check_teachers()
-
-    def _check_teachers(self) -> None:
+                yield f'[[{what}]] has the names {", ".join(names)}; give each entry its own name = "…".'
+        yield from policy_problems(self.policies)
         for domain, teacher in self.teachers.items():
             if is_served(teacher):
                 refuse_login(f"[teachers] {domain}", teacher, PUT_LOGIN)
@@ -156,6 +163,6 @@ class RunConfig:
         return added_sections()
 
 
-def usual_sections() -> Sections:
+def _usual_sections() -> Sections:
     """The sections of plug-ins with their defaults."""
     return Sections({name: made() for name, made in added_sections().items() if made is not None})

@@ -1,20 +1,26 @@
 """The features of the core, in the order in which they are put around the source of batches; and the check of all pairs."""
 
+from collections.abc import Iterator
+
 from ludic.run.config.run_config import RunConfig
 from ludic.run.features import facts
-from ludic.run.features.base import Feature
+from ludic.run.features.base import LOCAL, Feature, plugin_features
 from ludic.run.features.curriculum import HasCurriculum
-from ludic.run.features.engines import LOCAL
 from ludic.run.features.league import HasLeague
-from ludic.run.features.plugged import plugin_features
-from ludic.run.features.recorded import Recorded
-from ludic.run.features.regularisers import NearReference, Scored
-from ludic.run.features.replay import Replay
-from ludic.run.features.several import Envs, SeveralPolicies
-from ludic.run.features.stored import Answers, Preferences, StoredRollouts
-from ludic.run.features.teacher import DomainTeachers, Teacher
+from ludic.run.features.sources import (
+    Answers,
+    DomainTeachers,
+    Envs,
+    NearReference,
+    Preferences,
+    Recorded,
+    Replay,
+    Scored,
+    SeveralPolicies,
+    StoredRollouts,
+    Teacher,
+)
 from ludic.run.given import Parts
-from ludic.types import ConfigError
 
 FEATURES: tuple[Feature, ...] = (
     LOCAL,
@@ -49,12 +55,12 @@ def features_on(config: RunConfig, parts: Parts) -> list[Feature]:
     return [feature for feature in features() if feature.is_on(config, parts)]
 
 
-def check_pairs(config: RunConfig, parts: Parts) -> None:
-    """ConfigError for features of a run that exclude each other, and for one that lacks what it needs."""
+def pair_problems(config: RunConfig, parts: Parts) -> Iterator[str]:
+    """Features of a run that exclude each other, and features that lack what they need."""
     on = {feature.name: feature for feature in features_on(config, parts)}
     for feature in on.values():
         for other in [name for name in feature.excludes if name in on]:
             pair = f"{feature.shown(config)} and {on[other].shown(config)}"
-            raise ConfigError(f"{pair} exclude each other: {feature.excludes[other]}")
+            yield f"{pair} exclude each other: {feature.excludes[other]}"
         for needed in [name for name in feature.needs if name not in on]:
-            raise ConfigError(f"{feature.shown(config)} is for {needed}: {feature.needs[needed]}")
+            yield f"{feature.shown(config)} is for {needed}: {feature.needs[needed]}"

@@ -13,9 +13,11 @@ from ludic.run.features.base import Feature
 from ludic.run.given import Parts
 from ludic.run.parts.algorithm import make_algorithm
 from ludic.run.parts.episodes import PROTOCOL
-from ludic.run.parts.requests import TASK_SEEDS, train_inference
+from ludic.run.parts.requests import train_inference
 from ludic.run.parts.samples import env_arguments, first_env, train_samples, train_stream
 from ludic.run.resolve import ResolvedRun
+from ludic.run.settings import require_kind
+from ludic.seeds import BatchSeeds
 from ludic.types import ConfigError, EnvSpec, ProtocolSpec, RolloutRequest, UnknownName, derive_seed
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ def make_curriculum(run: ResolvedRun, algorithm: "RLAlgorithm") -> Curriculum | 
         arguments |= {"stream": _required_stream(run, settings.curriculum), "build": partial(_task, run)}
     else:
         arguments["tasks"] = _tasks(run, arguments.pop("num_tasks", None))
-    arguments |= {"batch_size": run.num_groups, "seed": derive_seed(run.seed, TASK_SEEDS)}
+    arguments |= {"batch_size": run.num_groups, "seed": derive_seed(run.seed, BatchSeeds.TASKS)}
     if "success_at" in takes or (isinstance(factory, type) and issubclass(factory, TaskCurriculum)):
         full = first_env(run).full_reward
         arguments.setdefault("success_at", 1.0 if full is None else full)
@@ -71,11 +73,8 @@ def make_curriculum(run: ResolvedRun, algorithm: "RLAlgorithm") -> Curriculum | 
     if "values" in takes:
         arguments.setdefault("values", _values_of(algorithm, settings.curriculum))
     made = registry.curricula.make(settings.curriculum, **arguments)
-    if not callable(getattr(made, "next_requests", None)) or not callable(getattr(made, "observe", None)):
-        raise ConfigError(
-            f"curriculum = {settings.curriculum!r} makes a {type(made).__name__}; it must have next_requests() and "
-            "observe(rollouts), as the classes of ludic.batch_gen.requests.curriculum have."
-        )
+    must = "have next_requests() and observe(rollouts), as the classes of ludic.batch_gen.requests.curriculum have"
+    require_kind(made, ("next_requests", "observe"), f"curriculum = {settings.curriculum!r}", must)
     found: Curriculum = made
     return found
 
@@ -109,13 +108,13 @@ def _task(run: ResolvedRun, index: int, sample: Any) -> RolloutRequest:
         env=EnvSpec(run.config.env.id, env_arguments(run.config.env, sample)),
         protocol=ProtocolSpec(PROTOCOL),
         inference=train_inference(run),
-        env_seed=derive_seed(run.seed, TASK_SEEDS, index),
+        env_seed=derive_seed(run.seed, BatchSeeds.TASKS, index),
         meta={"sample_index": index},
     )
 
 
 def _difficulty(name: str) -> Callable[[RolloutRequest], float]:
-    """By the user's function, or by a number in each sample (or in the env's arguments)."""
+    """The user's function, or a number in each sample (or in the env's arguments)."""
     if ":" in name:
         own: Callable[[RolloutRequest], float] = registry.curricula.spec(name).load()
         return own
@@ -135,7 +134,7 @@ def _number_in(name: str, request: RolloutRequest) -> float:
 
 
 def _values_of(algorithm: "RLAlgorithm", curriculum: str) -> Any:
-    """What an algorithm that tracks its prompts knows of them."""
+    """The tracker of an algorithm that tracks its prompts."""
     tracker = getattr(algorithm.credit_assigner, "tracker", None)
     if tracker is None:
         raise ConfigError(

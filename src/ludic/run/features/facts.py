@@ -1,8 +1,7 @@
 """Settings and objects that exclude or need others; the code that acts on them is elsewhere."""
 
 from ludic.run.config.run_config import RunConfig
-from ludic.run.features.base import Fact, because
-from ludic.run.features.engines import engine_of
+from ludic.run.features.base import Fact, because, engine_of
 from ludic.types import shown_url
 
 # --- servers that sample ---

@@ -1,4 +1,4 @@
-"""What a run learns from a batch: the algorithm of the settings or the given one, with corrections, regularisers and mixtures."""
+"""Algorithms: the one of the settings or the given one, with corrections, regularisers and mixtures."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ludic.run.config.training import AlgoSettings
 from ludic.run.protocols.agents import uses_gateway
 from ludic.run.protocols.factory import delegates_tasks
 from ludic.run.resolve import ResolvedRun, open_reduction
+from ludic.run.settings import require_kind
 from ludic.types import ConfigError
 
 if TYPE_CHECKING:
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
 
 
 PLAYED = "played"
-"""Objective of the samples that the run plays, where recorded ones are beside them."""
+"""Objective of the samples that the run plays, where there are recorded ones as well."""
 
 
 def make_algorithm(run: ResolvedRun) -> RLAlgorithm:
-    """What is learned from a batch: from played episodes, of one env or several, and from recorded ones beside them."""
+    """The algorithm for played episodes, of one env or several, and for recorded ones among them."""
     from ludic.training.algorithms import Objective, mix_objectives
 
     objectives = {}
@@ -59,11 +60,8 @@ def _played_algorithm(run: ResolvedRun) -> RLAlgorithm:
         if config.train_on:
             arguments["train_on"] = _trained_roles(config)
         given = registry.algorithms.make(config.algo, **arguments)
-    if not isinstance(given, RLAlgorithm):
-        hint = f" Call it: algo={given.__name__}(…)." if callable(given) and hasattr(given, "__name__") else ""
-        raise ConfigError(
-            f"algo = {config.algo!r} gives a {type(given).__name__}; it must return an RLAlgorithm, as make_grpo() does.{hint}"
-        )
+    hint = f". Call it: algo={given.__name__}(…)" if callable(given) and hasattr(given, "__name__") else ""
+    require_kind(given, RLAlgorithm, f"algo = {config.algo!r}", f"return an RLAlgorithm, as make_grpo() does{hint}")
     if uses_gateway(run.config.agent, run.parts):
         given = with_episode_credit(given)  # a session with several threads counts once
     _check_sub_agents(given, run)

@@ -1,10 +1,11 @@
-"""What the episodes of a run are played with: envs, agents and protocol, the client that answers them, rewards, engines.
+"""Everything that the episodes of a run are played with: envs, agents and protocol, the client that answers them, rewards, engines.
 
 `ludic eval` and actors use it too, so it makes nothing that only a trainer needs.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,24 +16,57 @@ from ludic import registry
 from ludic.batch_gen import RolloutEngine
 from ludic.inference import ByteTemplate, ChatTemplate, HermesToolParser, ScriptedClient
 from ludic.interaction import DelegatingProtocol, InteractionProtocol, Policies, RoleAssignment
-from ludic.rewards import Rewards
+from ludic.rewards import RenamedScorer, Rewards, as_scorer
+from ludic.rewards.shaping import SoftOverlong
 from ludic.run.config.env_and_agent import AgentSettings, EnvSettings
 from ludic.run.config.reward import RewardSettings
-from ludic.run.features.plugged import plugged
+from ludic.run.features.base import plugged
 from ludic.run.given import EnvFactory, Parts
-from ludic.run.parts.rewards import make_rewards
 from ludic.run.parts.samples import env_arguments, first_env, first_sample
 from ludic.run.protocols.factory import protocol_factory
 from ludic.run.resolve import ResolvedRun
-from ludic.types import ChatClient, EnvSpec, InferenceSpec, ProtocolSpec, RolloutRequest
+from ludic.types import ChatClient, ConfigError, EnvSpec, InferenceSpec, ProtocolSpec, RolloutRequest, Scorer
 from ludic.types.interfaces import BatchingClient
+
+
+def make_rewards(settings: RewardSettings, agent: AgentSettings, parts: Parts | None = None) -> Rewards | None:
+    """The scorers of the settings and the given ones, with their weights; None if nothing is scored or weighted."""
+    scorers = [_scorer(settings, name, id, agent.max_tokens) for name, id in settings.named]
+    if settings.judge is not None:
+        scorers.append(plugged("judge", f"judge = {settings.judge!r}").scorer(settings))
+    scorers += [as_scorer(given) for given in (parts.scorers if parts is not None else ())]
+    if not scorers and not settings.reward_weight:
+        return None
+    return Rewards(scorers, settings.reward_weight, max_concurrent=max(64, settings.judge_concurrency))
+
+
+def _scorer(settings: RewardSettings, name: str, id: str, max_tokens: int | None) -> Scorer:
+    given = {key.partition(".")[2]: value for key, value in settings.reward_set.items() if key.startswith(f"{name}.")}
+    factory = registry.rewards.spec(id).load()
+    is_renamed = f"{name}={id}" in settings.reward
+    if factory is SoftOverlong:
+        given.setdefault("max_tokens", max_tokens)  # of the run's replies
+    parameters = inspect.signature(factory).parameters
+    if is_renamed and inspect.isclass(factory) and "name" in parameters:
+        given["name"] = name
+    made = registry.rewards.make(id, **given)
+    if not inspect.isclass(factory) and all(one.default is not one.empty for one in parameters.values()):
+        made = made()  # a reward function takes a rollout; this one makes a scorer
+        if not isinstance(made, Scorer):
+            raise ConfigError(
+                f"{id} takes no rollout and returned {made!r:.60}; without a rollout, it must return a scorer, such as a judge."
+            )
+    if is_renamed and isinstance(made, Scorer) and made.name != name:
+        return RenamedScorer(made, name)
+    return as_scorer(made, name if is_renamed or not isinstance(made, Scorer) else None)
+
 
 PROTOCOL = "play"
 _CONCURRENCY = 64
 """Episodes at a time with servers, where the settings do not say."""
 
 
-class EnvHolder(Protocol):
+class _EnvHolder(Protocol):
     """Pools of envs in other processes."""
 
     async def make(self, **arguments: Any) -> Any:
@@ -44,29 +78,29 @@ class EnvHolder(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodeSetup:
-    """What episodes of an env with a policy need."""
+    """Everything that episodes of an env with a policy need."""
 
     env: EnvSettings
     factory: EnvFactory
     client: ChatClient
-    """What answers the agents."""
+    """Answers the agents."""
     make_protocol: Callable[[ChatClient], InteractionProtocol]
     """A new one, with new agents, for each episode."""
     max_steps: int
     player: str | None = None
     """Name of the model, a part of every request: the episodes of another model in the same file do not count."""
     rewards: Rewards | None = None
-    """What scores the episodes, beside the env."""
+    """Scores the episodes in addition to the env."""
     protocol: str = PROTOCOL
     """Name of its protocol in requests."""
-    beside: tuple[EpisodeSetup, ...] = ()
-    """Of the other envs of the run: its engines play their episodes, too."""
+    others: tuple[EpisodeSetup, ...] = ()
+    """The other envs of the run: its engines play their episodes as well."""
     policies: Policies | None = None
-    """Which policy plays which role, for requests that say it."""
+    """The policies by role, for requests that say it."""
     with_prompt: Callable[[str], Callable[[ChatClient], InteractionProtocol]] | None = None
-    """From a system prompt to `make_protocol` with it, for requests that name one."""
-    pool: EnvHolder | None = None
-    """What holds the envs; None: this process."""
+    """Returns `make_protocol` with a system prompt, for requests that name one."""
+    pool: _EnvHolder | None = None
+    """Holds the envs; None: this process does."""
     closing: ExitStack = field(default_factory=ExitStack)
     """Ends what the episodes share, before the client is closed."""
     engines: dict[str, RolloutEngine] = field(default_factory=dict)
@@ -85,7 +119,7 @@ class EpisodeSetup:
         """A new rollout engine; `purpose` is its name in `activity`."""
         self.engines[purpose] = RolloutEngine(
             env_registry=self._env_registry(),
-            protocol_registry={s.protocol: s.new_protocol for s in (self, *self.beside)},
+            protocol_registry={s.protocol: s.new_protocol for s in (self, *self.others)},
             jsonl_path=jsonl_path,
             resume=resume,
             seed=seed,
@@ -98,8 +132,8 @@ class EpisodeSetup:
         return self.engines[purpose]
 
     def _env_registry(self) -> dict[str, Callable[..., Any]]:
-        """What makes the envs: a pool, or a factory of this process where the registry has none."""
-        setups = (self, *self.beside)
+        """The makers of the envs: a pool, or a factory of this process where the registry has none."""
+        setups = (self, *self.others)
         own = {s.env.id: s.factory.factory for s in setups if s.env.id not in registry.envs}
         return own | {s.env.id: s.pool.make for s in setups if s.pool is not None}
 
@@ -129,7 +163,7 @@ class EpisodeSetup:
         return self.client.max_sequences if isinstance(self.client, BatchingClient) else _CONCURRENCY
 
     def activity(self) -> str:
-        """What is being played now, for displays; empty when nothing is."""
+        """A line about the episodes that are being played, for displays; empty when there are none."""
         return "; ".join(
             f"{purpose} {progress}"
             for purpose, engine in self.engines.items()
@@ -176,11 +210,11 @@ def make_episode_setup(
     )
 
 
-def make_pool(env: EnvSettings, factory: EnvFactory) -> EnvHolder | None:
+def make_pool(env: EnvSettings, factory: EnvFactory) -> _EnvHolder | None:
     """For envs in other processes; None if the settings have none."""
     if env.env_server is None and not env.env_workers:
         return None
-    made: EnvHolder = plugged("env_workers", f"env_workers = {env.env_workers}").pool(env, factory)
+    made: _EnvHolder = plugged("env_workers", f"env_workers = {env.env_workers}").pool(env, factory)
     return made
 
 

@@ -1,4 +1,4 @@
-"""What a run logs to: metrics.jsonl, and the displays and services of the settings."""
+"""The loggers of a run: metrics.jsonl, and the displays and services of the settings."""
 
 import inspect
 from collections.abc import Callable
@@ -24,7 +24,7 @@ SHOWN = (
     "!zero_weight_rate", "!same_reply_rate", "!failed_rate",
     "!healed_rate", "!foreign_rate", "!retried_rate", "!undelivered_rate", "!limited_rate",
 )  # fmt: skip
-"""What progress displays show of the training stats; metrics.jsonl has them all."""
+"""Training stats that progress displays show; metrics.jsonl has them all."""
 
 
 def _plain_values(run: ResolvedRun) -> dict[str, Any]:

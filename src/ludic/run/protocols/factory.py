@@ -1,7 +1,7 @@
 """The protocol of the settings: the one that suits env and agent, or the one that `--protocol` names."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -21,9 +21,8 @@ from ludic.interaction import (
 from ludic.run.config.entries import DelegateEntry
 from ludic.run.config.env_and_agent import AgentSettings
 from ludic.run.given import Parts
-from ludic.run.protocols.agents import agent_factory, named_agent, outside_agent
-from ludic.run.protocols.kinds import gateway_agents
-from ludic.run.settings import converted
+from ludic.run.protocols.agents import NamedAgent, agent_factory, gateway_agents, named_agent, outside_agent
+from ludic.run.settings import converted, refuse, require_kind
 from ludic.types import ChatClient, ConfigError, UnknownName
 
 
@@ -41,29 +40,34 @@ def protocol_factory(
     if make is not None:
         return lambda client: make(client=client, model=model, chat_template=template)
     outside = outside_agent(agent, parts)
+    refuse(_seat_problems(agent, agent_ids, parts, outside))
     if outside is not None:
-        if len(agent_ids) != 1:
-            raise ConfigError(
-                f"The agent {outside.name} plays envs with one agent; this one has {', '.join(agent_ids)}. Take an agent of "
-                "ludic.agents."
-            )
         parser = parts.parser or registry.parsers.make(agent.parser or "raw", **agent.parser_set)
         kind, closing = gateway_agents(), closing or ExitStack()
         return kind.protocol(outside, agent, parts, parser, template, model, closing)
-    if parts.reward is not None or parts.policies:
-        raise ConfigError("reward= and policies= are for an agent that is a function or a command (docs/gateway.md).")
     if agent.protocol is not None:
         return _named_protocol(agent.protocol, agent, agent_ids, template, model, parts)
     make_agent = agent_factory(agent, template, model, parts)
     if len(agent_ids) == 1:
         return lambda client: SingleAgentProtocol(make_agent(client), stop_on_parse_error=agent.unreadable == "stop")
-    if agent.unreadable == "stop":
-        raise ConfigError(f"unreadable=stop is for envs with one agent; this one has {', '.join(agent_ids)}.")
     return lambda client: MultiAgentProtocol({agent_id: make_agent(client) for agent_id in agent_ids})
 
 
+def _seat_problems(
+    agent: AgentSettings, roles: Sequence[str], parts: Parts, outside: NamedAgent | None
+) -> Iterator[str]:
+    """An agent, or objects for it, that do not suit the roles of the env."""
+    several = ", ".join(roles) if len(roles) > 1 else ""
+    if outside is not None and len(roles) != 1:
+        yield f"The agent {outside.name} plays envs with one agent; this one has {several}. Take an agent of ludic.agents."
+    if outside is None and (parts.reward is not None or parts.policies):
+        yield "reward= and policies= are for an agent that is a function or a command (docs/gateway.md)."
+    if outside is None and agent.protocol is None and several and agent.unreadable == "stop":
+        yield f"unreadable=stop is for envs with one agent; this one has {several}."
+
+
 _OFFERED = frozenset({"agent", "agents", "client", "model", "chat_template"})
-"""What a named protocol is called with, where it has such a parameter."""
+"""Arguments of a named protocol that has such parameters."""
 
 
 def _named_protocol(
@@ -72,21 +76,12 @@ def _named_protocol(
     """Makes the protocol of the settings, with agents of the settings where it takes some."""
     factory, arguments = registry.protocols.spec(id).load(), dict(agent.protocol_set)
     takes = _parameters(factory)
-    roles = ", ".join(agent_ids)
-    if takes.isdisjoint({"agent", "agents", "client"}):
-        raise ConfigError(
-            f"protocol = {id!r} has none of the parameters agent, agents and client, so no model would play. Add one."
-        )
-    if "agent" in takes and len(agent_ids) != 1:
-        raise ConfigError(f"protocol = {id!r} runs one agent, but the env has {roles}. Take multi_agent.")
+    stops = agent.unreadable == "stop" and "client" not in takes
+    refuse(_protocol_problems(id, takes, agent_ids, stops=stops))
     for name in arguments:
         if name not in takes - _OFFERED:
             raise UnknownName.among(f"argument of the protocol {id}", name, sorted(takes - _OFFERED))
-    if agent.unreadable == "stop" and "client" not in takes:
-        if "stop_on_parse_error" not in takes:
-            raise ConfigError(
-                f"unreadable=stop is for protocols that stop on it; {id} goes on. Give --unreadable go_on."
-            )
+    if stops:
         arguments.setdefault("stop_on_parse_error", True)
     entries = _delegates(id, agent, parts) if "delegates" in takes and delegates_tasks(factory) else {}
     sub_agents = {name: _sub_agent(entry, agent, entries, template, model, parts) for name, entry in entries.items()}
@@ -104,13 +99,20 @@ def _named_protocol(
                 entries, {name: partial(one, client) for name, one in sub_agents.items()}
             )
         made = registry.protocols.make(id, **arguments | {name: given[name] for name in given if name in takes})
-        if not isinstance(made, InteractionProtocol):
-            raise ConfigError(
-                f"protocol = {id!r} makes a {type(made).__name__}; it must be an InteractionProtocol of ludic.interaction."
-            )
+        require_kind(made, InteractionProtocol, f"protocol = {id!r}", "be an InteractionProtocol of ludic.interaction")
         return made
 
     return make
+
+
+def _protocol_problems(id: str, takes: set[str], roles: Sequence[str], *, stops: bool) -> Iterator[str]:
+    """A protocol that no model would play, or that does not suit the env or its settings."""
+    if takes.isdisjoint({"agent", "agents", "client"}):
+        yield f"protocol = {id!r} has none of the parameters agent, agents and client, so no model would play. Add one."
+    if "agent" in takes and len(roles) != 1:
+        yield f"protocol = {id!r} runs one agent, but the env has {', '.join(roles)}. Take multi_agent."
+    if stops and "stop_on_parse_error" not in takes:
+        yield f"unreadable=stop is for protocols that stop on it; {id} goes on. Give --unreadable go_on."
 
 
 def _parameters(factory: Callable[..., Any]) -> set[str]:
@@ -126,7 +128,7 @@ def _parameters(factory: Callable[..., Any]) -> set[str]:
 
 
 def delegates_tasks(factory: Callable[..., Any]) -> bool:
-    """Whether its episodes have rollouts of sub-agents."""
+    """True if its episodes have rollouts of sub-agents."""
     return isinstance(factory, type) and issubclass(factory, DelegatingProtocol)
 
 
@@ -148,7 +150,7 @@ def _delegates(id: str, agent: AgentSettings, parts: Parts) -> dict[str, Delegat
 
 
 def _hands_calls_on(agent: Any) -> bool:
-    """Whether the agent leaves calls of external tools to its protocol."""
+    """True if the agent leaves calls of external tools to its protocol."""
     return isinstance(agent, type) and issubclass(agent, ToolAgent) and not issubclass(agent, CallAgent)
 
 

@@ -1,20 +1,16 @@
-"""`Team`: what several policies of a run consist of. Models and engines, the episodes that they share, a trainer for each.
+"""`SeveralPolicies`: the session of a run in which several policies learn. Models and engines, and the episodes that they share.
 
-It is to a run with several policies what a `Generation` is to a run with one. Policies with adapters on the same base share its
-weights; each policy that trains all weights has a separate model.
+Policies with adapters on the same base share its weights; each policy that trains all weights has a separate model.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
-from functools import lru_cache
-from itertools import cycle
+from functools import cached_property, lru_cache
 from typing import Any
 
 from ludic.agents import Agent
 from ludic.batch_gen import SharedRollouts
-from ludic.batch_gen.requests.groups import assign_roles
-from ludic.eval import Grading, PolicyEvaluator, SnapshotEvaluator
+from ludic.eval import SnapshotEvaluator
 from ludic.inference.local import LocalEngine
 from ludic.inference.local.snapshot import EngineSnapshot, League
 from ludic.interaction import Policies
@@ -28,41 +24,32 @@ from ludic.run.model import (
     forked_checkpoint,
     is_adapter,
     load_policy,
-    load_reference,
     make_template,
     serve_locally,
 )
-from ludic.run.names import TRAINED
 from ludic.run.parts.algorithm import make_algorithm
 from ludic.run.parts.episodes import EpisodeSetup, make_episode_setup
-from ludic.run.parts.evaluation import eval_requests
-from ludic.run.parts.requests import request_strategy, seated_requests
-from ludic.run.parts.samples import env_arguments, eval_samples
-from ludic.run.policies.resolve import league_seatings, past
+from ludic.run.parts.requests import make_evaluator, request_strategy, seated_requests
+from ludic.run.parts.source import check_source, make_filter
+from ludic.run.policies import league_seatings, past
 from ludic.run.protocols.agents import agent_factory
 from ludic.run.resolve import NamedPolicy, ResolvedRun
-from ludic.run.sources import check_source, make_filter
-from ludic.training import Trainer
+from ludic.run.session import Session, TrainedPolicy
 from ludic.training.checkpoint.model_files import read_weights
-from ludic.training.critic.gae import CriticKind
-from ludic.training.learner.token_recorder import TokenRecorder
-from ludic.training.multi_policy import PolicyTrainers
-from ludic.types import ChatClient, Evaluator, TakesSnapshots, TrainingLogger, default_reducers, derive_seed
+from ludic.types import ChatClient, Evaluator, TakesSnapshots, derive_seed
 
 
-def check_team(run: ResolvedRun) -> None:
-    """ConfigError for what cannot work, before weights are loaded."""
-    for policy in run.policies:
-        if not policy.is_frozen:
-            check_source(policy.run)
+class SeveralPolicies(Session):
+    """The policies of one run."""
 
-
-class Team:
-    """The policies of one run. `close` frees everything."""
+    @staticmethod
+    def check(run: ResolvedRun) -> None:
+        for policy in run.policies:
+            if not policy.is_frozen:
+                check_source(policy.run)
 
     def __init__(self, run: ResolvedRun, start: ResumePoint) -> None:
-        self._run, self._start = run, start
-        self._closing = ExitStack()
+        super().__init__(run, start)
         self._models = _load_models(run, start)
         self._served = {policy.name: self._serve(number, policy) for number, policy in enumerate(run.policies)}
         self._leagues = {policy.name: self._league(policy) for policy in run.policies if self._has_league(policy)}
@@ -77,60 +64,35 @@ class Team:
             concurrency=rollouts.concurrency or self._setup.concurrency,
         )
 
-    def trainers(self, train_logger: TrainingLogger) -> PolicyTrainers:
-        """A trainer for each policy that learns, at the step that the run begins with."""
-        trained = [policy for policy in self._run.policies if not policy.is_frozen]
-        made = {policy.name: self._trainer(number, policy) for number, policy in enumerate(trained)}
-        return PolicyTrainers(made, train_logger, self._evaluator(), self._run.trainer)
+    @cached_property
+    def trained(self) -> tuple[TrainedPolicy, ...]:
+        return tuple(self._trained(policy) for policy in self._run.policies if not policy.is_frozen)
 
-    def _trainer(self, number: int, policy: NamedPolicy) -> Trainer:
-        run, loaded, served = policy.run, self._models[policy.name], self._served[policy.name]
-        algorithm = make_algorithm(run)
-        recorder = TokenRecorder(self._run.folder / TRAINED, every=run.config.rollouts.tokens_every, first_rank=number)
-        return Trainer(
-            model=loaded.model,
-            reference=load_reference(run.config, loaded, None) if algorithm.loss.needs.reference else None,
-            critic=load_policy(run.config.model, seed=run.seed).model
-            if algorithm.critic is CriticKind.SEPARATE
-            else None,
-            algo=algorithm,
-            batch_source=self._shared.batches_for(
-                policy.name,
+    def _trained(self, policy: NamedPolicy) -> TrainedPolicy:
+        name, algorithm = policy.name, make_algorithm(policy.run)
+        return TrainedPolicy(
+            name=name,
+            run=policy.run,
+            loaded=self._models[name],
+            algorithm=algorithm,
+            source=self._shared.batches_for(
+                name,
                 algorithm=algorithm,
-                sample_filter=make_filter(run),
-                followers=[self._leagues[policy.name]] if policy.name in self._leagues else [],
+                sample_filter=make_filter(policy.run),
+                followers=[self._leagues[name]] if name in self._leagues else [],
             ),
-            cfg=replace(run.trainer, eval_at_start=False, eval_every_n_steps=None, eval_in_background=False),
-            publisher=served.publisher,
-            checkpoint_config=run.checkpoint,
+            publisher=self._served[name].publisher,
             resume_from=self._start.first_step or None,
-            reducers={**default_reducers(), **run.parts.reducers},
-            tokenizer=loaded.tokenizer,
-            token_recorder=self._closing.enter_context(closing(recorder)),
         )
 
-    def _evaluator(self) -> Evaluator | None:
+    def evaluator(self) -> Evaluator:
         """Plays the tasks of an evaluation with the current policies, or with copies of them in the background."""
         run = self._run
-        if not run.config.is_evaluated:
-            return None
         setup, snapshots = self._setup, Snapshots()
         if run.trainer.eval_in_background:
             copies = {policy.name: self._snapshot(policy.name) for policy in run.policies if not policy.is_frozen}
             setup, snapshots = replace(setup, policies=self._seated_policies(copies)), Snapshots(*copies.values())
-        tasks = zip(eval_requests(run, setup), cycle(run.seatings))
-        requests = [assign_roles(request, seating) for request, seating in tasks]
-        samples = eval_samples(run)
-        env = run.env.make(env_arguments(run.config.env, None if samples is None else samples[0]))
-        limit = run.config.rollouts.max_failed_share
-        evaluator = PolicyEvaluator(
-            setup.engine(seed=run.seed, max_failed_share=limit, max_unscored_share=limit, purpose="evaluating"),
-            requests_fn=lambda: requests,
-            max_steps=run.max_steps,
-            timeout_s=run.trainer.eval_timeout_s,
-            concurrency=run.trainer.eval_concurrency or setup.concurrency,
-            grading=Grading(success_reward=env.full_reward),
-        )
+        evaluator = make_evaluator(run, setup)
         return SnapshotEvaluator(evaluator, snapshots) if run.trainer.eval_in_background else evaluator
 
     def _snapshot(self, name: str) -> EngineSnapshot:
@@ -206,24 +168,8 @@ class Team:
         with_tools = agent.may_call_tools or bool(self._run.parts.tools)
         return make_template(self._models[policy.name].tokenizer, with_tools=with_tools, renderer=agent.renderer)
 
-    # --- what a run asks of a Generation, too ---
-
-    def begin(self, *, resume: bool, first_step: int) -> None:
-        """Nothing has to be there before the first batch."""
-
-    def status(self) -> str:
-        return ""
-
     def activity(self) -> str:
-        """What is being played now; empty when nothing is."""
         return self._setup.activity()
-
-    def sampling(self) -> AbstractAsyncContextManager[Any]:
-        """Nothing is generated ahead."""
-        return nullcontext()
-
-    def close(self) -> None:
-        self._closing.close()
 
 
 class Snapshots:
@@ -242,7 +188,8 @@ _CACHES = 0.6
 
 
 def cache_fraction(number: int, num_engines: int) -> float:
-    """What the n-th engine (from 0) takes of the memory that the ones before have left: the same amount as each of them."""
+    """The share that the n-th engine (from 0) takes of the memory that the ones before have left: the same amount as each of
+    them."""
     each = _CACHES / num_engines
     return each / (1 - number * each)
 

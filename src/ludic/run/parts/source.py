@@ -1,4 +1,4 @@
-"""The batch source of a run that plays its own episodes: which tasks of which envs, against whom, and what is beside them.
+"""The batch source of a run that plays its own episodes: the tasks of its envs, and the opponents.
 
 Loads without torch.
 """
@@ -28,6 +28,7 @@ from ludic.run.parts.algorithm import make_algorithm
 from ludic.run.parts.episodes import EpisodeSetup
 from ludic.run.parts.requests import request_strategy, seated_requests, train_requests
 from ludic.run.resolve import ResolvedRun
+from ludic.seeds import BatchSeeds
 from ludic.types import (
     BatchSource,
     ConfigError,
@@ -39,8 +40,6 @@ from ludic.types import (
 if TYPE_CHECKING:
     from ludic.inference.local.snapshot import League
     from ludic.training import RLAlgorithm
-
-_ENV_SEEDS = 104
 
 
 def make_source(
@@ -104,8 +103,8 @@ def _stragglers(run: ResolvedRun) -> Stragglers | None:
 def _requests_of_several(run: ResolvedRun, setup: EpisodeSetup) -> WeightedRequests:
     """Groups of all envs in proportion to their shares; each request says which env it is of."""
     parts = []
-    for index, (env, own) in enumerate(zip(run.envs, (setup, *setup.beside), strict=True)):
-        seed = derive_seed(run.seed, _ENV_SEEDS, index)
+    for index, (env, own) in enumerate(zip(run.envs, (setup, *setup.others), strict=True)):
+        seed = derive_seed(run.seed, BatchSeeds.ENVS, index)
         facts = {"domain": env.name} | ({"objective": env.name} if run.has_own_algorithms else {})
         requests_fn = train_requests(env.run, own, seed, num_groups=1)
         parts.append(

@@ -1,1 +1,0 @@
-"""Commands that serve: a model, a gateway to it, environments, sandboxes."""

@@ -24,10 +24,10 @@ from ludic.training.credit_assignment import EpisodeCredit, HybridNormalizedRetu
 from ludic.training.learner.stop import run_sync
 from ludic.training.losses import CorrectedLoss, SequenceMask, TokenMask
 from ludic.types import ConfigError, FollowsDrift, LudicError, shown_url
+from ludic_pipeline.feature import given_redis, pipeline_of, queue_key_of, redis_url, required_servers
 from ludic_pipeline.queue.connection import require_redis
 from ludic_pipeline.queue.queue import ExperienceQueue
 from ludic_pipeline.queue.source import PipelineBatchSource
-from ludic_pipeline.settings import given_redis, pipeline_of, queue_key_of, redis_url, required_servers
 from ludic_vllm.client import VLLMChatClient
 from ludic_vllm.generation import START_S, client_of, served_name
 from ludic_vllm.process import wait_for_vllm_health
@@ -85,7 +85,7 @@ class PipelineGeneration(Generation):
     @staticmethod
     def open(run: ResolvedRun) -> None:
         """Removes the mark of an earlier, finished run of this name: actors that start while the model loads would end by it."""
-        run_sync(reopen_queue(run))
+        run_sync(_reopen_queue(run))
 
     def begin(self, *, resume: bool, first_step: int) -> None:
         """An empty queue for a new run, and weights that actors can begin with."""
@@ -120,7 +120,7 @@ class PipelineGeneration(Generation):
         engine = local_engine(self._loaded, max_length=trainer.max_seq_len, concurrency=trainer.eval_concurrency)
         return ServedPolicy(
             client=engine,
-            publisher=FolderAndEngine(FolderPublisher(self._run.folder / WEIGHTS), engine),
+            publisher=_FolderAndEngine(FolderPublisher(self._run.folder / WEIGHTS), engine),
             snapshot=partial(EngineSnapshot, engine, max_sequences=engine.max_sequences),
             close=engine.close,
             model=self._loaded.name,
@@ -150,7 +150,7 @@ def pipeline_algorithm(run: ResolvedRun) -> RLAlgorithm:
 
 
 def connect_to_servers(run: ResolvedRun) -> tuple[VLLMChatClient, str]:
-    """Of a pipeline: a client of its servers, and their name of the model. Waits until all of them answer: one that was started
+    """A client of a pipeline's servers, and their name of the model. Waits until all of them answer: one that was started
     together with this process is still loading."""
     servers = required_servers(run.config.rollouts.server)
     for server in servers:
@@ -168,7 +168,7 @@ async def clear_queue(run: ResolvedRun) -> None:
         await queue.clear()
 
 
-async def reopen_queue(run: ResolvedRun) -> None:
+async def _reopen_queue(run: ResolvedRun) -> None:
     """Remove the mark of `mark_finished`, and nothing else."""
     async with ExperienceQueue(redis_url(pipeline_of(run.config)), queue_key_of(run)) as queue:
         await queue.reopen()
@@ -192,7 +192,7 @@ async def mark_finished(run: ResolvedRun, num_updates: int) -> None:
         logger.warning("another learner works on %s, so its actors go on", run.folder)
 
 
-class FolderAndEngine:
+class _FolderAndEngine:
     """Publishes weights to a folder; the engine that evaluates shares the trainer's weights and only gets the new version. It
     is idle whenever the weights change: training waits for an evaluation, or evaluates a copy."""
 

@@ -27,6 +27,7 @@ from ludic.training.losses import CorrectedLoss, NegativeSequenceMask
 from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SampleOrigin, SAWItem
 from ludic.util import stop as stopping
 from ludic_pipeline import generation as run_pipeline
+from ludic_pipeline.feature import PipelineSettings, queue_key_of
 from ludic_pipeline.generation import pipeline_algorithm
 from ludic_pipeline.launch import actor as run_actor
 from ludic_pipeline.queue.actor import ActorReport
@@ -35,7 +36,6 @@ from ludic_pipeline.queue.lease import LeaseLost
 from ludic_pipeline.queue.queue import ActorId, ExperienceQueue
 from ludic_pipeline.queue.source import PipelineBatchSource
 from ludic_pipeline.queue.wire import encode_group
-from ludic_pipeline.settings import PipelineSettings, queue_key_of
 from tests.redis_fixtures import RedisServer, end_redis, shared_redis, start_redis  # noqa: F401 - a fixture
 from tests.unit.cli.train_parts import AGENT, SMALL, command_in
 

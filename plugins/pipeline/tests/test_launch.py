@@ -13,9 +13,7 @@ from ludic.run.policies.resolve import resolve_run
 from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import with_values
 from ludic.types import ConfigError
-from ludic_pipeline.launch.launch import ludic_command, make_roles, prepare, ray_resources, reachable_socket
-from ludic_pipeline.launch.supervisor import WhenDone
-from ludic_pipeline.settings import (
+from ludic_pipeline.feature import (
     PipelineSettings,
     given_redis,
     pipeline_of,
@@ -23,6 +21,8 @@ from ludic_pipeline.settings import (
     redis_url,
     required_servers,
 )
+from ludic_pipeline.launch.launch import ludic_command, make_roles, prepare, ray_resources, reachable_socket
+from ludic_pipeline.launch.supervisor import WhenDone
 from tests.unit.cli.train_parts import ENV, SMALL, command_in
 
 
@@ -130,7 +130,7 @@ def test_vllm_actors_get_a_server_unless_one_is_given(tmp_path, monkeypatch):
     monkeypatch.setenv("LUDIC_REDIS_URL", "redis://here")
     own = make_roles(run_with(tmp_path, actor_engine="vllm", actors=1))
     assert [role.name for role in own] == ["server", "learner", "actor-0"] and own[1].needs == ("server",)
-    assert own[0].command[:3] == (sys.executable, "-m", "ludic_vllm.run_server")
+    assert own[0].command[:3] == (sys.executable, "-m", "ludic_vllm.vllm_server")
     assert own[2].environment["LUDIC_SERVER"] == f"http://127.0.0.1:{own[0].command[-1]}"
     given = make_roles(run_with(tmp_path, actor_engine="vllm", actors=1, server=("http://there:8000",)))
     assert [role.name for role in given] == ["learner", "actor-0"]

@@ -16,7 +16,7 @@ import pytest
 
 from ludic.http.address import free_port
 from ludic.util import stop as stopping
-from ludic.util.restarts import RestartLimit
+from ludic.util.processes import RestartLimit, how_it_ended
 from ludic_pipeline.launch import processes
 from ludic_pipeline.launch.processes import LocalProcesses, RayProcess, _why_not_connected
 from ludic_pipeline.launch.supervisor import (
@@ -26,7 +26,7 @@ from ludic_pipeline.launch.supervisor import (
     Role,
     Supervisor,
     WhenDone,
-    how_it_ended,
+    _ending,
 )
 
 pytestmark = pytest.mark.slow
@@ -69,7 +69,7 @@ class Watched:
     def run(self, *roles: Role, limit: RestartLimit = FAST, meanwhile: Callable[[], None] | None = None) -> Outcome:
         processes = LocalProcesses(self.logs)
         supervisor = Supervisor(
-            roles, processes.start, show=lambda name, line: self.lines.append((name, line)), limit=limit
+            roles, processes.start_role, show=lambda name, line: self.lines.append((name, line)), limit=limit
         )
         helper = threading.Thread(target=meanwhile or (lambda: None), daemon=True)
         helper.start()
@@ -274,7 +274,7 @@ ends = "import signal, sys, time, pathlib\\nname, delay = sys.argv[1], float(sys
 def role(name, delay, **facts):
     return Role(name=name, command=(sys.executable, "-c", ends, name, delay), **facts)
 roles = [role("redis", "0"), role("actor", "0.5", needs=("redis",))]
-Supervisor(roles, LocalProcesses(Path({str(logs)!r})).start, show=lambda *_: None).run()
+Supervisor(roles, LocalProcesses(Path({str(logs)!r})).start_role, show=lambda *_: None).run()
 """
     supervisor = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)])
     until(lambda: all((logs / f"{name}.log").exists() and "up" in (logs / f"{name}.log").read_text() for name in
@@ -288,7 +288,7 @@ Supervisor(roles, LocalProcesses(Path({str(logs)!r})).start, show=lambda *_: Non
 
 def test_exit_codes_are_described():
     assert how_it_ended(137) == "was ended by SIGKILL" and how_it_ended(3) == "ended with exit code 3"
-    assert how_it_ended(MACHINE_LOST) == "was lost with its machine"
+    assert _ending(MACHINE_LOST) == "was lost with its machine"
 
 
 def test_merged_output_prefixes_roles_and_has_no_colour_in_files():

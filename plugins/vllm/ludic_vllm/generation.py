@@ -26,7 +26,7 @@ from ludic.run.settings import values_of
 from ludic.training.learner.stop import run_sync
 from ludic.types import BatchSource, ConfigError, PolicyPublisher, SAWBatch, UnknownName
 from ludic.types.interfaces import load_into, state_of, tell_version
-from ludic.util.restarts import RestartLimit, Restarts
+from ludic.util.processes import RestartLimit, Restarts
 from ludic_vllm.client import VLLMChatClient
 from ludic_vllm.command import find_vllm
 from ludic_vllm.process import VLLMServerProcess, wait_for_vllm_health
@@ -179,7 +179,7 @@ def cache_flags(share: float, total: int, weights: int) -> list[str]:
 
 
 async def served_name(client: VLLMChatClient) -> str:
-    """What the servers call the model; ConfigError unless all of them serve the same one."""
+    """The servers' name of the model; ConfigError unless all of them serve the same one."""
     names = {(await client.control_get(server, "/v1/models"))["data"][0]["id"] for server in client.servers}
     if len(names) > 1:
         raise ConfigError(

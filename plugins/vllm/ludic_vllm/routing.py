@@ -102,7 +102,7 @@ class ServerPool:
             server.num_failures += 1
 
     def has_another(self, server: Server) -> bool:
-        """Whether another server is available now."""
+        """Return True if another server is available now."""
         now = time.monotonic()
         return any(other is not server and other.awake_at <= now for other in self.servers)
 
@@ -125,7 +125,7 @@ class ServerPool:
 
 
 class _SeenPrefixes:
-    """Which servers have seen which prefix: a bitmask of servers per chained block of 32 tokens.
+    """The servers that have seen a prefix: a bitmask of servers per chained block of 32 tokens.
 
     Blocks chain as in a server's own prefix cache, so the lookup of a prompt ends at its first unknown block. The oldest blocks
     are dropped.

@@ -54,7 +54,7 @@ def test_the_command_names_model_address_and_guard(tmp_path):
     assert command.arguments[0] == sys.executable
     assert (value_of(command, "--model"), value_of(command, "--port")) == ("some/model", "8031")
     assert value_of(command, "--dtype") == "float32"
-    assert command.arguments[-1] == "ludic_vllm.control.ControlGuard", "the outermost middleware comes last"
+    assert command.arguments[-1] == "ludic_vllm.inside.middlewares.ControlGuard", "the outermost middleware comes last"
     assert command.environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert command.control_token == (tmp_path / "control_token").read_text().strip()
     assert command.control_token not in repr(command) + " ".join(command.arguments)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ludic.http.address import free_port
-from ludic_vllm.control import OPEN
+from ludic_vllm.inside.middlewares import OPEN
 from ludic_vllm.process import ServerDied, is_healthy, wait_for_vllm_health
 from ludic_vllm.watch import HealthCheck
 from plugins.vllm.tests import warm_vllm

@@ -139,11 +139,11 @@ def test_grpo_on_tic_tac_toe_learns_from_the_weights_it_pushed(pushed, request):
 def test_a_run_restarts_its_own_server_and_ends_when_that_dies_too_often(lost_its_server):
     folder, code, said = lost_its_server
     assert code == 2, said
-    assert "the vLLM server ended with exit code -9; restart 1 of at most 2" in said, said
+    assert "the vLLM server was ended by SIGKILL; restart 1 of at most 2" in said, said
     assert "the vLLM server hangs: it accepts connections, but /health was not answered in time; restart 2" in said, (
         said
     )
-    ending = "ended with exit code -9, and has died 3 times within 600 s, more than max_restarts = 2 allows"
+    ending = "was ended by SIGKILL, and has died 3 times within 600 s, more than max_restarts = 2 allows"
     assert f"The vLLM server of this run {ending}" in " ".join(said.split()) and "Traceback" not in said, said
     assert f"To go on: ludic train {folder / 'run'} --resume" in said
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from ludic_vllm.command import VLLMInstall, default_flags, server_command
-from ludic_vllm.versions import RELEASES, Release, WeightVersions, is_listed, release_of
+from ludic_vllm.inside.middlewares import WeightVersions
+from ludic_vllm.versions import RELEASES, Release, is_listed, release_of
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "plugins" / "vllm" / "ludic_vllm"
@@ -237,7 +238,7 @@ def test_an_older_vllm_is_started_by_its_entry_point_with_flags_it_knows(tmp_pat
     middlewares = [
         after for flag, after in zip(command.arguments, command.arguments[1:], strict=False) if flag == "--middleware"
     ]
-    assert [name.rpartition(".")[2] for name in middlewares] == ["WeightVersions", "EndWithParent", "ControlGuard"]
+    assert [name.rpartition(".")[2] for name in middlewares] == ["WeightVersions", "ControlGuard"]
 
 
 def test_a_vllm_with_weight_versions_keeps_its_own(tmp_path):

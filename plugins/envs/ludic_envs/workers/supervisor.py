@@ -42,14 +42,14 @@ _LONG_LIFE_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSetup:
-    """What a worker is told when it starts."""
+    """The set-up that a worker gets when it starts."""
 
     envs: Mapping[str, tuple[str, Mapping[str, Any]]]
     """Name → (id that the registry knows there, arguments of every env)."""
     timeout_s: float | None = 600.0
     """A worker whose event loop stands still for so long is ended. None: no limit."""
     memory_mb: int | None = None
-    """What the envs of one worker may allocate together. None: no limit."""
+    """Limit of what the envs of one worker allocate together. None: no limit."""
     in_threads: bool = False
     """Run also those envs in threads that say that they answer at once: one of them has not."""
 
@@ -95,7 +95,7 @@ class Worker:
             sock.close()
 
     def receive(self) -> list[Any] | None:
-        """What the worker says; None when it has closed its end."""
+        """New messages of the worker; None when it has closed its end."""
         try:
             data = self.control.recv(1 << 16)
             return self._reader.feed(data) if data else None

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NewType, TypeVar
 
@@ -40,7 +40,7 @@ _MAX_LOOKED_AT = 1000
 _FORGET_ACTOR_S = 24 * 3600
 """An actor without heartbeats for this long will not repeat a push."""
 _LEASE_MARGIN_S = 0.5
-"""How often, and for how much longer than it lasts, `finish` looks at the lease of another learner."""
+"""`finish` looks at the lease of another learner at this interval, and for this much longer than it lasts."""
 MAX_TRIES = 3
 """A group becomes a dead letter when this many learners have died while they trained on it."""
 
@@ -82,7 +82,7 @@ class TakenGroup:
     num_items: int
     oldest_version: int | None
     num_tries: int
-    """How many learners have died in an update with this group."""
+    """Learners that have died in an update with this group."""
     payload: bytes
 
 
@@ -103,7 +103,7 @@ class Taken:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settlement:
-    """How a group's items were used."""
+    """The use of a group's items."""
 
     id: str
     trained: int = 0
@@ -203,8 +203,15 @@ class ExperienceQueue:
         args = [actor, in_progress_items, self._living_ms, _FORGET_ACTOR_S * 1000, lease_ms, scorers]
         version, batch, max_lag, is_waiting, *counts, finished = await self._call(scripts.BEAT_ACTOR, args)
         items, _, versions = batch.partition(b"/")
-        learner = LearnerState(_number(version), _number(items), _number(max_lag), bool(is_waiting), *counts)
-        return replace(learner, versions_per_batch=_number(versions) or 1, finished_after=_number(finished))
+        return LearnerState(
+            _number(version),
+            _number(items),
+            _number(max_lag),
+            bool(is_waiting),
+            *counts,
+            _number(versions) or 1,
+            _number(finished),
+        )
 
     async def leave(self, actor: ActorId) -> None:
         """Remove an actor that has ended and will not push again under this id."""
@@ -263,15 +270,14 @@ class ExperienceQueue:
         max_items: int,
         cursor: str = "",
         held: Collection[str] = (),
-        max_tries: int = MAX_TRIES,
     ) -> Taken:
         """Take whole groups until they have at least `max_items` items: first the learner's own unacknowledged groups from
         `cursor` on, except those in `held`; then new ones. Drops groups that are too old, and moves groups on which
-        `max_tries` learners have died to the dead letters.
+        MAX_TRIES learners have died to the dead letters.
 
         A caller that did not receive the answer (a cancelled call) must start with cursor `START` again.
         """
-        limits = [max_items, self._max_bytes, _ENOUGH_BYTES, _MAX_LOOKED_AT, max_tries]
+        limits = [max_items, self._max_bytes, _ENOUGH_BYTES, _MAX_LOOKED_AT, MAX_TRIES]
         args = [*limits, cursor, *(held if cursor else ())]
         again = [*limits, START, *held]  # after a lost reply, the delivered groups are among the learner's own
         flat, cursor_after, is_empty, stale, dead = await self._learner_call(

@@ -107,7 +107,7 @@ class PipelineBatchSource:
     takes `versions_per_batch` optimizer steps. The source polls an empty queue 20 times per `poll_timeout` seconds. It drops groups
     with a token more than `max_lag` versions away. The trainer calls `notify_version`, `notify_trained` and `notify_saved`, from
     any thread; `acknowledge` says which of the last two removes a group from the queue. Groups that fail the trainer's check
-    (`use_sample_check`), and groups on which `max_tries` learners died, go to the dead letters. Use `async with`, which detects
+    (`use_sample_check`), and groups on which three learners died, go to the dead letters. Use `async with`, which detects
     whether the trainer failed.
     """
 
@@ -125,8 +125,6 @@ class PipelineBatchSource:
         limits: WireLimits = _LIMITS,
         lease_times: LeaseTimes = LEASE_TIMES,
         patience_s: float = 120.0,
-        prefetch: bool = True,
-        max_tries: int = MAX_TRIES,
         versions_per_batch: int = 1,
     ) -> None:
         for is_right, message in (
@@ -137,7 +135,6 @@ class PipelineBatchSource:
             ),
             (poll_timeout > 0, f"poll_timeout={poll_timeout}; it must be more than 0 seconds."),
             (max_lag is None or max_lag >= 0, f"max_lag={max_lag}; it must be 0 or more, or None for no limit."),
-            (max_tries >= 1, f"max_tries={max_tries}; it must be at least 1."),
             (versions_per_batch >= 1, f"versions_per_batch={versions_per_batch}; training on a batch makes a version."),
             (acknowledge in list(Acknowledge), f"acknowledge={acknowledge!r}; it must be {' or '.join(Acknowledge)}."),
         ):
@@ -147,11 +144,11 @@ class PipelineBatchSource:
             redis_url, queue_key, max_bytes=limits.max_bytes, patience_s=patience_s, lease_times=lease_times
         )
         self._batch_size, self._poll_timeout, self._max_lag = batch_size, poll_timeout, max_lag
-        self._world_size, self._limits, self._max_tries = world_size, limits, max_tries
+        self._world_size, self._limits = world_size, limits
         self._share = math.ceil(batch_size / world_size)
         self._versions_per_batch = versions_per_batch
         # With several ranks, a group that one rank prefetches is missing for another.
-        self._prefetches = prefetch and world_size == 1
+        self._prefetches = world_size == 1
         self._lease = Lease(f"learner-{rank}")
         self._ledger = Ledger(Acknowledge(acknowledge))
         self._heartbeat = Heartbeat(self._queue.address, self._queue.keys, self._lease, lease_times, self._beat)
@@ -160,7 +157,7 @@ class PipelineBatchSource:
         self._dead_letters = DeadLetters()
         self._version: int | None = None
         self.is_waiting = False
-        """Whether the learner waits for samples now."""
+        """The learner waits for samples now."""
         self._num_handing_out = 0
         self._status_numbers = itertools.count(1)
         self._one_status = threading.Lock()
@@ -315,9 +312,7 @@ class PipelineBatchSource:
         held = self._ledger.ids() | {group.id for group in self._ready}
         # Reset until the answer is here: after an interruption the groups are among our unacknowledged ones.
         cursor, self._cursor = self._cursor, START
-        taken = await self._queue.take(
-            self._lease, self._status(), max_items=num_items, cursor=cursor, held=held, max_tries=self._max_tries
-        )
+        taken = await self._queue.take(self._lease, self._status(), max_items=num_items, cursor=cursor, held=held)
         self._dead_letters.add(taken.dead_letters)
         # A killed Redis may have lost its last writes and offer groups that we hold or have acknowledged.
         new = [group for group in taken.groups if group.id not in held and not self._ledger.forgotten(group.id)]
@@ -337,7 +332,7 @@ class PipelineBatchSource:
         reasons: dict[str, str] = {}
         for group in taken:
             try:
-                is_alone = 0 < group.num_tries == self._max_tries - 1
+                is_alone = 0 < group.num_tries == MAX_TRIES - 1
                 groups.append(_ReadyGroup(group.id, self._items_of(group), group.oldest_version, is_alone))
             except Exception as error:  # noqa: BLE001 - the trainer would raise it too, after every restart
                 reasons[group.id] = _in_one_line(error)
@@ -418,7 +413,7 @@ class PipelineBatchSource:
     # --- stats ---
 
     def stats(self) -> PipelineStats:
-        """As of the last heartbeat or refresh; makes no call. May be called from any thread."""
+        """The counts at the last heartbeat or refresh; makes no call. May be called from any thread."""
         with self._seen:
             lags, dropped = (dict(sorted(seen.items())) for seen in (self._lags, self._dropped_lags))
             return replace(self._queue_stats, lags=lags, dropped_lags=dropped)

@@ -55,7 +55,7 @@ from ludic.types import (
     TokenCompletionRequest,
     VersionRun,
 )
-from ludic_pipeline.queue import PipelineBatchSource, run_pipeline_actor
+from ludic_pipeline.queue import ActorSettings, PipelineBatchSource, run_pipeline_actor
 from ludic_pipeline.queue.lease import LearnerStatus, Lease
 from ludic_pipeline.queue.queue import ExperienceQueue, PackedGroup, Settlement, new_actor_id
 from ludic_pipeline.queue.wire import decode_group, encode_group
@@ -451,8 +451,7 @@ def balanced_actor(url: str, speed_ratio: float) -> None:
             url,
             concurrency=CONCURRENCY,
             client=client,
-            strategy=GRPORequestStrategy(GROUP_SIZE),
-            follow=client.follow,
+            settings=ActorSettings(strategy=GRPORequestStrategy(GROUP_SIZE), follow=client.follow),
         )
     )
 

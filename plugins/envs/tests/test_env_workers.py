@@ -99,16 +99,6 @@ async def test_kill_9_of_a_worker_fails_its_episodes_and_another_takes_its_place
         assert (pool.num_envs, pool.num_restarts) == (0, 1)
 
 
-async def test_an_env_that_kills_its_own_process_costs_its_worker_only(nothing_left):
-    async with EnvPool(parts.Faulty, workers=1) as pool:
-        env = await started(pool)
-        with pytest.raises(EnvCrashed, match="SIGKILL"):
-            await env.async_step({"agent_0": "die"})
-        await env.async_close()
-        again = await started(pool)
-        assert (await again.async_step(ACT))["agent_0"].reward == 1.0
-
-
 async def test_a_step_that_hangs_in_its_thread_costs_one_episode(nothing_left):
     async with EnvPool(parts.Faulty, workers=1) as pool:
         spins, waits, other = await started(pool), await started(pool), await started(pool)

@@ -26,7 +26,7 @@ from ludic.batch_gen import GRPORequestStrategy
 from ludic.inference import ScriptedClient
 from ludic.types import ChatResponse, Info, SAWBatch, SAWItem, TokenCompletionRequest
 from ludic_pipeline.queue import actor as actor_module
-from ludic_pipeline.queue.actor import run_pipeline_actor
+from ludic_pipeline.queue.actor import ActorSettings, run_pipeline_actor
 from ludic_pipeline.queue.lease import LeaseTimes
 from ludic_pipeline.queue.queue import ActorId, ExperienceQueue
 from ludic_pipeline.queue.source import PipelineBatchSource
@@ -54,7 +54,7 @@ def ids_of(items: Sequence[SAWItem]) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActorSettings:
+class ActorLife:
     """One life of an actor."""
 
     record: str
@@ -124,7 +124,7 @@ def watch_pushes(record: Record) -> None:
     actor_module.ExperienceQueue = WatchedQueue
 
 
-async def act(settings: ActorSettings) -> None:
+async def act(settings: ActorLife) -> None:
     record = Record(Path(settings.record))
     watch_pushes(record)
     client = PacedClient(settings.turn_s, VersionFile(settings.folder))
@@ -140,10 +140,10 @@ async def act(settings: ActorSettings) -> None:
         settings.queue_key,
         concurrency=settings.concurrency,
         client=client,
-        strategy=GRPORequestStrategy(settings.group_size),
-        max_waiting=settings.max_waiting,
+        settings=ActorSettings(
+            strategy=GRPORequestStrategy(settings.group_size), max_waiting=settings.max_waiting, poll_s=0.02
+        ),
         stop=stop,
-        poll_s=0.02,
     )
 
 
@@ -343,7 +343,7 @@ def main() -> None:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
     program, settings = sys.argv[1], json.loads(sys.argv[2])
     if program == "actor":
-        asyncio.run(act(ActorSettings(**settings)))
+        asyncio.run(act(ActorLife(**settings)))
     elif program == "learner":
         asyncio.run(learn(LearnerSettings(**settings)))
     else:

@@ -14,11 +14,8 @@ from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import with_values
 from ludic.types import ConfigError
 from ludic_pipeline.feature import (
-    PipelineSettings,
-    given_redis,
     pipeline_of,
     queue_key_of,
-    redis_url,
     required_servers,
 )
 from ludic_pipeline.launch.launch import ludic_command, make_roles, prepare, ray_resources, reachable_socket
@@ -72,11 +69,6 @@ def test_missing_redis_server_error_says_what_to_install(ludic, tmp_path, monkey
     monkeypatch.setenv("PATH", str(tmp_path))
     ended = ludic("launch", "letter.py:Letter", *SMALL, "--dry-run")
     assert ended.code == 2 and "apt-get install redis-server" in ended.err
-
-
-def test_a_redis_is_for_pipelines_only(ludic):
-    ended = ludic("train", "tic_tac_toe", "--model", "tiny", "--redis", "redis://here")
-    assert ended.code == 2 and "redis is for engine = 'pipeline'" in ended.err
 
 
 # --- what is planned ---
@@ -154,12 +146,6 @@ def test_defaults_for_a_pipeline(tmp_path):
     assert run_with(tmp_path, max_lag=0).max_lag == 0
     local = run_with(tmp_path, engine="local")
     assert local.max_lag == 0 and pipeline_of(local.config).queue_key is None
-
-
-def test_the_flag_wins_over_the_variable(monkeypatch):
-    monkeypatch.setenv("LUDIC_REDIS_URL", "redis://variable")
-    assert given_redis(PipelineSettings()) == "redis://variable"
-    assert redis_url(PipelineSettings(redis="redis://flag")) == "redis://flag"
 
 
 def test_missing_servers_error_names_the_flag(monkeypatch):

@@ -186,15 +186,6 @@ def test_base_url_of_a_listening_address(host, url):
     assert base_url(host, 80) == url
 
 
-def test_a_server_that_wrote_nothing_has_no_last_lines():
-    assert last_words("") == last_words("\n") == "It wrote nothing."
-
-
-def test_only_the_last_lines_are_quoted():
-    said = last_words("\n".join(f"line {number}" for number in range(1000)))
-    assert "line 999" in said and "line 900" not in said and "first error" not in said
-
-
 def test_an_error_of_two_lines_is_quoted_and_shortened():
     output = f"loading\nValidationError: 1 error for ModelConfig\n  Value error, no model 'x'. Known: {'y' * 9999}\n"
     said = last_words(output)

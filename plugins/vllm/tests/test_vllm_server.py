@@ -77,17 +77,6 @@ def test_the_right_token_pauses_and_resumes(vllm_server):
     assert vllm_server.ask("GET", "/is_paused") == (200, {"is_paused": False})
 
 
-def test_a_server_answers_health_checks_while_it_generates(vllm_server):
-    check = HealthCheck(vllm_server.url, hung_after_s=60)
-    with ThreadPoolExecutor() as threads:
-        for _ in range(3):
-            generating = threads.submit(complete, vllm_server, max_tokens=150)
-            answers = [check.ask()]
-            while not generating.done():
-                answers.append(check.ask())
-            assert generating.result()[0] == 200 and all(answers)
-
-
 # --- max_think ---------------------------------------------------------------------------------------------------
 
 

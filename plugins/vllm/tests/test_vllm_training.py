@@ -95,12 +95,12 @@ def lost_its_server(player, tmp_path_factory) -> tuple[Path, int | None, str]:
 
     try:
         until_updates(3)
-        os.killpg(child_of(run.pid), signal.SIGKILL)  # the server leads its own session
+        os.killpg(server_of(run.pid), signal.SIGKILL)
         until_updates(3)
         (log,) = (folder / "run" / "server").glob("server-*.log")
         os.kill(listener_of(int(log.stem.removeprefix("server-"))), signal.SIGSTOP)
         until_updates(3)
-        os.killpg(child_of(run.pid), signal.SIGKILL)
+        os.killpg(server_of(run.pid), signal.SIGKILL)
         said, _ = run.communicate(timeout=100)
     finally:
         run.kill()
@@ -146,6 +146,11 @@ def test_a_run_restarts_its_own_server_and_ends_when_that_dies_too_often(lost_it
     ending = "was ended by SIGKILL, and has died 3 times within 600 s, more than max_restarts = 2 allows"
     assert f"The vLLM server of this run {ending}" in " ".join(said.split()) and "Traceback" not in said, said
     assert f"To go on: ludic train {folder / 'run'} --resume" in said
+
+
+def server_of(pid: int) -> int:
+    """The server of a run, which leads its own session; between them is the guard that ends it with the run."""
+    return child_of(child_of(pid))
 
 
 def child_of(pid: int) -> int:

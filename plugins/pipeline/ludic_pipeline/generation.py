@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 from ludic.distributed.folder import FolderPublisher
 from ludic.inference.local import LocalEngine
@@ -23,14 +22,13 @@ from ludic.training import RLAlgorithm
 from ludic.training.credit_assignment import EpisodeCredit, HybridNormalizedReturn
 from ludic.training.learner.stop import run_sync
 from ludic.training.losses import CorrectedLoss, SequenceMask, TokenMask
-from ludic.types import ConfigError, FollowsDrift, LudicError, shown_url
+from ludic.types import ConfigError, FollowsDrift, LudicError
 from ludic_pipeline.feature import given_redis, pipeline_of, queue_key_of, redis_url, required_servers
 from ludic_pipeline.queue.connection import require_redis
 from ludic_pipeline.queue.queue import ExperienceQueue
 from ludic_pipeline.queue.source import PipelineBatchSource
 from ludic_vllm.client import VLLMChatClient
 from ludic_vllm.generation import START_S, client_of, served_name
-from ludic_vllm.process import wait_for_vllm_health
 
 logger = logging.getLogger(__name__)
 
@@ -153,12 +151,7 @@ def connect_to_servers(run: ResolvedRun) -> tuple[VLLMChatClient, str]:
     """A client of a pipeline's servers, and their name of the model. Waits until all of them answer: one that was started
     together with this process is still loading."""
     servers = required_servers(run.config.rollouts.server)
-    for server in servers:
-        place = urlsplit(server)
-        if place.hostname is None:
-            raise ConfigError(f"server = {shown_url(server)!r} is no URL; write http://HOST:PORT.")
-        wait_for_vllm_health(place.hostname, place.port or 80, timeout_s=START_S)
-    client = client_of(run.config.rollouts, servers, run.folder)
+    client = client_of(run.config.rollouts, servers, run.folder, start_s=START_S)
     return client, run_sync(served_name(client))
 
 

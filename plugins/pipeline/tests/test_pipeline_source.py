@@ -342,7 +342,7 @@ async def test_a_lease_is_taken_over_although_the_clock_of_redis_was_set_back(
 async def test_a_live_learner_keeps_its_lease(pusher, make_source, monkeypatch):
     await pusher.push()
     times = LeaseTimes(holds_s=1.0, beat_s=0.05)  # a busy machine may be late with a heartbeat
-    monkeypatch.setattr("ludic_pipeline.queue.source._LEASES_TO_WAIT", 1.5)
+    monkeypatch.setattr("ludic_pipeline.queue.queue._LEASES_TO_WAIT", 1.5)
     await make_source(batch_size=2, lease_times=times).next_batch()
     with pytest.raises(LeaseHeld, match="alive"):
         await make_source(batch_size=2, lease_times=times).next_batch()

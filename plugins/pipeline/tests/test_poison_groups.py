@@ -33,7 +33,7 @@ from ludic.training.sample_check import TrainableSamples, positions_of, vocabula
 from ludic.types import ActorTokenLogps, CandidateSets, SampleAttachments, SampleOrigin, SAWItem, VersionRun
 from ludic_pipeline.queue import PipelineBatchSource
 from ludic_pipeline.queue.queue import ExperienceQueue, PackedGroup
-from ludic_pipeline.queue.source import DeadLetters, _in_one_line
+from ludic_pipeline.queue.reader import DeadLetters, _in_one_line
 from ludic_pipeline.queue.wire import encode_group, group_facts
 from plugins.pipeline.tests.queue_parts import ACTOR, SHORT, crash, let_lease_run_out, raw_client
 from tests.fuzz import Fuzz

@@ -84,7 +84,6 @@ async def test_a_killed_actor_leaves_its_last_report_and_its_successor_adds_to_i
         await learner.queue.beat_actor(first, 0, scorer_report({"judge/calls": calls}, {}))
     await learner.queue.beat_actor(second, 0, scorer_report({"judge/calls": 2}, {}))
     await learner.queue.beat_actor(second, 0)
-    await learner.queue.leave(first)
     assert (await learner.queue.counts()).scorers == {"judge/calls": 7.0}
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from ludic.http.address import free_port
 from ludic.util import stop as stopping
-from ludic.util.processes import RestartLimit, how_it_ended
+from ludic.util.processes import RestartLimit
 from ludic_pipeline.launch import processes
 from ludic_pipeline.launch.processes import LocalProcesses, RayProcess, _why_not_connected
 from ludic_pipeline.launch.supervisor import (
@@ -26,7 +26,6 @@ from ludic_pipeline.launch.supervisor import (
     Role,
     Supervisor,
     WhenDone,
-    _ending,
 )
 
 pytestmark = pytest.mark.slow
@@ -97,13 +96,6 @@ class Watched:
 @pytest.fixture
 def watched(tmp_path):
     return Watched(tmp_path / "logs")
-
-
-def test_all_roles_stop_when_the_main_role_is_done(watched):
-    outcome = watched.run(
-        role("main", "print('working')", when_done=WhenDone.ENDS_ALL), role("helper", FOREVER, needs=())
-    )
-    assert outcome == Outcome(0, "main is done.") and watched.of("main") == ["working"]
 
 
 def test_a_role_that_is_killed_is_restarted(watched, tmp_path):
@@ -221,20 +213,6 @@ def test_role_that_does_not_stop_in_time_is_killed(watched):
     assert outcome.code == 130 and any("actor did not stop within 0.3 s" in line for line in watched.of("launch"))
 
 
-def test_repeated_signal_within_seconds_is_one_request(watched):
-    late = f"{UNTIL_TERM}\nprint('up', flush=True)\ntime.sleep(600)".replace(
-        "(print('bye'", "(time.sleep(0.3), print('bye'"
-    )
-
-    def twice() -> None:
-        signal_after(watched, "actor")()
-        until(lambda: any("Stopping" in line for line in watched.of("launch")), "it never began to stop")
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    assert watched.run(role("actor", late), meanwhile=twice).code == 130
-    assert "bye" in watched.of("actor")
-
-
 def test_second_stop_request_kills_at_once(watched, monkeypatch):
     monkeypatch.setattr(stopping, "SAME_REQUEST_S", 0.0)
     deaf = (
@@ -284,11 +262,6 @@ Supervisor(roles, LocalProcesses(Path({str(logs)!r})).start_role, show=lambda *_
     supervisor.wait()
     until(lambda: not any(map(is_alive, pids)), "a child outlived its supervisor")
     assert (tmp_path / "order").read_text().split() == ["actor", "redis"]
-
-
-def test_exit_codes_are_described():
-    assert how_it_ended(137) == "was ended by SIGKILL" and how_it_ended(3) == "ended with exit code 3"
-    assert _ending(MACHINE_LOST) == "was lost with its machine"
 
 
 def test_merged_output_prefixes_roles_and_has_no_colour_in_files():

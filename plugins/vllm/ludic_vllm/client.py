@@ -398,7 +398,7 @@ def _wait_for_health(
                 break
             except (OSError, EndpointError) as error:
                 if time.monotonic() >= deadline:
-                    raise ConnectionError(
+                    raise Unreachable(
                         f"{server}/health: {error}, after connection_timeout_s={timeout_s:g}. Check that the server is up and "
                         "its address is right."
                     ) from error

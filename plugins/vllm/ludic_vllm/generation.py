@@ -121,11 +121,16 @@ class SleepAfterBatch:
         load_into(self._inner, state)
 
 
-def client_of(settings: RolloutSettings, servers: Sequence[str], folder: Path) -> VLLMChatClient:
-    """A client with the control token that the settings name; else that of a server which `ludic launch` started for the run."""
+def client_of(
+    settings: RolloutSettings, servers: Sequence[str], folder: Path, *, start_s: float = 60.0
+) -> VLLMChatClient:
+    """A client with the control token that the settings name; else that of a server which `ludic launch` started for the run.
+
+    Waits `start_s` until all of `servers` answer."""
     own = folder / SERVER / TOKEN_FILE
     place = settings.control_token or (own if own.is_file() and CONTROL_VARIABLE not in os.environ else None)
-    return VLLMChatClient(servers=servers, control_token=None if place is None else read_control_token(place))
+    token = None if place is None else read_control_token(place)
+    return VLLMChatClient(servers=servers, control_token=token, connection_timeout_s=start_s)
 
 
 def save_for_server(

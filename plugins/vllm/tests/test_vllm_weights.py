@@ -297,18 +297,6 @@ async def test_a_push_in_the_middle_of_32_requests_loses_none_and_tags_every_tok
     assert any([run.version for run in response.version_runs] == [8, 9] for response in responses)
 
 
-@pytest.mark.extended(covered_by="test_a_push_in_the_middle_of_32_requests_loses_none_and_tags_every_token")
-async def test_requests_can_be_waited_for(served):
-    server, model = served
-    publisher_of(server).publish(weights_of(model), version=8)
-    other = perturbed(model)
-    responses = await push_among_requests(server, other, 9, "wait")
-    check_versions(responses, {8: model, 9: other})
-    assert all(len(response.version_runs) == 1 for response in responses)
-    assert any(response.version_runs[0].version == 8 for response in responses)
-    assert await client_of(server).get_policy_version() == 9
-
-
 async def test_requests_that_are_ended_are_asked_again_by_the_client(served):
     server, model = served
     other = perturbed(model)

@@ -6,6 +6,7 @@ format is that of ludic_pipeline.queue.wire.
 """
 
 import asyncio
+import logging
 import os
 import platform
 import time
@@ -19,12 +20,14 @@ from typing import TYPE_CHECKING, Any, NewType, TypeVar
 from ludic.types import ConfigError
 from ludic_pipeline.queue import scripts
 from ludic_pipeline.queue.connection import RedisAddress, RetryBackoff, away, code_of
-from ludic_pipeline.queue.lease import LEASE_TIMES, LearnerStatus, Lease, LeaseTimes, lost
+from ludic_pipeline.queue.lease import LEASE_TIMES, LearnerStatus, Lease, LeaseHeld, LeaseTimes, lost
 from ludic_pipeline.queue.pacing import LearnerState
 from ludic_pipeline.queue.stats import PipelineStats
 
 if TYPE_CHECKING:
     import redis.asyncio
+
+logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 
@@ -39,6 +42,8 @@ _MAX_LOOKED_AT = 1000
 """Maximum number of entries that one take reads; Redis serves no other client meanwhile."""
 _FORGET_ACTOR_S = 24 * 3600
 """An actor without heartbeats for this long will not repeat a push."""
+_LEASES_TO_WAIT = 4
+"""If the holder still renews its lease after this many lease durations, it is alive."""
 _LEASE_MARGIN_S = 0.5
 """`finish` looks at the lease of another learner at this interval, and for this much longer than it lasts."""
 MAX_TRIES = 3
@@ -213,10 +218,6 @@ class ExperienceQueue:
             _number(finished),
         )
 
-    async def leave(self, actor: ActorId) -> None:
-        """Remove an actor that has ended and will not push again under this id."""
-        await self._call(scripts.LEAVE, [actor])
-
     # --- learners ---
 
     async def acquire(self, lease: Lease, *, seen: bytes = b"") -> tuple[str, float, bytes]:
@@ -227,6 +228,29 @@ class ExperienceQueue:
         lease_ms = round(self.lease_times.holds_s * 1000)
         holder, left_ms, written = await self._call(scripts.ACQUIRE, [lease.name, lease.token, lease_ms, seen])
         return holder.decode(errors="replace"), int(left_ms) / 1000, written
+
+    async def acquire_when_free(self, lease: Lease) -> None:
+        """Acquire the lease; if another learner holds it, wait until it expires.
+
+        An unrenewed lease also expires by the local clock, because Redis's clock may have been set back.
+        """
+        holds_s = self.lease_times.holds_s
+        give_up_at = time.monotonic() + _LEASES_TO_WAIT * holds_s
+        seen, seen_at = b"", time.monotonic()
+        while True:
+            is_old = bool(seen) and time.monotonic() >= seen_at + holds_s
+            holder, left_s, written = await self.acquire(lease, seen=seen if is_old else b"")
+            if holder == lease.token:
+                return
+            if written != seen:
+                seen, seen_at = written, time.monotonic()
+            if time.monotonic() > give_up_at:
+                raise LeaseHeld(
+                    f"{lease.name!r} of queue {self.keys.queue_key!r} belongs to another learner ({holder}), which is alive. Stop "
+                    "it, or use another queue_key (or rank, if both belong to one run)."
+                )
+            logger.warning("%s belongs to %s; waiting %.1f s for its lease to expire", lease.name, holder, left_s)
+            await asyncio.sleep(left_s + 0.01)
 
     async def release(self, lease: Lease) -> None:
         """Free the name at once; its unacknowledged groups stay for the next learner of this name."""

@@ -491,12 +491,6 @@ return {learner['version'] or '', learner['items_per_update'] or '', learner['ma
 """
 )
 
-LEAVE = _script("""
-redis.call('HDEL', BEATS, ARGV[1])
-redis.call('HDEL', ACTORS, ARGV[1])
-return 1
-""")
-
 CLEAR = _script("""
 local from = '-'
 while true do

@@ -1,6 +1,8 @@
 """Small real parts for the queue's tests: groups and a learner's calls in short."""
 
 import asyncio
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import redis
 
@@ -49,6 +51,24 @@ class Pusher:
         self.num_pushed += 1
         self.num_items += size
         return tags
+
+
+class Packed(NamedTuple):
+    """A group to push."""
+
+    sequence: int
+    num_items: int = 1
+    version: int | None = 0
+    data: bytes = b"x"
+
+
+async def push_many(queue: ExperienceQueue, groups: Sequence[Packed], actor: ActorId = ACTOR) -> int:
+    """Push groups in order, until one is refused; returns how many are in the queue."""
+    for number, group in enumerate(groups):
+        sizes = {"num_items": group.num_items, "oldest_version": group.version}
+        if not await queue.push(actor, group.sequence, group.data, **sizes):
+            return number
+    return len(groups)
 
 
 def tags_of(batch) -> list[int]:

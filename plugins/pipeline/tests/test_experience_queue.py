@@ -15,13 +15,15 @@ from ludic.types import ConfigError
 from ludic_pipeline.queue import queue as queues
 from ludic_pipeline.queue.connection import RedisGone
 from ludic_pipeline.queue.lease import LearnerStatus, Lease, LeaseLost, LeaseTimes
-from ludic_pipeline.queue.queue import ActorId, ExperienceQueue, PackedGroup, Settlement
+from ludic_pipeline.queue.queue import ActorId, ExperienceQueue, Settlement
 from plugins.pipeline.tests.queue_parts import (
     ACTOR,
     Learner,
+    Packed,
     let_lease_run_out,
     payload,
     payload_keys,
+    push_many,
     raw_client,
 )
 from tests.redis_fixtures import end_redis, start_redis
@@ -40,10 +42,6 @@ def key() -> str:
 async def queue(shared_redis, key):
     async with ExperienceQueue(shared_redis.url, key) as made:
         yield made
-
-
-def group(sequence: int, num_items: int = 1, version: int | None = 0, data: bytes = b"x") -> PackedGroup:
-    return PackedGroup(sequence=sequence, payload=data, num_items=num_items, oldest_version=version)
 
 
 # --- pushing ---
@@ -73,13 +71,13 @@ async def test_redis_may_forget_the_scripts_at_any_time(shared_redis, queue):
 
 async def test_a_full_queue_refuses_and_takes_the_same_number_later(shared_redis, key):
     async with ExperienceQueue(shared_redis.url, key, max_waiting=2) as queue:
-        assert await queue.push_many(ACTOR, [group(n) for n in (1, 2, 3, 4)]) == 2
+        assert await push_many(queue, [Packed(n) for n in (1, 2, 3, 4)]) == 2
         assert not await queue.push(ACTOR, 3, b"x", num_items=1, oldest_version=0)
         assert (await queue.counts()).produced == 2, "what was refused is not counted"
         with raw_client(shared_redis) as client:
             assert len(payload_keys(client, key)) == 2, "nor kept"
         await Learner(queue).take()
-        assert await queue.push_many(ACTOR, [group(3), group(4)]) == 1
+        assert await push_many(queue, [Packed(3), Packed(4)]) == 1
         assert (await queue.counts()).produced == 3
 
 
@@ -87,22 +85,9 @@ async def test_groups_that_wait_for_a_checkpoint_only_do_not_hold_up_actors(shar
     async with ExperienceQueue(shared_redis.url, key, max_waiting=2) as queue:
         learner = Learner(queue)
         for start in range(1, 21, 2):
-            assert await queue.push_many(ACTOR, [group(start), group(start + 1)]) == 2
+            assert await push_many(queue, [Packed(start), Packed(start + 1)]) == 2
             assert len((await learner.take(2)).groups) == 2
         assert (await queue.counts()).unacknowledged_groups == 20
-
-
-async def test_a_group_that_is_refused_does_not_let_a_later_one_overtake_it(shared_redis, key):
-    async with ExperienceQueue(shared_redis.url, key, max_waiting=1) as queue:
-        await queue.push(ACTOR, 1, b"1", num_items=1, oldest_version=0)
-        pushes = [asyncio.create_task(queue.push_many(ACTOR, [group(2, data=b"2"), group(3, data=b"3")]))]
-        assert await asyncio.gather(*pushes) == [0]
-        learner, seen = Learner(queue), []
-        for number in (2, 3):
-            seen += [g.payload for g in (await learner.take()).groups]
-            assert await queue.push(ACTOR, number, str(number).encode(), num_items=1, oldest_version=0)
-        seen += [g.payload for g in (await learner.take()).groups]
-        assert seen == [b"1", b"2", b"3"]
 
 
 async def test_a_group_above_the_limit_is_refused_where_it_is_made(shared_redis, key):
@@ -116,16 +101,16 @@ async def test_a_group_above_the_limit_is_refused_where_it_is_made(shared_redis,
     [{"sequence": 0}, {"num_items": 0}, {"num_items": 1_000_000}, {"data": b""}]
     + [{"version": version} for version in (-1, 10**15, 1.5, float("nan"), "7", True)],
 )
-def test_a_group_that_cannot_be_counted_is_refused(wrong):
+async def test_a_group_that_cannot_be_counted_is_refused(queue, wrong):
     with pytest.raises(ConfigError):
-        group(**{"sequence": 1, **wrong})
+        await push_many(queue, [Packed(**{"sequence": 1, **wrong})])
 
 
 # --- taking and settling ---
 
 
 async def test_what_is_settled_is_counted_once_however_often_it_is_said(queue):
-    await queue.push_many(ACTOR, [group(1, num_items=5), group(2, num_items=4)])
+    await push_many(queue, [Packed(1, num_items=5), Packed(2, num_items=4)])
     learner = Learner(queue)
     one, two = (await learner.take(9)).groups
     first = Settlement(id=one.id, trained=3, filtered=2)
@@ -163,7 +148,7 @@ async def test_a_group_with_a_version_after_the_resumed_step_is_stale(queue):
 
 
 async def test_take_returns_own_groups_in_pages_and_then_new_ones(queue):
-    await queue.push_many(ACTOR, [group(n, data=str(n).encode()) for n in range(1, 101)])
+    await push_many(queue, [Packed(n, data=str(n).encode()) for n in range(1, 101)])
     learner = Learner(queue)
     await learner.take(80)
     seen, cursor = [], "0"
@@ -223,7 +208,7 @@ async def test_a_payload_above_the_limit_is_never_fetched(shared_redis, key):
         ExperienceQueue(shared_redis.url, key) as actors,
         ExperienceQueue(shared_redis.url, key, max_bytes=1000) as learners,
     ):
-        await actors.push_many(ACTOR, [group(1, data=b"x" * 1001), group(2, data=b"y" * 1000)])
+        await push_many(actors, [Packed(1, data=b"x" * 1001), Packed(2, data=b"y" * 1000)])
         taken = await Learner(learners).take()
         assert [g.payload for g in taken.groups] == [b"y" * 1000]
         assert (await learners.counts()).dead == 1
@@ -233,7 +218,7 @@ async def test_a_payload_above_the_limit_is_never_fetched(shared_redis, key):
 
 
 async def test_a_dead_letter_says_what_it_was_and_keeps_a_small_payload_only(shared_redis, queue, key):
-    await queue.push_many(ACTOR, [group(1, data=b"small", num_items=2), group(2, data=b"x" * 70_000)])
+    await push_many(queue, [Packed(1, data=b"small", num_items=2), Packed(2, data=b"x" * 70_000)])
     learner = Learner(queue)
     small, large = (await learner.take(3)).groups
     assert (
@@ -265,7 +250,7 @@ async def test_dead_letters_are_bounded(shared_redis, queue, key):
 
 
 async def test_a_deleted_entry_does_not_come_again(shared_redis, queue, key):
-    await queue.push_many(ACTOR, [group(1, data=b"1"), group(2, data=b"2")])
+    await push_many(queue, [Packed(1, data=b"1"), Packed(2, data=b"2")])
     learner = Learner(queue)
     first, _ = (await learner.take(2)).groups
     with raw_client(shared_redis) as client:
@@ -275,7 +260,7 @@ async def test_a_deleted_entry_does_not_come_again(shared_redis, queue, key):
 
 
 async def test_actors_do_not_wait_for_deleted_items(shared_redis, queue, key):
-    await queue.push_many(ACTOR, [group(1, num_items=8), group(2, num_items=3)])
+    await push_many(queue, [Packed(1, num_items=8), Packed(2, num_items=3)])
     with raw_client(shared_redis) as client:
         client.xtrim(f"{{{key}}}", maxlen=1, approximate=False)
     assert (await queue.counts()).balance == 8
@@ -298,7 +283,7 @@ async def test_a_payload_replaced_after_the_size_check_is_read_up_to_the_limit_o
 
 
 async def test_a_learner_without_its_lease_cannot_take_settle_or_dead_letter(shared_redis, queue, key):
-    await queue.push_many(ACTOR, [group(1), group(2)])
+    await push_many(queue, [Packed(1), Packed(2)])
     old, new = Learner(queue), Learner(queue)
     await queue.acquire(old.lease)
     (taken,) = (await old.take()).groups
@@ -355,7 +340,7 @@ async def test_the_lease_of_a_learner_that_died_does_not_keep_its_run_from_being
 async def test_groups_of_a_rank_that_this_world_does_not_have_are_reclaimed(shared_redis, key):
     times = LeaseTimes(holds_s=0.03, beat_s=0.01)
     async with ExperienceQueue(shared_redis.url, key, lease_times=times) as queue:
-        await queue.push_many(ACTOR, [group(n, data=str(n).encode()) for n in (1, 2, 3)])
+        await push_many(queue, [Packed(n, data=str(n).encode()) for n in (1, 2, 3)])
         ranks = [Learner(queue, rank) for rank in range(3)]
         for learner in ranks:
             await learner.take()
@@ -401,7 +386,7 @@ async def test_items_in_progress_are_those_of_all_living_actors(shared_redis, ke
 
 async def test_what_a_learner_has_fetched_but_not_begun_still_waits(queue):
     """Pacing counts it: it is trained on before anything that is begun now."""
-    await queue.push_many(ACTOR, [group(n, num_items=4) for n in (1, 2, 3)])
+    await push_many(queue, [Packed(n, num_items=4) for n in (1, 2, 3)])
     learner = Learner(queue)
     await learner.take(8)
     assert (await queue.beat_actor(ACTOR, 0)).waiting_items == 12
@@ -420,7 +405,7 @@ async def test_actors_without_heartbeat_for_a_day_are_removed(shared_redis, queu
 
 
 async def test_clear_empties_the_queue_and_its_counts(shared_redis, queue, key):
-    await queue.push_many(ACTOR, [group(number) for number in range(5, 1205)])
+    await push_many(queue, [Packed(number) for number in range(5, 1205)])
     await Learner(queue).take()
     await queue.clear()
     with raw_client(shared_redis) as client:
@@ -648,12 +633,8 @@ async def test_a_push_that_fills_the_memory_leaves_nothing_half_done(redis_serve
     async with ExperienceQueue(redis_server.url, max_waiting=10**6) as queue:
         with raw_client(redis_server) as client:
             client.config_set("maxmemory", client.info("memory")["used_memory"] + (3 << 20))
-            pushing = asyncio.create_task(
-                queue.push_many(
-                    ACTOR,
-                    [PackedGroup(sequence=n, payload=bytes(1 << 20), num_items=1, oldest_version=0) for n in (1, 2)],
-                )
-            )
+            groups = [Packed(n, data=bytes(1 << 20)) for n in (1, 2)]
+            pushing = asyncio.create_task(push_many(queue, groups))
             await asyncio.wait([pushing], timeout=1)
             names = payload_keys(client, "ludic_queue")
             assert len(names) == client.xlen("{ludic_queue}") and not any(b"arriving" in name for name in names)

@@ -32,10 +32,10 @@ from ludic.training.losses import CorrectedLoss, SequenceMask, TokenMask
 from ludic.training.sample_check import TrainableSamples, positions_of, vocabulary_of
 from ludic.types import ActorTokenLogps, CandidateSets, SampleAttachments, SampleOrigin, SAWItem, VersionRun
 from ludic_pipeline.queue import PipelineBatchSource
-from ludic_pipeline.queue.queue import ExperienceQueue, PackedGroup
+from ludic_pipeline.queue.queue import ExperienceQueue
 from ludic_pipeline.queue.reader import DeadLetters, _in_one_line
 from ludic_pipeline.queue.wire import encode_group, group_facts
-from plugins.pipeline.tests.queue_parts import ACTOR, SHORT, crash, let_lease_run_out, raw_client
+from plugins.pipeline.tests.queue_parts import SHORT, Packed, crash, let_lease_run_out, push_many, raw_client
 from tests.fuzz import Fuzz
 
 pytestmark = pytest.mark.slow
@@ -243,11 +243,8 @@ def make_trainer(source: PipelineBatchSource, algorithm: str = "grpo") -> Traine
 
 async def push(queue: ExperienceQueue, poisons: list[Poison]) -> None:
     start = next(_numbers) * 100_000 + 1
-    groups = [
-        PackedGroup(sequence=start + i, payload=p.payload, num_items=p.num_items, oldest_version=p.version)
-        for i, p in enumerate(poisons)
-    ]
-    assert await queue.push_many(ACTOR, groups) == len(groups)
+    groups = [Packed(start + i, p.num_items, p.version, p.payload) for i, p in enumerate(poisons)]
+    assert await push_many(queue, groups) == len(groups)
 
 
 def as_good(name: str, rng: Random) -> Poison:

@@ -12,7 +12,7 @@ import platform
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NewType, TypeVar
@@ -52,30 +52,6 @@ MAX_TRIES = 3
 
 def new_actor_id(name: str = "actor") -> ActorId:
     return ActorId(f"{name}@{platform.node() or 'host'}:{os.getpid()}:{uuid.uuid4().hex[:12]}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PackedGroup:
-    """A group to push."""
-
-    sequence: int
-    """1, 2, 3, … within an actor process."""
-    payload: bytes
-    num_items: int
-    oldest_version: int | None
-    """Oldest version of any token of any item; None if unknown."""
-
-    def __post_init__(self) -> None:
-        if self.sequence < 1 or not 1 <= self.num_items < 1_000_000 or not self.payload:
-            raise ConfigError(
-                f"A group with sequence={self.sequence}, num_items={self.num_items} and {len(self.payload)} bytes; sequence "
-                "numbers begin at 1, and a group has from 1 to 999,999 items."
-            )
-        version = self.oldest_version
-        if version is not None and (type(version) is not int or not 0 <= version < 10**15):
-            raise ConfigError(
-                f"A group of version {version!r}; a policy version is a whole number from 0 on, or None if unknown."
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +123,6 @@ class ExperienceQueue:
         self._living_ms = round(actor_timeout_s * 1000)
         self._client: redis.asyncio.Redis | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pushing = asyncio.Lock()
 
     @property
     def counts_arguments(self) -> list[Any]:
@@ -161,46 +136,36 @@ class ExperienceQueue:
     async def push(
         self, actor: ActorId, sequence: int, payload: bytes, *, num_items: int, oldest_version: int | None
     ) -> bool:
-        """Push a group. False if the queue is full: retry with the same sequence number later.
+        """Push a group: its sequence number (1, 2, 3, … within an actor process), its bytes, and the oldest version of any token.
 
-        Pushing a number again returns True and changes nothing. Numbers must rise within an actor process: a number after a
-        greater one counts as a repetition.
+        False if the queue is full: retry with the same number later. Pushing a number again returns True and changes nothing.
+        Numbers must rise: a number after a greater one counts as a repetition, so a process pushes one group at a time.
         """
-        group = PackedGroup(sequence=sequence, payload=payload, num_items=num_items, oldest_version=oldest_version)
-        return await self.push_many(actor, [group]) == 1
-
-    async def push_many(self, actor: ActorId, groups: Sequence[PackedGroup]) -> int:
-        """Push groups in order and return how many are in the queue; there was no room for the rest."""
-        for group in groups:
-            if len(group.payload) > self._max_bytes:
-                raise ConfigError(
-                    f"A group of {group.num_items} items has {len(group.payload)} bytes, the limit is {self._max_bytes}. "
-                    "Use smaller groups, or raise the limit of actors and learners."
-                )
-        num_done = 0
-        async with self._pushing:  # in order: an overtaken sequence number would be lost
-            for part in _parts_of_size(groups, _ENOUGH_BYTES):
-                accepted = await self._push_part(actor, part)
-                num_done += accepted
-                if accepted < len(part):
-                    break
-        return num_done
-
-    async def _push_part(self, actor: ActorId, groups: Sequence[PackedGroup]) -> int:
-        payloads = {self.keys.arriving(actor, group.sequence): group.payload for group in groups}
-        args: list[Any] = [actor, self._max_waiting]
-        for group in groups:
-            args += [group.sequence, group.num_items, "" if group.oldest_version is None else group.oldest_version]
+        if sequence < 1 or not 1 <= num_items < 1_000_000 or not payload:
+            raise ConfigError(
+                f"A group with sequence={sequence}, num_items={num_items} and {len(payload)} bytes; sequence numbers begin at 1, "
+                "and a group has from 1 to 999,999 items."
+            )
+        if oldest_version is not None and (type(oldest_version) is not int or not 0 <= oldest_version < 10**15):
+            raise ConfigError(
+                f"A group of version {oldest_version!r}; a policy version is a whole number from 0 on, or None if unknown."
+            )
+        if len(payload) > self._max_bytes:
+            raise ConfigError(
+                f"A group of {num_items} items has {len(payload)} bytes, the limit is {self._max_bytes}. Use smaller groups, or "
+                "raise the limit of actors and learners."
+            )
+        args = [actor, self._max_waiting, sequence, num_items, "" if oldest_version is None else oldest_version]
 
         async def push(client: "redis.asyncio.Redis") -> int:
-            # EVAL, not EVALSHA: if Redis has dropped the script, EVALSHA fails after the payloads are written.
+            # EVAL, not EVALSHA: if Redis has dropped the script, EVALSHA fails after the payload is written.
             async with client.pipeline(transaction=True) as transaction:
-                transaction.mset(payloads)
+                transaction.set(self.keys.arriving(actor, sequence), payload)
                 transaction.eval(scripts.PUSH, len(self.keys.all), *self.keys.all, *args)
                 _, accepted = await transaction.execute()
             return accepted
 
-        return await self._patiently(push, waits_for_room=True)
+        return bool(await self._patiently(push, waits_for_room=True))
 
     async def beat_actor(self, actor: ActorId, in_progress_items: int, scorers: str = "") -> LearnerState:
         """Send an actor's heartbeat and return the learner's state. `scorers`: a `scorer_report`, which replaces the last."""
@@ -446,7 +411,6 @@ class ExperienceQueue:
         if self._client is None or self._loop is not loop:
             # Connections belong to an event loop and end with it (a second `train_sync`).
             self._client, self._loop = self.address.async_client(), loop
-            self._pushing = asyncio.Lock()
         return self._client
 
 
@@ -482,17 +446,3 @@ def _summed(pairs: Sequence[bytes]) -> dict[int, int]:
     for lag, items in zip(pairs[::2], pairs[1::2], strict=True):
         sums[int(lag)] = sums.get(int(lag), 0) + int(items)
     return sums
-
-
-def _parts_of_size(groups: Sequence[PackedGroup], max_bytes: int) -> Iterable[list[PackedGroup]]:
-    """Split into parts, in order; each part is within the size or a single group."""
-    part: list[PackedGroup] = []
-    size = 0
-    for group in groups:
-        if part and (size + len(group.payload) > max_bytes or len(part) >= scripts.CHUNK):
-            yield part
-            part, size = [], 0
-        part.append(group)
-        size += len(group.payload)
-    if part:
-        yield part

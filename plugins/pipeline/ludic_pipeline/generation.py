@@ -105,7 +105,7 @@ class PipelineGeneration(Generation):
         return "waiting for samples of the actors" if self._queue.is_waiting else ""
 
     def _on_servers(self) -> ServedPolicy:
-        """The servers that actors use, too."""
+        """The same servers as the actors use."""
         from ludic.distributed import create_vllm_publisher
 
         client, model = connect_to_servers(self._run)
@@ -182,7 +182,7 @@ async def mark_finished(run: ResolvedRun, num_updates: int) -> None:
         logger.warning("the actors are not told that the run is finished: %s", error)
         return
     if not is_told:
-        logger.warning("another learner works on %s, so its actors go on", run.folder)
+        logger.warning("another learner works on %s, so its actors continue", run.folder)
 
 
 class _FolderAndEngine:

@@ -40,7 +40,7 @@ from ludic_vllm.watch import ServerWatch
 START_S = 600.0
 """Seconds that a server may take to load its model."""
 _SERVER_OVERHEAD = 3 << 30
-"""Bytes of a vLLM server beside weights and cache: CUDA, graphs, activations, logits."""
+"""Bytes of a vLLM server in addition to weights and cache: CUDA, graphs, activations, logits."""
 _SMALLEST_CACHE = 1 << 28
 ADAPTER, BASE = "policy", "base"
 """Names of the adapter, and of the model under it, on a server that was started for the run."""
@@ -175,7 +175,7 @@ def _start(loaded: LoadedModel, run: ResolvedRun, folder: Path) -> VLLMServerPro
 
 
 def cache_flags(share: float, total: int, weights: int) -> list[str]:
-    """vLLM's flag for the size of its cache, on a GPU of `total` bytes that it has a `share` of, beside `weights` bytes.
+    """vLLM's flag for the size of its cache, on a GPU of `total` bytes that it has a `share` of, next to `weights` bytes.
 
     Otherwise vLLM measures what is free, and ends if the trainer on the same GPU frees memory meanwhile, as it may when a server
     is started again during a run. Where too little is left, vLLM decides, and says what to do."""

@@ -68,7 +68,7 @@ class ServerPool:
     @contextmanager
     def lease(self, prompt: TokenArray) -> Iterator[Server]:
         """The server for this prompt; the request counts as in flight inside the context. A failure that can be retried is
-        recorded, and retried at once if another server is available; an aborted request is no failure of the server."""
+        recorded, and retried at once if another server is available; an aborted request does not count as one."""
         with self._lock:
             server = self._choose(prompt)
             server.num_in_flight += 1

@@ -200,7 +200,7 @@ class ServerWatch:
         return self._restore_weights()
 
     def _restore_weights(self) -> str | None:
-        """In another thread, so that a server that dies or hangs meanwhile is noticed; its end ends that thread, too."""
+        """In another thread, so that a server that dies or hangs meanwhile is noticed; its end also ends that thread."""
         outcome: list[str | None] = []
 
         def restore() -> None:

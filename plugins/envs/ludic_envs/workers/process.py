@@ -35,7 +35,7 @@ _BEAT_S = 1.0
 _MAX_HUNG = 8
 """Envs whose last call does not end, after which the worker retires: each keeps a thread and its memory."""
 _FLUSH_S = 0.005
-"""Replies wait at most so long for further ones of the same frame."""
+"""Replies wait at most this long for further ones of the same frame."""
 _CLOSE_S, _CANCEL_S = 60.0, 3.0
 _STACK_BYTES = 2 << 20
 """Stack of a thread where memory is limited: the usual 8 MiB count in full although few of them are touched."""

@@ -75,7 +75,7 @@ class ServerInfo(msgspec.Struct):
         if name is None:
             raise ConfigError(f"The env server has several envs; name one: {', '.join(self.envs)}.")
         if name not in self.envs:
-            raise UnknownName.among("env on the server", name, self.envs, "Start it with that env, too.")
+            raise UnknownName.among("env on the server", name, self.envs, "Start it with that env as well.")
         return name
 
 

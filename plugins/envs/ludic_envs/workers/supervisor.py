@@ -48,7 +48,7 @@ class WorkerSetup:
     envs: Mapping[str, tuple[str, Mapping[str, Any]]]
     """Name → (id that the registry knows there, arguments of every env)."""
     timeout_s: float | None = 600.0
-    """A worker whose event loop stands still for so long is ended. None: no limit."""
+    """A worker whose event loop stands still for this long is ended. None: no limit."""
     memory_mb: int | None = None
     """Limit of what the envs of one worker allocate together. None: no limit."""
     in_threads: bool = False

@@ -42,7 +42,7 @@ _LONGEST_SOCKET = 100
 
 
 def ludic_command(*arguments: str) -> tuple[str, ...]:
-    """`ludic …` as a process. -P, as for the command itself: modules of the current folder must not shadow those beside a user's
+    """`ludic …` as a process. -P, as for the command itself: modules of the current folder must not shadow those next to a user's
     file."""
     return (sys.executable, "-P", "-m", "ludic.cli.main", *arguments)
 

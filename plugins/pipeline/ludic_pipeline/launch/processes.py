@@ -180,7 +180,9 @@ class RayProcess:
     def _lost(self, why: str) -> None:
         self._code = MACHINE_LOST
         self._output += f"ray: {why}\n".encode()
-        self._ray.kill(self._runner)  # a machine that was only out of reach must not go on beside its successor
+        self._ray.kill(
+            self._runner
+        )  # a machine that was only out of reach must not run on at the same time as its successor
 
 
 def _address(ray: Any, node: str) -> str:

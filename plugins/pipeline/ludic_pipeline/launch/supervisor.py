@@ -32,7 +32,7 @@ class WhenDone(StrEnum):
     ENDS_ALL = "ends_all"
     """All other roles stop: they only served this one."""
     IS_FINE = "is_fine"
-    """The role has finished; the others go on."""
+    """The role has finished; the others continue."""
     IS_DEATH = "is_death"
     """Other roles need it, so it is restarted."""
 

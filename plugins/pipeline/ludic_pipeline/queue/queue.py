@@ -155,7 +155,8 @@ class ExperienceQueue:
                 f"A group of {num_items} items has {len(payload)} bytes, the limit is {self._max_bytes}. Use smaller groups, or "
                 "raise the limit of actors and learners."
             )
-        args = [actor, self._max_waiting, sequence, num_items, "" if oldest_version is None else oldest_version]
+        version = "" if oldest_version is None else oldest_version
+        args: list[Any] = [actor, self._max_waiting, sequence, num_items, version]
 
         async def push(client: "redis.asyncio.Redis") -> int:
             # EVAL, not EVALSHA: if Redis has dropped the script, EVALSHA fails after the payload is written.
@@ -173,14 +174,19 @@ class ExperienceQueue:
         args = [actor, in_progress_items, self._living_ms, _FORGET_ACTOR_S * 1000, lease_ms, scorers]
         version, batch, max_lag, is_waiting, *counts, finished = await self._call(scripts.BEAT_ACTOR, args)
         items, _, versions = batch.partition(b"/")
+        waiting_items, in_progress_items, num_actors, waiting_groups, num_learners = counts
         return LearnerState(
-            _number(version),
-            _number(items),
-            _number(max_lag),
-            bool(is_waiting),
-            *counts,
-            _number(versions) or 1,
-            _number(finished),
+            version=_number(version),
+            items_per_update=_number(items),
+            max_lag=_number(max_lag),
+            is_waiting=bool(is_waiting),
+            waiting_items=waiting_items,
+            in_progress_items=in_progress_items,
+            num_actors=num_actors,
+            waiting_groups=waiting_groups,
+            num_learners=num_learners,
+            versions_per_batch=_number(versions) or 1,
+            finished_after=_number(finished),
         )
 
     # --- learners ---

@@ -289,12 +289,12 @@ class VllmAdapterPublisher:
         read_adapter(self._model).write(folder)
 
 
-# --- the adapter of a peft model: vLLM silently ignores weights that were trained besides it --------------------
+# --- the adapter of a peft model: vLLM silently ignores weights that were trained outside it --------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _PeftAdapter:
-    """The tensors and settings that a server needs besides the base."""
+    """The tensors and settings that a server needs in addition to the base."""
 
     config: Any
     """peft's LoraConfig."""

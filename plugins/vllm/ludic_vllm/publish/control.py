@@ -166,7 +166,7 @@ class VllmControlPlane:
     # --- steps ---
 
     def _parameters(self) -> dict[str, list[Any]]:
-        """Names and shapes of every server's weights, once all servers answer; one that stops meanwhile is waited for, too."""
+        """Names and shapes of every server's weights, once all servers answer; one that stops meanwhile is also waited for."""
         while True:
             self._wait_for_servers()
             try:

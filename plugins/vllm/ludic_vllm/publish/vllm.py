@@ -142,7 +142,7 @@ class _BlockCommunicator:
 
 class SharedMemoryCommunicator(_BlockCommunicator):
     """Memory of this process. It has no name in /dev/shm: nothing is left behind however this process ends, and a container's
-    small /dev/shm is no limit."""
+    small /dev/shm does not limit it."""
 
     def __init__(self, control: VllmControlPlane) -> None:
         if sys.platform != "linux":

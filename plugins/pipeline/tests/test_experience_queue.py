@@ -47,17 +47,6 @@ async def queue(shared_redis, key):
 # --- pushing ---
 
 
-async def test_a_push_that_is_repeated_after_its_group_was_settled_leaves_nothing_behind(shared_redis, queue, key):
-    learner = Learner(queue)
-    await queue.push(ACTOR, 1, b"x", num_items=1, oldest_version=0)
-    (taken,) = (await learner.take()).groups
-    await learner.settle(Settlement(id=taken.id, trained=1))
-    assert await queue.push(ACTOR, 1, b"x", num_items=1, oldest_version=0)
-    with raw_client(shared_redis) as client:
-        assert not payload_keys(client, key)
-    assert (await queue.counts()).in_queue == 0
-
-
 async def test_redis_may_forget_the_scripts_at_any_time(shared_redis, queue):
     learner = Learner(queue)
     for number in (1, 2):
@@ -109,35 +98,6 @@ async def test_a_group_that_cannot_be_counted_is_refused(queue, wrong):
 # --- taking and settling ---
 
 
-async def test_what_is_settled_is_counted_once_however_often_it_is_said(queue):
-    await push_many(queue, [Packed(1, num_items=5), Packed(2, num_items=4)])
-    learner = Learner(queue)
-    one, two = (await learner.take(9)).groups
-    first = Settlement(id=one.id, trained=3, filtered=2)
-    assert await learner.settle(first) == 1
-    assert await learner.settle(first, Settlement(id=two.id, stale=4)) == 1
-    counts = await queue.counts()
-    assert (counts.trained, counts.filtered, counts.stale, counts.in_queue, counts.balance) == (3, 2, 4, 0, 0)
-
-
-async def test_groups_that_were_not_taken_cannot_be_settled(shared_redis, queue, key):
-    await queue.push(ACTOR, 1, b"x", num_items=1, oldest_version=0)
-    with raw_client(shared_redis) as client:
-        ((id_, _),) = client.xrange(f"{{{key}}}")
-    assert await Learner(queue).settle(Settlement(id=id_.decode(), trained=1)) == 0
-    assert (await queue.counts()).queue_groups == 1
-
-
-async def test_what_is_too_old_is_dropped_without_being_sent(queue):
-    for number, version in enumerate((3, 4, 5, 6, 7), start=1):
-        await queue.push(ACTOR, number, b"x", num_items=number, oldest_version=version)
-    taken = await Learner(queue, version=6, max_lag=1).take(100)
-    assert [g.oldest_version for g in taken.groups] == [5, 6, 7]
-    assert taken.stale == {3: 1, 2: 2}
-    counts = await queue.counts()
-    assert (counts.stale, counts.in_queue, counts.balance) == (3, 12, 0)
-
-
 async def test_a_group_with_a_version_after_the_resumed_step_is_stale(queue):
     """The learner died at version 57 and begins again at 40."""
     for number, version in enumerate((40, 41, 42, 57), start=1):
@@ -145,19 +105,6 @@ async def test_a_group_with_a_version_after_the_resumed_step_is_stale(queue):
     taken = await Learner(queue, version=40, max_lag=1).take(100)
     assert [g.oldest_version for g in taken.groups] == [40, 41, 42]
     assert taken.stale == {-17: 1}
-
-
-async def test_take_returns_own_groups_in_pages_and_then_new_ones(queue):
-    await push_many(queue, [Packed(n, data=str(n).encode()) for n in range(1, 101)])
-    learner = Learner(queue)
-    await learner.take(80)
-    seen, cursor = [], "0"
-    for _ in range(10):
-        taken = await learner.take(10, cursor=cursor)
-        seen += [int(g.payload) for g in taken.groups]
-        cursor = taken.cursor
-    assert seen == list(range(1, 101))
-    assert cursor == ""
 
 
 # --- what is not ours ---
@@ -301,15 +248,6 @@ async def test_a_learner_without_its_lease_cannot_take_settle_or_dead_letter(sha
     assert (await queue.counts()).trained == 0
 
 
-async def test_a_released_lease_is_free_at_once(queue):
-    old, new = Lease("learner-0"), Lease("learner-0")
-    await queue.acquire(old)
-    await queue.release(old)
-    assert (await queue.acquire(new))[0] == new.token
-    await queue.release(old)
-    assert (await queue.acquire(Lease("learner-0")))[0] == new.token, "only its holder releases it"
-
-
 async def finished_after(queue: ExperienceQueue) -> int | None:
     return (await queue.beat_actor(ACTOR, 0)).finished_after
 
@@ -417,13 +355,6 @@ async def test_clear_empties_the_queue_and_its_counts(shared_redis, queue, key):
 
 
 # --- reaching Redis ---
-
-
-async def test_an_unreachable_redis_raises_redis_gone_after_patience_s(tmp_path):
-    async with ExperienceQueue(f"unix://user:hunter2@{tmp_path}/none.sock", patience_s=0.1) as queue:
-        with pytest.raises(RedisGone, match="has not answered") as failure:
-            await queue.counts()
-    assert "hunter2" not in str(failure.value)
 
 
 async def test_passwords_work_and_are_never_shown(caplog):

@@ -240,26 +240,6 @@ async def test_actors_are_told_how_many_versions_a_batch_makes(queue, pusher, ma
         make_source(versions_per_batch=0)
 
 
-async def test_a_cancelled_wait_loses_nothing_and_gives_nothing_twice(pusher, make_source):
-    """A stop signal cancels the fetch wherever it is; many moments are tried."""
-    source = make_source(batch_size=2, poll_timeout=0.02)
-    seen: list[int] = []
-    pushed: list[int] = []
-    for moment in range(60):
-        if moment % 2:
-            pushed += await pusher.push()
-        task = asyncio.create_task(source.next_batch())
-        for _ in range(moment % 17):
-            await asyncio.sleep(0.0003)
-        task.cancel()
-        (outcome,) = await asyncio.gather(task, return_exceptions=True)
-        if not isinstance(outcome, asyncio.CancelledError):
-            seen += tags_of(outcome)
-    while len(seen) < len(pushed):
-        seen += tags_of(await source.next_batch())
-    assert sorted(seen) == pushed
-
-
 async def test_what_redis_has_not_confirmed_is_still_in_the_state(redis_server):
     async with (
         ExperienceQueue(redis_server.url) as queue,
@@ -359,20 +339,6 @@ async def test_a_blocked_event_loop_does_not_lose_the_lease(queue, pusher, make_
     assert holder == source._lease.token
     assert left_s > 0
     assert tags_of(await source.next_batch()) == groups[1]
-
-
-async def test_close_releases_the_lease_and_keeps_untrained_groups_in_the_queue(queue, pusher, make_source):
-    groups = [await pusher.push() for _ in range(3)]
-    old = make_source(batch_size=2)
-    for step in (1, 2):
-        await old.next_batch()
-        old.notify_trained(step, 2)
-    old.notify_saved(1)
-    await old.close()
-    await old.close()
-    assert (old.stats().trained, old.stats().in_queue, old.stats().balance) == (2, 4, 0)
-    new = make_source(batch_size=2)
-    assert [tags_of(await new.next_batch()) for _ in range(2)] == groups[1:]
 
 
 async def test_a_learner_stopped_during_its_start_releases_the_lease(queue, make_source):

@@ -287,19 +287,6 @@ async def test_a_server_of_another_version_is_named(nothing_left):
             await EnvPool("faulty", server=address).make()
 
 
-async def test_a_client_of_another_version_is_refused(nothing_left):
-    async with serving(FAULTY) as address:
-        host, _, port = address.partition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        frames = wire.FrameReader()
-        (greeting,) = frames.feed(await reader.read(1 << 16))
-        assert greeting["protocol"] == wire.PROTOCOL
-        writer.write(wire.pack({"protocol": 99, "proof": b"", "worker": 0}))
-        (answer,) = frames.feed(await reader.read(1 << 16))
-        assert "Install the same version" in answer["refused"]
-        writer.close()
-
-
 async def test_what_is_no_env_server_is_named(nothing_left):
     async def speak(reader, writer):
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")

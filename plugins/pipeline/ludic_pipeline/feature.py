@@ -18,6 +18,7 @@ from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import may_change
 from ludic.types import ConfigError, shown_url
 from ludic.util.urls import refuse_login
+from ludic_pipeline.queue.connection import SCHEMES
 
 REDIS_VARIABLE = "LUDIC_REDIS_URL"
 SERVER_VARIABLE = "LUDIC_SERVER"
@@ -49,7 +50,7 @@ class PipelineSettings:
         at_least(1, actors=self.actors, max_waiting=self.max_waiting)
         at_least(0, max_restarts=self.max_restarts)
         if self.redis is not None:
-            if self.redis.partition("://")[0] not in ("redis", "rediss", "unix"):
+            if self.redis.partition("://")[0] not in SCHEMES:
                 raise ConfigError(
                     f"redis = {shown_url(self.redis)!r}; a Redis URL begins with redis://, rediss:// (TLS) or unix://."
                 )

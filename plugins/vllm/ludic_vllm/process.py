@@ -71,6 +71,10 @@ class VLLMServerProcess:
     def wait(self, timeout_s: float | None = None) -> int:
         return self._started().wait(timeout_s)
 
+    def terminate(self) -> None:
+        """Send SIGTERM and return at once."""
+        self._started().terminate()
+
     def stop(self, timeout_s: float = _STOP_AFTER_S) -> None:
         """Send SIGTERM; after `timeout_s`, SIGKILL."""
         if self._process is not None:
@@ -80,6 +84,7 @@ class VLLMServerProcess:
     def kill(self) -> None:
         """Send SIGKILL to the server and all its workers."""
         self._started().kill()
+        self._children.close()
         atexit.unregister(self.stop)
 
     def output(self) -> str:

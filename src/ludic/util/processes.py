@@ -123,7 +123,7 @@ class ChildProcesses:
         return ChildProcess(process, log, begin)
 
     def close(self) -> None:
-        """End those that still run."""
+        """End those that still run; `start` may be called again."""
         for ends in self._pipes.values():
             for end in ends:
                 os.close(end)

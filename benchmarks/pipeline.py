@@ -55,9 +55,9 @@ from ludic.types import (
     TokenCompletionRequest,
     VersionRun,
 )
-from ludic_pipeline.queue import PipelineBatchSource, run_pipeline_actor
+from ludic_pipeline.queue import ActorSettings, PipelineBatchSource, run_pipeline_actor
 from ludic_pipeline.queue.lease import LearnerStatus, Lease
-from ludic_pipeline.queue.queue import ExperienceQueue, PackedGroup, Settlement, new_actor_id
+from ludic_pipeline.queue.queue import ExperienceQueue, Settlement, new_actor_id
 from ludic_pipeline.queue.wire import decode_group, encode_group
 
 NUM_PROMPT, NUM_SAMPLED = 500, 1500
@@ -65,7 +65,7 @@ GROUP_SIZE = 8
 VOCAB = 151_936  # Qwen's vocabulary: ids take four bytes
 NUM_DIFFERENT = 16
 """Groups that are made beforehand and sent repeatedly; each send encodes them again."""
-PUSH_GROUPS, TAKE_ITEMS = 16, 256
+TAKE_ITEMS = 256
 VERSION = 7
 
 
@@ -187,12 +187,9 @@ async def push_all(url: str, next_payload: Callable[[], bytes], num_groups: int,
 
 async def push_share(queue: ExperienceQueue, next_payload: Callable[[], bytes], todo: Countdown) -> None:
     actor, numbers = new_actor_id(), itertools.count(1)
-    while count := todo.take(PUSH_GROUPS):
-        groups = [
-            PackedGroup(sequence=next(numbers), payload=next_payload(), num_items=GROUP_SIZE, oldest_version=VERSION)
-            for _ in range(count)
-        ]
-        while groups := groups[await queue.push_many(actor, groups) :]:
+    while todo.take(1):
+        number, payload = next(numbers), next_payload()
+        while not await queue.push(actor, number, payload, num_items=GROUP_SIZE, oldest_version=VERSION):
             await asyncio.sleep(0.001)
 
 
@@ -451,8 +448,7 @@ def balanced_actor(url: str, speed_ratio: float) -> None:
             url,
             concurrency=CONCURRENCY,
             client=client,
-            strategy=GRPORequestStrategy(GROUP_SIZE),
-            follow=client.follow,
+            settings=ActorSettings(strategy=GRPORequestStrategy(GROUP_SIZE), follow=client.follow),
         )
     )
 

@@ -30,10 +30,9 @@ def test_vllm_knows_every_architecture():
 
 def test_what_is_said_of_pushes_is_what_the_push_tests_try():
     pytest.importorskip("peft", reason="the lora extra is not installed")
-    from plugins.vllm.tests.test_vllm_adapter import SHAPED
     from plugins.vllm.tests.test_vllm_families import SIZES
     from plugins.vllm.tests.test_vllm_weights import mixture_config
     from plugins.vllm.tests.vllm_fixtures import tiny_config
 
-    tried = {tiny_config().model_type, mixture_config().model_type, *SHAPED, *SIZES}
+    tried = {tiny_config().model_type, mixture_config().model_type, *SIZES}
     assert {name for name, cell in PUSHED.items() if cell == "yes"} == tried

@@ -99,16 +99,6 @@ async def test_kill_9_of_a_worker_fails_its_episodes_and_another_takes_its_place
         assert (pool.num_envs, pool.num_restarts) == (0, 1)
 
 
-async def test_an_env_that_kills_its_own_process_costs_its_worker_only(nothing_left):
-    async with EnvPool(parts.Faulty, workers=1) as pool:
-        env = await started(pool)
-        with pytest.raises(EnvCrashed, match="SIGKILL"):
-            await env.async_step({"agent_0": "die"})
-        await env.async_close()
-        again = await started(pool)
-        assert (await again.async_step(ACT))["agent_0"].reward == 1.0
-
-
 async def test_a_step_that_hangs_in_its_thread_costs_one_episode(nothing_left):
     async with EnvPool(parts.Faulty, workers=1) as pool:
         spins, waits, other = await started(pool), await started(pool), await started(pool)
@@ -295,19 +285,6 @@ async def test_a_server_of_another_version_is_named(nothing_left):
             ConfigError, match=r"ludic 9.9\) speaks protocol 99, this Ludic .* Install the same version"
         ):
             await EnvPool("faulty", server=address).make()
-
-
-async def test_a_client_of_another_version_is_refused(nothing_left):
-    async with serving(FAULTY) as address:
-        host, _, port = address.partition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        frames = wire.FrameReader()
-        (greeting,) = frames.feed(await reader.read(1 << 16))
-        assert greeting["protocol"] == wire.PROTOCOL
-        writer.write(wire.pack({"protocol": 99, "proof": b"", "worker": 0}))
-        (answer,) = frames.feed(await reader.read(1 << 16))
-        assert "Install the same version" in answer["refused"]
-        writer.close()
 
 
 async def test_what_is_no_env_server_is_named(nothing_left):

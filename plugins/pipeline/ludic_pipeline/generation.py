@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 from ludic.distributed.folder import FolderPublisher
 from ludic.inference.local import LocalEngine
@@ -21,15 +20,14 @@ from ludic.run.session import PolicySession
 from ludic.training import RLAlgorithm
 from ludic.training.credit_assignment import EpisodeCredit, HybridNormalizedReturn
 from ludic.training.losses import CorrectedLoss, SequenceMask, TokenMask
-from ludic.types import ConfigError, FollowsDrift, LudicError, shown_url
+from ludic.types import ConfigError, FollowsDrift, LudicError
 from ludic.util.stop import run_sync
+from ludic_pipeline.feature import given_redis, pipeline_of, queue_key_of, redis_url, required_servers
 from ludic_pipeline.queue.connection import require_redis
 from ludic_pipeline.queue.queue import ExperienceQueue
 from ludic_pipeline.queue.source import PipelineBatchSource
-from ludic_pipeline.settings import given_redis, pipeline_of, queue_key_of, redis_url, required_servers
 from ludic_vllm.client import VLLMChatClient
 from ludic_vllm.generation import START_S, client_of, served_name
-from ludic_vllm.process import wait_for_vllm_health
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +82,7 @@ class PipelineSession(PolicySession):
     @staticmethod
     def open(run: ResolvedRun) -> None:
         """Removes the mark of an earlier, finished run of this name: actors that start while the model loads would end by it."""
-        run_sync(reopen_queue(run))
+        run_sync(_reopen_queue(run))
 
     def begin(self, *, resume: bool, first_step: int) -> None:
         """An empty queue for a new run, and weights that actors can begin with."""
@@ -106,7 +104,7 @@ class PipelineSession(PolicySession):
         return "waiting for samples of the actors" if self._queue.is_waiting else ""
 
     def _on_servers(self) -> ServedPolicy:
-        """The servers that actors use, too."""
+        """The same servers as the actors use."""
         from ludic.distributed import create_vllm_publisher
 
         client, model = connect_to_servers(self._run)
@@ -119,7 +117,7 @@ class PipelineSession(PolicySession):
         engine = local_engine(self._loaded, max_length=trainer.max_seq_len, concurrency=trainer.eval_concurrency)
         return ServedPolicy(
             client=engine,
-            publisher=FolderAndEngine(FolderPublisher(self._run.folder / WEIGHTS), engine),
+            publisher=_FolderAndEngine(FolderPublisher(self._run.folder / WEIGHTS), engine),
             snapshot=partial(EngineSnapshot, engine, max_sequences=engine.max_sequences),
             close=engine.close,
             model=self._loaded.name,
@@ -149,15 +147,10 @@ def pipeline_algorithm(run: ResolvedRun) -> RLAlgorithm:
 
 
 def connect_to_servers(run: ResolvedRun) -> tuple[VLLMChatClient, str]:
-    """Of a pipeline: a client of its servers, and their name of the model. Waits until all of them answer: one that was started
+    """A client of a pipeline's servers, and their name of the model. Waits until all of them answer: one that was started
     together with this process is still loading."""
     servers = required_servers(run.config.rollouts.server)
-    for server in servers:
-        place = urlsplit(server)
-        if place.hostname is None:
-            raise ConfigError(f"server = {shown_url(server)!r} is no URL; write http://HOST:PORT.")
-        wait_for_vllm_health(place.hostname, place.port or 80, timeout_s=START_S)
-    client = client_of(run.config.rollouts, servers, run.folder)
+    client = client_of(run.config.rollouts, servers, run.folder, start_s=START_S)
     return client, run_sync(served_name(client))
 
 
@@ -167,7 +160,7 @@ async def clear_queue(run: ResolvedRun) -> None:
         await queue.clear()
 
 
-async def reopen_queue(run: ResolvedRun) -> None:
+async def _reopen_queue(run: ResolvedRun) -> None:
     """Remove the mark of `mark_finished`, and nothing else."""
     async with ExperienceQueue(redis_url(pipeline_of(run.config)), queue_key_of(run)) as queue:
         await queue.reopen()
@@ -188,10 +181,10 @@ async def mark_finished(run: ResolvedRun, num_updates: int) -> None:
         logger.warning("the actors are not told that the run is finished: %s", error)
         return
     if not is_told:
-        logger.warning("another learner works on %s, so its actors go on", run.folder)
+        logger.warning("another learner works on %s, so its actors continue", run.folder)
 
 
-class FolderAndEngine:
+class _FolderAndEngine:
     """Publishes weights to a folder; the engine that evaluates shares the trainer's weights and only gets the new version. It
     is idle whenever the weights change: training waits for an evaluation, or evaluates a copy."""
 

@@ -20,18 +20,14 @@ from typing import Any
 
 import redis
 
-from ludic.training.loggers import read_metrics
 from ludic_pipeline.queue.wire import UnreadableGroup, decode_group
 from plugins.pipeline.tests.pipeline_parts import LearnerSettings, ids_of
-from tests import forked, warm_python
+from tests import forked
 from tests.redis_fixtures import RedisServer, end_redis
-from tests.unit.cli.train_parts import ENV
 
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 120.0
 """For anything that a test waits for: seconds on a quiet machine."""
-LAUNCH_PATIENCE_S = 300.0
-"""A vLLM server takes half a minute to start, several times that on a busy machine."""
 QUEUE_KEY = "faults"
 BATCH_SIZE = LearnerSettings.batch_size
 COUNTS = ("produced", "trained", "stale", "filtered", "dead")
@@ -380,61 +376,6 @@ def pipeline_on(server: RedisServer, folder: Path) -> Iterator[Pipeline]:
     pipeline = Pipeline(server, folder)
     yield pipeline
     pipeline.close()
-
-
-class Launched:
-    """`ludic launch` with a small task, in a new folder."""
-
-    def __init__(self, folder: Path, *arguments: str, **environment: str) -> None:
-        self._folder, self.run = folder, folder / "runs" / "run"
-        (folder / "letter.py").write_text(ENV)
-        settings = [
-            "letter.py:Letter", "--max-tokens", "1", "--group-size", "4", "--rollouts-per-update", "16",
-            "--lr", "1e-2", "--logger", "print", "--checkpoint-every", "5", "--name", "run",
-        ]  # fmt: skip
-        self._log = folder / "launch.log"
-        self._process = forked.python(
-            "-m", "ludic.cli.main", "launch", *settings, *arguments, cwd=folder, output=self._log,
-            environment={"LUDIC_REDIS_URL": None, **environment}, executable=warm_python.executable(),
-        )  # fmt: skip
-
-    def steps(self) -> list[int]:
-        path = self.run / "metrics.jsonl"
-        return [row["step"] for row in read_metrics(path)] if path.exists() else []
-
-    def until_step(self, step: int) -> None:
-        deadline = time.monotonic() + LAUNCH_PATIENCE_S
-        while not self.steps() or self.steps()[-1] < step:
-            is_late = time.monotonic() > deadline
-            assert self._process.poll() is None and not is_late, f"not at step {step}:\n{self.said()}"
-            time.sleep(0.1)
-
-    def kill(self, role: str) -> None:
-        """As kill -9."""
-        os.kill(int((self.run / "logs" / f"{role}.pid").read_text()), signal.SIGKILL)
-
-    def finish(self) -> str:
-        """What it has said, when it has come to its end by itself."""
-        try:
-            code = self._process.wait(LAUNCH_PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"it does not end:\n{self.said()}") from None
-        assert code == 0, f"it ended with {code}:\n{self.said()}"
-        return self._log.read_text(errors="replace")
-
-    def said(self) -> str:
-        """The end of it, for messages."""
-        return self._log.read_text(errors="replace")[-10_000:]
-
-    def end(self) -> None:
-        """Its roles end with it."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(60)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
 
 
 def counted_by_hand(run: Path) -> tuple[dict[str, int], int]:

@@ -1,7 +1,7 @@
-"""Programs that a fault test starts and kills: an actor with a scripted policy, a learner whose weights are the list of what it
-was trained on, and the example's own actor and trainer, which also write down what they do.
+"""Programs that a fault test starts and kills: an actor with a scripted policy, and a learner whose weights are the list of what
+it was trained on.
 
-    python -m plugins.pipeline.tests.pipeline_parts actor|learner|example_actor|example_trainer SETTINGS_AS_JSON
+    python -m plugins.pipeline.tests.pipeline_parts actor|learner SETTINGS_AS_JSON
 
 Each life of each program has its own record (JSON lines): an actor's of what it sent and what Redis has acknowledged, a
 learner's of what went into which step. A record outlives a kill -9; its last line may be torn.
@@ -13,10 +13,8 @@ import itertools
 import json
 import logging
 import os
-import runpy
 import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +24,12 @@ from ludic.batch_gen import GRPORequestStrategy
 from ludic.inference import ScriptedClient
 from ludic.types import ChatResponse, Info, SAWBatch, SAWItem, TokenCompletionRequest
 from ludic_pipeline.queue import actor as actor_module
-from ludic_pipeline.queue.actor import run_pipeline_actor
+from ludic_pipeline.queue.actor import ActorSettings, run_pipeline_actor
 from ludic_pipeline.queue.lease import LeaseTimes
 from ludic_pipeline.queue.queue import ActorId, ExperienceQueue
 from ludic_pipeline.queue.source import PipelineBatchSource
 from ludic_pipeline.queue.wire import decode_group
 from tests.unit.batch_gen.parts import TotalReward, make_engine, request
-
-EXAMPLE = Path(__file__).parents[3] / "examples" / "pipeline_rl"
 
 
 class Record:
@@ -54,7 +50,7 @@ def ids_of(items: Sequence[SAWItem]) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActorSettings:
+class ActorLife:
     """One life of an actor."""
 
     record: str
@@ -124,7 +120,7 @@ def watch_pushes(record: Record) -> None:
     actor_module.ExperienceQueue = WatchedQueue
 
 
-async def act(settings: ActorSettings) -> None:
+async def act(settings: ActorLife) -> None:
     record = Record(Path(settings.record))
     watch_pushes(record)
     client = PacedClient(settings.turn_s, VersionFile(settings.folder))
@@ -140,10 +136,10 @@ async def act(settings: ActorSettings) -> None:
         settings.queue_key,
         concurrency=settings.concurrency,
         client=client,
-        strategy=GRPORequestStrategy(settings.group_size),
-        max_waiting=settings.max_waiting,
+        settings=ActorSettings(
+            strategy=GRPORequestStrategy(settings.group_size), max_waiting=settings.max_waiting, poll_s=0.02
+        ),
         stop=stop,
-        poll_s=0.02,
     )
 
 
@@ -295,59 +291,10 @@ async def learn(settings: LearnerSettings) -> None:
     await learner.learn()
 
 
-# --- the example's programs ----------------------------------------------------------------------------------------
-
-
-def run_example(script: str, settings: Mapping[str, Any]) -> None:
-    """examples/pipeline_rl with records: its source and its queue are ones that write down what they do."""
-    from ludic_pipeline import generation as learner
-    from ludic_pipeline import queue as pipeline
-
-    record = Record(Path(settings["record"]))
-    watch_pushes(record)
-    hold_at = settings.get("hold_at")
-
-    class RecordedSource(pipeline.PipelineBatchSource):
-        """Says what went into each step, and stands still in the one where it is to be killed."""
-
-        _handed_out: tuple[str, ...] = ()
-
-        def __init__(self, *args: Any, **settings: Any) -> None:
-            super().__init__(*args, lease_times=LeaseTimes(holds_s=3.0, beat_s=0.5), **settings)
-
-        async def next_batch(self) -> SAWBatch:
-            batch = await super().next_batch()
-            self._handed_out = (*self._handed_out, *ids_of(batch.items))
-            return batch
-
-        def notify_trained(self, step: int, num_items: int) -> None:
-            if step == hold_at:
-                record.write(held=step)
-                time.sleep(3600)  # in the trainer's thread; the gradient is computed, and no other part knows of it
-            assert num_items == len(self._handed_out), "the example leaves nothing out"
-            record.write(applied=step, trained=self._handed_out, filtered=[])
-            self._handed_out = ()
-            super().notify_trained(step, num_items)
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            super().load_state_dict(state)
-            record.write(resumed=None)
-
-    learner.PipelineBatchSource = RecordedSource
-    sys.argv = [script, *settings["arguments"]]
-    sys.path.insert(0, str(EXAMPLE))
-    runpy.run_path(str(EXAMPLE / script), run_name="__main__")
-
-
 def main() -> None:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
     program, settings = sys.argv[1], json.loads(sys.argv[2])
-    if program == "actor":
-        asyncio.run(act(ActorSettings(**settings)))
-    elif program == "learner":
-        asyncio.run(learn(LearnerSettings(**settings)))
-    else:
-        run_example({"example_actor": "run_actor.py", "example_trainer": "run_trainer.py"}[program], settings)
+    asyncio.run(act(ActorLife(**settings)) if program == "actor" else learn(LearnerSettings(**settings)))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Small real parts for the queue's tests: groups, a learner's calls in short, and a proxy that swallows a reply."""
+"""Small real parts for the queue's tests: groups and a learner's calls in short."""
 
 import asyncio
-import contextlib
-from pathlib import Path
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import redis
 
@@ -51,6 +51,24 @@ class Pusher:
         self.num_pushed += 1
         self.num_items += size
         return tags
+
+
+class Packed(NamedTuple):
+    """A group to push."""
+
+    sequence: int
+    num_items: int = 1
+    version: int | None = 0
+    data: bytes = b"x"
+
+
+async def push_many(queue: ExperienceQueue, groups: Sequence[Packed], actor: ActorId = ACTOR) -> int:
+    """Push groups in order, until one is refused; returns how many are in the queue."""
+    for number, group in enumerate(groups):
+        sizes = {"num_items": group.num_items, "oldest_version": group.version}
+        if not await queue.push(actor, group.sequence, group.data, **sizes):
+            return number
+    return len(groups)
 
 
 def tags_of(batch) -> list[int]:
@@ -104,53 +122,3 @@ def kill_connections(server: RedisServer) -> int:
     """Kill the connections of all other clients."""
     with raw_client(server) as client:
         return client.client_kill_filter(_type="normal", skipme=True)
-
-
-class LossyProxy:
-    """Sits between a client and Redis; drops the reply to a script (or another command) that has run, and the connection."""
-
-    def __init__(self, server: RedisServer, command: bytes = b"EVAL") -> None:
-        self._command = command
-        self._target, self._socket = server.socket, Path(server.folder) / "proxy.sock"
-        self.url = f"unix://{self._socket}"
-        self.num_to_lose = self.num_lost = 0
-
-    async def __aenter__(self) -> "LossyProxy":
-        self._serving: set[asyncio.Task] = set()
-        self._listening = await asyncio.start_unix_server(self._serve, path=str(self._socket))
-        return self
-
-    async def __aexit__(self, *_) -> None:
-        self._listening.close()
-        for task in self._serving:
-            task.cancel()
-        await asyncio.gather(*self._serving, return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._serving.add(asyncio.current_task())
-        to_redis_reader, to_redis = await asyncio.open_unix_connection(str(self._target))
-        is_script = False
-
-        async def forward() -> None:
-            nonlocal is_script
-            while data := await reader.read(1 << 20):
-                is_script = is_script or self._command in data
-                to_redis.write(data)
-                await to_redis.drain()
-
-        forwarding = asyncio.create_task(forward())
-        try:
-            while data := await to_redis_reader.read(1 << 20):
-                if is_script and self.num_to_lose and not data.startswith(b"-NOSCRIPT"):
-                    self.num_to_lose -= 1
-                    self.num_lost += 1
-                    break
-                is_script = False
-                writer.write(data)
-                await writer.drain()
-        finally:
-            forwarding.cancel()
-            for end in (writer, to_redis):
-                end.close()
-                with contextlib.suppress(ConnectionError):
-                    await end.wait_closed()

@@ -1,6 +1,7 @@
 """An actor against a real Redis: what it pushes, when it begins, what it gives up, and how it ends."""
 
 import asyncio
+import dataclasses
 import itertools
 import uuid
 
@@ -11,8 +12,7 @@ pytest.importorskip("redis", reason="the pipeline extra is not installed")
 from ludic.batch_gen import GRPORequestStrategy, TooManyFailures
 from ludic.http.client import Unreachable
 from ludic.types import ConfigError, PolicyGone, RequestsExhausted
-from ludic_pipeline.queue.actor import run_pipeline_actor
-from ludic_pipeline.queue.connection import RedisGone
+from ludic_pipeline.queue.actor import ActorSettings, run_pipeline_actor
 from ludic_pipeline.queue.lease import LearnerStatus, Lease
 from ludic_pipeline.queue.queue import ExperienceQueue, Settlement
 from ludic_pipeline.queue.wire import decode_group
@@ -76,16 +76,21 @@ def endless(**fields):
     return lambda: [request(env_seed=number, **fields) for number in itertools.islice(numbers, 3)]
 
 
-def actor(learner, *, engine=None, requests_fn=None, **settings):
-    defaults = {
+OF_SETTINGS = {field.name for field in dataclasses.fields(ActorSettings)}
+
+
+async def actor(learner, *, engine=None, requests_fn=None, **given):
+    whole = {
         "credit_assigner": TotalReward(),
         "redis_url": learner.queue.address.url,
         "queue_key": learner.queue.keys.queue_key,
         "strategy": GRPORequestStrategy(4),
         "concurrency": 8,
         "poll_s": POLL_S,
+        **given,
     }
-    return run_pipeline_actor(engine or make_engine(), requests_fn or endless(), **{**defaults, **settings})
+    settings = ActorSettings(**{name: whole.pop(name) for name in OF_SETTINGS & whole.keys()})
+    return await run_pipeline_actor(engine or make_engine(), requests_fn or endless(), settings=settings, **whole)
 
 
 class HeldClient:
@@ -135,16 +140,6 @@ async def test_every_group_arrives_whole_with_its_credit_and_the_counts_agree(le
     )
 
 
-async def test_a_request_of_many_episodes_plays_what_the_engine_would_play(learner):
-    await learner.say(max_lag=None)
-    many = request(env_seed=3, sampling_seed=11, num_episodes=5)
-    await actor(learner, requests_fn=lambda: [many], strategy=None, max_groups=1)
-    [items] = await learner.take()
-    plain = await make_engine().generate_batch([many], credit_assigner=TotalReward())
-    assert [i.input_ids.tolist() for i in items] == [i.input_ids.tolist() for i in plain.items]
-    assert len({tuple(i.input_ids.tolist()) for i in items}) > 1
-
-
 async def test_groups_share_the_places_and_never_use_more(learner):
     await learner.say(max_lag=None)
     client = HeldClient()
@@ -156,28 +151,6 @@ async def test_groups_share_the_places_and_never_use_more(learner):
     client.open.set()
     assert (await running).num_groups == 4
     assert client.most_running == 6
-
-
-async def test_a_filter_that_leaves_nothing_makes_an_empty_group(learner):
-    await learner.say(max_lag=None)
-    requests = iter([[request(env_seed=n)] for n in range(3)])
-
-    def until_used_up():
-        try:
-            return next(requests)
-        except StopIteration:
-            raise RequestsExhausted("no more") from None
-
-    report = await actor(learner, requests_fn=until_used_up, sample_filter=lambda item: False)
-    assert (report.num_groups, report.num_empty) == (0, 3)
-    assert (await learner.queue.counts()).produced == 0
-
-
-async def test_on_group_gets_a_report_after_each_push(learner):
-    await learner.say(max_lag=None)
-    told = []
-    await actor(learner, max_groups=3, on_group=told.append)
-    assert [report.num_groups for report in told] == [1, 2, 3]
 
 
 # --- pace ---
@@ -224,18 +197,6 @@ async def test_many_actors_together_make_no_more_than_one_would(learner):
     assert sum(report.num_items for report in await asyncio.gather(*running)) == 24
 
 
-async def test_no_group_starts_with_weights_beyond_max_lag(learner):
-    await learner.say(version=5)
-    client = HeldClient(version=2)
-    client.open.set()
-    running = asyncio.create_task(actor(learner, engine=make_engine(client), client=client, max_groups=1))
-    await learner.until(lambda counts: counts.num_actors == 1)
-    await asyncio.sleep(20 * POLL_S)
-    assert client.most_running == 0
-    client.version = 3
-    assert (await running).num_groups == 1
-
-
 async def test_a_policy_that_is_being_restarted_is_waited_for_and_that_is_said_once(learner, caplog):
     await learner.say(max_lag=None)
     client = HeldClient()
@@ -250,20 +211,6 @@ async def test_a_policy_that_is_being_restarted_is_waited_for_and_that_is_said_o
     client.get_policy_version = restarting
     assert (await actor(learner, engine=make_engine(client), client=client, max_groups=1)).num_groups == 1
     assert caplog.text.count("until the policy returns its version: no connection") == 1
-
-
-async def test_a_full_queue_holds_the_actor_up_and_loses_nothing(learner):
-    await learner.say(max_lag=None)
-    client = HeldClient()
-    client.open.set()
-    running = asyncio.create_task(actor(learner, engine=make_engine(client), max_waiting=2, max_groups=7))
-    await learner.until(lambda counts: counts.queue_groups == 2)
-    await asyncio.sleep(20 * POLL_S)
-    assert client.num_running == 0 and (await learner.queue.counts()).queue_groups == 2
-    assert len(await learner.take_groups(7)) == 7
-    report = await running
-    counts = await learner.queue.counts()
-    assert (report.num_items, counts.produced, counts.trained, counts.balance) == (28, 28, 28, 0)
 
 
 # --- giving up ---
@@ -324,28 +271,6 @@ async def test_a_failed_episode_costs_its_group_and_nothing_else(learner):
     assert all(len(items) == 4 for items in await learner.take(max_items=100))
 
 
-async def test_a_failed_episode_without_siblings_leaves_the_others(learner):
-    await learner.say(max_lag=None)
-    seen = itertools.count()
-
-    class FailsOnce:
-        def __init__(self):
-            self.inner = coin_client()
-
-        async def complete_tokens(self, request):
-            if next(seen) == 2:
-                raise RuntimeError("a hiccup")
-            return await self.inner.complete_tokens(request)
-
-        def sync_weights(self, params, *, timeout_s=600.0, version=None):
-            raise RuntimeError("not served")
-
-    five = request(env_seed=1, sampling_seed=1, num_episodes=5)
-    engine = make_engine(FailsOnce(), max_retries=0)
-    report = await actor(learner, engine=engine, requests_fn=lambda: [five], strategy=None, max_groups=1)
-    assert (report.num_groups, report.num_items) == (1, 4)
-
-
 async def test_an_actor_whose_groups_mostly_fail_ends_and_says_why(learner):
     await learner.say(max_lag=None)
     with pytest.raises(TooManyFailures, match=r"17 of the last 17 groups failed.*broken env 7"):
@@ -377,18 +302,6 @@ async def test_what_runs_beside_the_actor_ends_it_when_it_fails(learner):
 
     with pytest.raises(ConfigError, match="of another model"):
         await actor(learner, follow=follow)
-    assert other_tasks() == set()
-
-
-async def test_a_mistake_in_the_credit_rule_is_not_swallowed(learner):
-    await learner.say(max_lag=None)
-
-    class Broken:
-        def compute(self, rollouts):
-            raise ZeroDivisionError("no rollouts like these")
-
-    with pytest.raises(ZeroDivisionError):
-        await actor(learner, credit_assigner=Broken())
     assert other_tasks() == set()
 
 
@@ -450,34 +363,6 @@ async def test_requests_that_are_used_up_end_the_actor_when_all_is_pushed(learne
 
 
 # --- Redis goes away ---
-
-
-async def test_an_actor_survives_a_killed_redis(redis_server, key):
-    learner = Learner(redis_server.url, key)
-    await learner.queue.acquire(learner.lease)
-    await learner.say(max_lag=None)
-    client = HeldClient()
-    client.open.set()
-    running = asyncio.create_task(actor(learner, engine=make_engine(client), max_waiting=4, max_groups=12))
-    await learner.until(lambda counts: counts.queue_groups == 4)
-    await asyncio.to_thread(redis_server.kill)
-    await asyncio.sleep(20 * POLL_S)
-    await asyncio.to_thread(redis_server.start)
-    groups = await learner.take_groups(12)
-    report = await running
-    counts = await learner.queue.counts()
-    assert report.num_items == counts.produced == 48 and counts.balance == 0
-    rollouts = [item.origin.rollout_id for items in groups for item in items]
-    assert len(rollouts) == len(set(rollouts)) == 48, "none twice, none missing"
-    await learner.queue.close()
-
-
-async def test_an_unreachable_redis_ends_the_actor_with_redis_gone(redis_server, key):
-    learner = Learner(redis_server.url, key)
-    await asyncio.to_thread(redis_server.kill)
-    with pytest.raises(RedisGone):
-        await actor(learner, patience_s=0.2)
-    assert other_tasks() == set()
 
 
 async def test_an_actor_can_be_stopped_while_redis_is_away(redis_server, key, monkeypatch):

@@ -10,7 +10,7 @@ pytest.importorskip("redis", reason="the pipeline extra is not installed")
 from ludic.distributed import FolderFollower, FolderPublisher  # noqa: E402
 from ludic.inference import ByteTemplate  # noqa: E402
 from ludic.types import InferenceSpec, ReturnSpec, SamplingParams  # noqa: E402
-from ludic_pipeline.queue import run_pipeline_actor  # noqa: E402
+from ludic_pipeline.queue import ActorSettings, run_pipeline_actor  # noqa: E402
 from ludic_pipeline.queue.lease import LearnerStatus, Lease  # noqa: E402
 from ludic_pipeline.queue.queue import ExperienceQueue  # noqa: E402
 from ludic_pipeline.queue.wire import decode_group  # noqa: E402
@@ -51,8 +51,7 @@ async def test_an_item_that_crosses_an_update_carries_both_versions_through_redi
                 "in-flight",
                 max_steps=1,
                 client=server,
-                max_groups=1,
-                follow=lambda: follower.run(poll_s=0.01),
+                settings=ActorSettings(max_groups=1, follow=lambda: follower.run(poll_s=0.01)),
             )
         )
         await gate.reached()

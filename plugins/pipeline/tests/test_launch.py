@@ -13,16 +13,13 @@ from ludic.run.policies import resolve_run
 from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import with_values
 from ludic.types import ConfigError
-from ludic_pipeline.launch.launch import ludic_command, make_roles, prepare, ray_resources, reachable_socket
-from ludic_pipeline.launch.supervisor import WhenDone
-from ludic_pipeline.settings import (
-    PipelineSettings,
-    given_redis,
+from ludic_pipeline.feature import (
     pipeline_of,
     queue_key_of,
-    redis_url,
     required_servers,
 )
+from ludic_pipeline.launch.launch import ludic_command, make_roles, prepare, ray_resources, reachable_socket
+from ludic_pipeline.launch.supervisor import WhenDone
 from tests.unit.cli.train_parts import ENV, SMALL, command_in
 
 
@@ -72,11 +69,6 @@ def test_missing_redis_server_error_says_what_to_install(ludic, tmp_path, monkey
     monkeypatch.setenv("PATH", str(tmp_path))
     ended = ludic("launch", "letter.py:Letter", *SMALL, "--dry-run")
     assert ended.code == 2 and "apt-get install redis-server" in ended.err
-
-
-def test_a_redis_is_for_pipelines_only(ludic):
-    ended = ludic("train", "tic_tac_toe", "--model", "tiny", "--redis", "redis://here")
-    assert ended.code == 2 and "redis is for engine = 'pipeline'" in ended.err
 
 
 # --- what is planned ---
@@ -130,7 +122,7 @@ def test_vllm_actors_get_a_server_unless_one_is_given(tmp_path, monkeypatch):
     monkeypatch.setenv("LUDIC_REDIS_URL", "redis://here")
     own = make_roles(run_with(tmp_path, actor_engine="vllm", actors=1))
     assert [role.name for role in own] == ["server", "learner", "actor-0"] and own[1].needs == ("server",)
-    assert own[0].command[:3] == (sys.executable, "-m", "ludic_vllm.run_server")
+    assert own[0].command[:3] == (sys.executable, "-m", "ludic_vllm.vllm_server")
     assert own[2].environment["LUDIC_SERVER"] == f"http://127.0.0.1:{own[0].command[-1]}"
     given = make_roles(run_with(tmp_path, actor_engine="vllm", actors=1, server=("http://there:8000",)))
     assert [role.name for role in given] == ["learner", "actor-0"]
@@ -154,12 +146,6 @@ def test_defaults_for_a_pipeline(tmp_path):
     assert run_with(tmp_path, max_lag=0).max_lag == 0
     local = run_with(tmp_path, engine="local")
     assert local.max_lag == 0 and pipeline_of(local.config).queue_key is None
-
-
-def test_the_flag_wins_over_the_variable(monkeypatch):
-    monkeypatch.setenv("LUDIC_REDIS_URL", "redis://variable")
-    assert given_redis(PipelineSettings()) == "redis://variable"
-    assert redis_url(PipelineSettings(redis="redis://flag")) == "redis://flag"
 
 
 def test_missing_servers_error_names_the_flag(monkeypatch):

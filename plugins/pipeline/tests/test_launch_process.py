@@ -25,10 +25,12 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed"),
 ]
+SIZES = [
+    "--max-tokens", "1", "--group-size", "4", "--rollouts-per-update", "16", "--lr", "1e-2", "--logger", "print",
+    "--checkpoint-every", "5", "--name", "run",
+]  # fmt: skip
 RUN = [
-    "own/letter.py:Paid", "--model", "tiny", "--max-tokens", "1", "--group-size", "4", "--rollouts-per-update", "16",
-    "--algo", "own/algos.py:steady", "--parser", "own/algos.py:as_it_is",
-    "--lr", "1e-2", "--logger", "print", "--checkpoint-every", "5", "--name", "run",
+    "own/letter.py:Paid", "--model", "tiny", "--algo", "own/algos.py:steady", "--parser", "own/algos.py:as_it_is", *SIZES,
 ]  # fmt: skip
 IDENTITY = re.compile(
     r"produced (\d+) = (\d+) acknowledged \+ (\d+) stale \+ (\d+) filtered \+ (\d+) dead \+ (\d+) fetched \+ (\d+) waiting"
@@ -78,7 +80,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def until(condition: Callable[[], bool], process: forked.Forked, what: str) -> None:
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 300  # a vLLM server takes half a minute to start, more on a busy machine
     while not condition():
         ended = process.poll() is not None
         assert not ended and time.monotonic() < deadline, f"{what}: {process.communicate()[0] if ended else ''}"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludic_pipeline.queue.pacing import expected_lag, is_too_late, may_begin
+from ludic_pipeline.queue.pacing import _expected_lag, is_too_late, may_begin
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Learner:
 )
 def test_the_lag_of_an_item_is_the_number_of_batches_before_it(is_waiting, ahead_items, lag):
     learner = Learner(is_waiting=is_waiting)
-    assert expected_lag(learner, ahead_items, 10) == lag
+    assert _expected_lag(learner, ahead_items, 10) == lag
     assert may_begin(learner, ahead_items=ahead_items) == (lag <= 2)
 
 
@@ -41,17 +41,6 @@ def test_the_age_of_the_served_weights_counts_as_lag():
     assert may_begin(learner, ahead_items=0, served_version=8)
     assert not may_begin(learner, ahead_items=0, served_version=7), "it could never be used"
     assert not may_begin(learner, ahead_items=8, served_version=8)
-
-
-def test_without_lag_a_group_is_begun_only_for_a_learner_that_waits():
-    learner = Learner(max_lag=0)
-    assert not may_begin(learner, ahead_items=0)
-    assert may_begin(replace(learner, is_waiting=True), ahead_items=7)
-    assert not may_begin(replace(learner, is_waiting=True), ahead_items=8)
-
-
-def test_without_a_limit_only_the_queue_holds_an_actor_up():
-    assert may_begin(Learner(max_lag=None), ahead_items=10**6, served_version=0)
 
 
 @pytest.mark.parametrize("unknown", [{"version": None}, {"items_per_update": None}])

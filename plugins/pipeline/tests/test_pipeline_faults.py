@@ -1,8 +1,8 @@
 """Whatever dies, pauses or misbehaves in a pipeline: training goes on, and every item is accounted for.
 
-Real processes and a real Redis. Most learners here have a list in the place of weights (pipeline_parts.py), so that it can be
-compared, item by item, with what the actors sent; the last test has the example's Trainer and engine, and test_vllm_training.py
-has `ludic launch` with vLLM. The checks that every test ends with are in `Pipeline.check` (pipeline_harness.py).
+Real processes and a real Redis. Learners here have a list in the place of weights (pipeline_parts.py), so that it can be
+compared, item by item, with what the actors sent; test_launch_process.py has the Trainer, and test_vllm_training.py `ludic launch`
+with vLLM. The checks that every test ends with are in `Pipeline.check` (pipeline_harness.py).
 """
 
 import asyncio
@@ -376,31 +376,3 @@ def test_all_processes_are_killed_at_random_moments_for_a_while(pipeline):
     pipeline.until_drained(learner)
     pipeline.stop(learner)
     pipeline.check()
-
-
-# --- the real Trainer, the real engine ---
-
-
-@pytest.mark.extended(
-    covered_by="plugins/pipeline/tests/test_launch_process.py::test_pipeline_resumes_after_interrupts_and_kills"
-)
-@pytest.mark.slow
-def test_the_trainer_is_killed_in_a_step_and_an_actor_with_the_engine_inside_it(pipeline, tmp_path):
-    """examples/pipeline_rl: weights of a tiny model through a folder, an engine in each actor."""
-    pytest.importorskip("torch", reason="the local extra is not installed")
-    small = ["--redis", pipeline.server.url, "--queue-key", QUEUE_KEY, "--runs", str(tmp_path), "--name", "run",
-             "--rollouts-per-update", "16", "--checkpoint-every", "2", "--concurrency", "16"]  # fmt: skip
-    trainer = pipeline.start("example_trainer", arguments=[*small, "--steps", "1000"], hold_at=6)
-    engine = pipeline.start("example_actor", arguments=small)
-    pipeline.until_step(trainer, 3, engine)
-    pipeline.kill(engine)
-    other = pipeline.start("example_actor", arguments=small)
-    pipeline.until_held(trainer)
-    pipeline.kill(trainer)
-    resumed = pipeline.start("example_trainer", arguments=[*small, "--steps", "8", "--resume"])
-    pipeline.wait(resumed)
-    pipeline.stop(other)
-    assert trainer.told("applied") == [1, 2, 3, 4, 5] and resumed.told("applied") == [5, 6, 7, 8]
-    account = pipeline.check()
-    assert account.counts["trained"] == 8 * 16
-    assert {*other.ids("kept")} & {*account.learned}, "the second engine's groups are trained on, too"

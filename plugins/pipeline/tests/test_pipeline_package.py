@@ -4,10 +4,6 @@ import subprocess
 import sys
 import textwrap
 
-import pytest
-
-import ludic_pipeline.queue as pipeline
-
 WITHOUT_REDIS = """
 import sys
 sys.modules["redis"] = None  # as if it were not installed
@@ -18,16 +14,6 @@ def run_python(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
-
-
-def test_every_public_name_of_the_package_can_be_imported():
-    for name in pipeline.__all__:
-        assert getattr(pipeline, name).__name__ == name
-
-
-def test_an_unknown_name_is_refused_with_those_there_are():
-    with pytest.raises(AttributeError, match="PipelineBatchSource"):
-        pipeline.PipelineSource  # noqa: B018
 
 
 def test_all_of_it_loads_without_redis_and_without_torch():

@@ -9,27 +9,22 @@ from itertools import count
 import pytest
 
 from ludic.training import TrainingLoop
-from ludic.types import AccountsForItems, ChecksSamples, ConfigError, FollowsVersions, Stateful
+from ludic.types import ConfigError
 from ludic_pipeline.queue import (
     LeaseHeld,
-    LeaseLost,
     LeaseTimes,
     PipelineBatchSource,
     PipelineStats,
     RedisGone,
-    WireLimits,
 )
 from ludic_pipeline.queue.lease import Lease
-from ludic_pipeline.queue.queue import ExperienceQueue, new_actor_id
+from ludic_pipeline.queue.queue import ExperienceQueue
 from plugins.pipeline.tests.queue_parts import (
     ACTOR,
     SHORT,
-    LossyProxy,
     Pusher,
     crash,
-    kill_connections,
     let_lease_run_out,
-    payload,
     raw_client,
     tags_of,
 )
@@ -38,6 +33,8 @@ from tests.unit.training.test_training_loop import Recorder
 pytestmark = pytest.mark.slow
 
 _numbers = count()
+ONLY_ON_REQUEST = {"batch_size": 4, "world_size": 2}
+"""A rank with batches of two items, which fetches nothing ahead."""
 
 
 @pytest.fixture
@@ -90,24 +87,6 @@ async def test_a_batch_has_whole_groups_and_enough_items(pusher, make_source):
     assert first.meta["rollout_metrics"]["queue_items"] == first.meta["queue_items"] == 10.0, "as of its beginning"
 
 
-def test_pipeline_source_has_the_interfaces_of_the_trainer(shared_redis):
-    source = PipelineBatchSource(shared_redis.url)
-    assert isinstance(source, Stateful)
-    assert isinstance(source, FollowsVersions)
-    assert isinstance(source, AccountsForItems)
-    assert isinstance(source, ChecksSamples)
-
-
-async def test_waiting_for_data_leaves_the_event_loop_free(pusher, make_source):
-    source = make_source(batch_size=2)
-    waiting = asyncio.create_task(source.next_batch())
-    for _ in range(200):
-        await asyncio.sleep(0)
-    assert not waiting.done()
-    tags = await pusher.push()
-    assert tags_of(await waiting) == tags
-
-
 async def test_the_next_batch_is_fetched_while_this_one_is_trained_on(queue, pusher, make_source):
     for _ in range(3):
         await pusher.push()
@@ -120,19 +99,17 @@ async def test_the_next_batch_is_fetched_while_this_one_is_trained_on(queue, pus
     assert (await queue.beat_actor(ACTOR, 0)).waiting_items == 4, "fetched ahead is not begun"
 
 
-@pytest.mark.parametrize("settings", [{"prefetch": False}, {"batch_size": 4, "world_size": 2}])
-async def test_without_prefetch_groups_are_taken_only_on_request(queue, pusher, make_source, settings):
-    """Nor with several ranks: what one fetches ahead, another waits for."""
+async def test_with_several_ranks_groups_are_taken_only_on_request(queue, pusher, make_source):
+    """What one rank would fetch ahead, another waits for."""
     for _ in range(3):
         await pusher.push()
-    source = make_source(**{"batch_size": 2, **settings})
-    await source.next_batch()
+    await make_source(**ONLY_ON_REQUEST).next_batch()
     await asyncio.sleep(0.05)
     assert (await queue.counts()).unacknowledged_groups == 1
 
 
 async def test_actors_see_whether_the_learner_waits(queue, pusher, make_source):
-    source = make_source(batch_size=2, max_lag=3, prefetch=False)
+    source = make_source(**ONLY_ON_REQUEST, max_lag=3)
     source.notify_version(5)
     waiting = asyncio.create_task(source.next_batch())
 
@@ -143,67 +120,11 @@ async def test_actors_see_whether_the_learner_waits(queue, pusher, make_source):
     await pusher.push(version=5)
     await waiting
     state = await queue.beat_actor(ACTOR, 0)
-    assert (state.is_waiting, state.version, state.items_per_update, state.max_lag) == (False, 5, 2, 3)
+    assert (state.is_waiting, state.version, state.items_per_update, state.max_lag) == (False, 5, 4, 3)
     assert state.waiting_items == 0
 
 
-async def test_two_ranks_take_disjoint_groups_and_the_same_number_of_batches(pusher, make_source):
-    pushed = [tag for size in (1, 2, 3) * 8 for tag in await pusher.push(size)]
-    ranks = [make_source(batch_size=8, rank=rank, world_size=2) for rank in range(2)]
-    seen: list[int] = []
-    num_batches = 0
-    while len(pushed) - len(seen) >= 12:  # two shares of 4 may take 6 each
-        batches = await asyncio.gather(*(rank.next_batch() for rank in ranks))
-        assert all(len(batch) >= 4 for batch in batches)
-        seen += [tag for batch in batches for tag in tags_of(batch)]
-        num_batches += 1
-        for rank in ranks:
-            rank.notify_trained(num_batches, 0)
-    assert num_batches >= 4
-    assert len(seen) == len(set(seen))
-    assert set(seen) <= set(pushed)
-
-
 # --- acknowledging items ---
-
-
-async def test_a_group_stays_in_the_queue_until_a_checkpoint_has_it(queue, pusher, make_source):
-    source = make_source(batch_size=2, prefetch=False)
-    for step in (1, 2):
-        await pusher.push()
-        await source.next_batch()
-        source.notify_trained(step, 2)
-        await source.flush()
-    assert ((await queue.counts()).trained, (await queue.counts()).unacknowledged_groups) == (0, 2)
-    source.notify_saved(1)
-    await source.flush()
-    assert ((await queue.counts()).trained, (await queue.counts()).unacknowledged_groups) == (2, 1)
-    source.notify_saved(5)
-    await source.flush()
-    counts = await queue.counts()
-    assert (counts.trained, counts.in_queue, counts.balance) == (4, 0, 0)
-
-
-async def test_with_acknowledge_trained_a_group_is_removed_after_its_step(queue, pusher, make_source):
-    source = make_source(batch_size=2, acknowledge="trained")
-    await pusher.push()
-    await source.next_batch()
-    source.notify_trained(1, 2)
-    await source.flush()
-    assert (await queue.counts()).trained == 2
-
-
-async def test_what_the_trainer_left_out_is_counted_as_filtered(queue, pusher, make_source):
-    """Two batches before a step: the first had nothing to train on, and the trainer asked again."""
-    source = make_source(batch_size=2)
-    for size in (3, 4):
-        await pusher.push(size)
-        await source.next_batch()
-    source.notify_trained(1, 5)
-    source.notify_saved(1)
-    await source.flush()
-    counts = await queue.counts()
-    assert (counts.trained, counts.filtered, counts.balance) == (5, 2, 0)
 
 
 async def test_the_heartbeat_acknowledges_while_the_trainer_is_busy(queue, pusher, make_source):
@@ -227,7 +148,7 @@ async def test_the_heartbeat_acknowledges_while_the_trainer_is_busy(queue, pushe
 
 async def test_a_heartbeat_that_arrives_late_does_not_set_the_version_back(shared_redis, queue, pusher, make_source):
     """The heartbeat's thread has built its status; before it sends it, the trainer finishes a step and the event loop calls."""
-    source = make_source(batch_size=2, prefetch=False)
+    source = make_source(**ONLY_ON_REQUEST)
     await pusher.push()
     source.notify_version(4)
     await source.next_batch()
@@ -256,18 +177,6 @@ async def test_a_heartbeat_that_arrives_late_does_not_set_the_version_back(share
     assert len(versions) >= 3 and set(versions) == {5}
 
 
-async def test_stale_groups_are_dropped_whole_and_counted(queue, pusher, make_source):
-    await pusher.push(3, version=1)
-    fresh = await pusher.push(2, version=4)
-    source = make_source(batch_size=2, max_lag=1)
-    source.notify_version(5)
-    batch = await source.next_batch()
-    assert tags_of(batch) == fresh
-    assert batch.meta["lags"] == {1: 2}
-    stats = await source.refresh_stats()
-    assert (stats.stale, stats.dropped_lags, stats.lags, stats.balance) == (3, {4: 3}, {1: 2}, 0)
-
-
 async def test_what_was_fetched_ahead_and_became_too_old_is_not_handed_out(queue, pusher, make_source):
     source = make_source(batch_size=2, max_lag=0)
     source.notify_version(0)
@@ -290,67 +199,7 @@ async def test_what_was_fetched_ahead_and_became_too_old_is_not_handed_out(queue
 # --- what cannot be read ---
 
 
-async def test_unreadable_groups_become_dead_letters(shared_redis, queue, key, make_source):
-    actor = new_actor_id()
-    good = payload([1, 2])
-    hostile = [b"\x80\x04junk", good[:-3], good + b"!", b"LGRP\xff\x00\x00", payload([3])]
-    for number, data in enumerate([*hostile, good], start=1):
-        await queue.push(actor, number, data, num_items=2, oldest_version=0)
-    await queue.push(actor, 100, payload([4, 5], version=9), num_items=2, oldest_version=0)
-    await queue.push(actor, 101, payload([6, 7]), num_items=2, oldest_version=0)
-    with raw_client(shared_redis) as client:
-        client.xadd(f"{{{key}}}", {"payload": "cos\nsystem\n(S'true'\ntR."})
-    await queue.push(actor, 102, payload([8, 9]), num_items=2, oldest_version=0)
-    source = make_source(batch_size=2)
-    assert [tags_of(await source.next_batch()) for _ in range(3)] == [[1, 2], [6, 7], [8, 9]]
-    stats = await source.refresh_stats()
-    assert (stats.dead, stats.num_dead_letters, stats.balance) == (13, 7, 0)
-    with raw_client(shared_redis) as client:
-        reasons = [letter[b"reason"].decode() for _, letter in client.xrange(f"{{{key}}}:dead")]
-    assert "The entry says 2 items from version 0, but the payload has 1 from 0." in reasons
-    assert "The entry says 2 items from version 0, but the payload has 2 from 9." in reasons
-
-
-async def test_a_group_beyond_the_limits_is_never_fetched(queue, pusher, make_source):
-    await pusher.push(50)
-    small = await pusher.push(2)
-    source = make_source(batch_size=1, limits=WireLimits(max_bytes=len(payload([50, 51])) + 8))
-    assert tags_of(await source.next_batch()) == small
-    assert (await queue.counts()).dead == 50
-
-
 # --- crashes and resumes ---
-
-
-async def test_groups_of_a_dead_learner_go_to_the_next_one(shared_redis, key, pusher, make_source):
-    groups = [await pusher.push() for _ in range(4)]
-    old = make_source(batch_size=2)
-    assert tags_of(await old.next_batch()) == groups[0]
-    await crash(old)
-    let_lease_run_out(shared_redis, key)
-    new = make_source(batch_size=2)
-    assert [tags_of(await new.next_batch()) for _ in range(4)] == groups
-
-
-async def test_what_is_in_the_checkpoint_is_not_trained_on_again_and_what_is_not_is(
-    shared_redis, key, queue, pusher, make_source
-):
-    groups = [await pusher.push() for _ in range(6)]
-    old = make_source(batch_size=2)
-    for step in (1, 2, 3):
-        await old.next_batch()
-        old.notify_trained(step, 1)
-        if step == 2:
-            checkpoint = old.state_dict()  # on disk by now, but Redis has not heard of it
-    await old.next_batch()
-    await crash(old)
-    let_lease_run_out(shared_redis, key)
-    new = make_source(batch_size=2)
-    new.load_state_dict(checkpoint)
-    assert [tags_of(await new.next_batch()) for _ in range(4)] == groups[2:]
-    counts = await queue.counts()
-    assert (counts.trained, counts.filtered, counts.balance) == (2, 2, 0)
-    assert new.state_dict()["num_batches"] == 6
 
 
 async def test_a_batch_that_was_trained_on_in_part_goes_on_from_the_checkpoint_and_not_from_the_queue(
@@ -391,95 +240,10 @@ async def test_actors_are_told_how_many_versions_a_batch_makes(queue, pusher, ma
         make_source(versions_per_batch=0)
 
 
-async def test_a_checkpoint_that_redis_has_heard_of_changes_nothing_twice(
-    shared_redis, key, queue, pusher, make_source
-):
-    groups = [await pusher.push() for _ in range(2)]
-    old = make_source(batch_size=2)
-    await old.next_batch()
-    old.notify_trained(1, 2)
-    checkpoint = old.state_dict()
-    old.notify_saved(1)
-    await old.flush()
-    await crash(old)
-    let_lease_run_out(shared_redis, key)
-    new = make_source(batch_size=2)
-    new.load_state_dict(checkpoint)
-    assert tags_of(await new.next_batch()) == groups[1]
-    assert ((await queue.counts()).trained, (await queue.counts()).balance) == (2, 0)
-
-
-async def test_a_cancelled_wait_loses_nothing_and_gives_nothing_twice(pusher, make_source):
-    """A stop signal cancels the fetch wherever it is; many moments are tried."""
-    source = make_source(batch_size=2, poll_timeout=0.02)
-    seen: list[int] = []
-    pushed: list[int] = []
-    for moment in range(60):
-        if moment % 2:
-            pushed += await pusher.push()
-        task = asyncio.create_task(source.next_batch())
-        for _ in range(moment % 17):
-            await asyncio.sleep(0.0003)
-        task.cancel()
-        (outcome,) = await asyncio.gather(task, return_exceptions=True)
-        if not isinstance(outcome, asyncio.CancelledError):
-            seen += tags_of(outcome)
-    while len(seen) < len(pushed):
-        seen += tags_of(await source.next_batch())
-    assert sorted(seen) == pushed
-
-
-async def test_lost_replies_lose_nothing_and_give_nothing_twice(shared_redis, key, queue, pusher):
-    groups = [await pusher.push() for _ in range(8)]
-    async with LossyProxy(shared_redis) as proxy, PipelineBatchSource(proxy.url, key, batch_size=2) as source:
-        seen = []
-        for step in range(1, 9):
-            proxy.num_to_lose += 1
-            seen.append(tags_of(await source.next_batch()))
-            source.notify_trained(step, 2)
-            source.notify_saved(step)
-        assert seen == groups
-        assert proxy.num_lost >= 7
-    counts = await queue.counts()
-    assert (counts.trained, counts.in_queue, counts.balance) == (16, 0, 0)
-
-
-async def test_killed_connections_lose_nothing(shared_redis, key, pusher, make_source):
-    groups = [await pusher.push() for _ in range(6)]
-    source = make_source(batch_size=2)
-    seen = []
-    for step in range(1, 7):
-        kill_connections(shared_redis)
-        seen.append(tags_of(await source.next_batch()))
-        source.notify_trained(step, 2)
-    assert seen == groups
-
-
-async def test_a_restart_of_redis_is_waited_out_by_a_learner(redis_server):
-    async with (
-        ExperienceQueue(redis_server.url) as queue,
-        PipelineBatchSource(redis_server.url, batch_size=2) as source,
-    ):
-        pusher = Pusher(queue)
-        groups = [await pusher.push() for _ in range(4)]
-        seen = [tags_of(await source.next_batch())]
-        source.notify_trained(1, 2)
-        source.notify_saved(1)
-        redis_server.kill()
-        waiting = asyncio.create_task(source.next_batch())
-        await asyncio.sleep(0.05)
-        await asyncio.to_thread(redis_server.start)
-        seen.append(tags_of(await waiting))
-        seen += [tags_of(await source.next_batch()) for _ in range(2)]
-        assert seen == groups
-        stats = await source.refresh_stats()
-        assert (stats.trained, stats.in_queue, stats.balance) == (2, 6, 0)
-
-
 async def test_what_redis_has_not_confirmed_is_still_in_the_state(redis_server):
     async with (
         ExperienceQueue(redis_server.url) as queue,
-        PipelineBatchSource(redis_server.url, batch_size=2, patience_s=0.1, prefetch=False) as source,
+        PipelineBatchSource(redis_server.url, patience_s=0.1, **ONLY_ON_REQUEST) as source,
     ):
         await Pusher(queue).push()
         await source.next_batch()
@@ -499,7 +263,7 @@ async def test_groups_are_not_given_twice_after_redis_lost_its_last_writes(redis
     """With everysec a kill -9 can undo takes and acknowledgements that were answered; here a copy of its file does."""
     async with (
         ExperienceQueue(redis_server.url) as queue,
-        PipelineBatchSource(redis_server.url, batch_size=2, prefetch=False) as source,
+        PipelineBatchSource(redis_server.url, **ONLY_ON_REQUEST) as source,
     ):
         pusher = Pusher(queue)
         groups = [await pusher.push() for _ in range(4)]
@@ -558,7 +322,7 @@ async def test_a_lease_is_taken_over_although_the_clock_of_redis_was_set_back(
 async def test_a_live_learner_keeps_its_lease(pusher, make_source, monkeypatch):
     await pusher.push()
     times = LeaseTimes(holds_s=1.0, beat_s=0.05)  # a busy machine may be late with a heartbeat
-    monkeypatch.setattr("ludic_pipeline.queue.source._LEASES_TO_WAIT", 1.5)
+    monkeypatch.setattr("ludic_pipeline.queue.queue._LEASES_TO_WAIT", 1.5)
     await make_source(batch_size=2, lease_times=times).next_batch()
     with pytest.raises(LeaseHeld, match="alive"):
         await make_source(batch_size=2, lease_times=times).next_batch()
@@ -577,40 +341,6 @@ async def test_a_blocked_event_loop_does_not_lose_the_lease(queue, pusher, make_
     assert tags_of(await source.next_batch()) == groups[1]
 
 
-async def test_a_learner_whose_lease_was_taken_over_raises_lease_lost(shared_redis, key, queue, pusher, make_source):
-    groups = [await pusher.push() for _ in range(3)]
-    old = make_source(batch_size=2)
-    assert tags_of(await old.next_batch()) == groups[0]
-
-    async def is_ahead() -> bool:
-        return (await queue.counts()).unacknowledged_groups == 2
-
-    await until(is_ahead)
-    let_lease_run_out(shared_redis, key)
-    new = make_source(batch_size=2)
-    await new.next_batch()
-    old.notify_trained(1, 2)
-    old.notify_saved(1)
-    with pytest.raises(LeaseLost, match="Resume from the last checkpoint"):
-        await old.next_batch()  # although it has a batch ready
-    assert (await queue.counts()).trained == 0
-    assert [tags_of(await new.next_batch()) for _ in range(2)] == groups[1:]
-
-
-async def test_close_releases_the_lease_and_keeps_untrained_groups_in_the_queue(queue, pusher, make_source):
-    groups = [await pusher.push() for _ in range(3)]
-    old = make_source(batch_size=2)
-    for step in (1, 2):
-        await old.next_batch()
-        old.notify_trained(step, 2)
-    old.notify_saved(1)
-    await old.close()
-    await old.close()
-    assert (old.stats().trained, old.stats().in_queue, old.stats().balance) == (2, 4, 0)
-    new = make_source(batch_size=2)
-    assert [tags_of(await new.next_batch()) for _ in range(2)] == groups[1:]
-
-
 async def test_a_learner_stopped_during_its_start_releases_the_lease(queue, make_source):
     for moment in range(30):
         source = make_source(batch_size=2)
@@ -622,13 +352,6 @@ async def test_a_learner_stopped_during_its_start_releases_the_lease(queue, make
         await source.close()
     last = Lease("learner-0")
     assert (await queue.acquire(last))[0] == last.token
-
-
-async def test_a_source_that_was_never_used_closes(make_source):
-    source = make_source()
-    await source.close()
-    with pytest.raises(ConfigError, match="closed"):
-        await source.next_batch()
 
 
 # --- threads and loops ---
@@ -720,9 +443,3 @@ def test_the_account_is_shown_in_one_line():
         == "produced 1280 = 1024 acknowledged + 16 stale + 0 filtered + 0 dead + 64 fetched + 176 waiting"
     )
     assert stats.balance == 0
-
-
-def test_the_account_shows_missing_items():
-    stats = PipelineStats(produced=10, trained=7, queue_items=1)
-    assert stats.balance == 2
-    assert stats.identity().endswith("1 waiting + 2 UNACCOUNTED FOR")

@@ -32,10 +32,10 @@ from ludic.training.losses import CorrectedLoss, SequenceMask, TokenMask
 from ludic.training.sample_check import TrainableSamples, positions_of, vocabulary_of
 from ludic.types import ActorTokenLogps, CandidateSets, SampleAttachments, SampleOrigin, SAWItem, VersionRun
 from ludic_pipeline.queue import PipelineBatchSource
-from ludic_pipeline.queue.queue import ExperienceQueue, PackedGroup
-from ludic_pipeline.queue.source import DeadLetters, _in_one_line
+from ludic_pipeline.queue.queue import ExperienceQueue
+from ludic_pipeline.queue.reader import DeadLetters, _in_one_line
 from ludic_pipeline.queue.wire import encode_group, group_facts
-from plugins.pipeline.tests.queue_parts import ACTOR, SHORT, crash, let_lease_run_out, raw_client
+from plugins.pipeline.tests.queue_parts import SHORT, Packed, crash, let_lease_run_out, push_many, raw_client
 from tests.fuzz import Fuzz
 
 pytestmark = pytest.mark.slow
@@ -103,14 +103,7 @@ def odd_group(name: str, rng: Random) -> list[SAWItem]:
         num_actions = int(action.sum())
         arrays = {
             what: np.full(num_actions, rng.choice([0.5, 1.0, 1e9, 3e38]), dtype=np.float32)
-            for what in (
-                "token_weights",
-                "token_rewards",
-                "token_values",
-                "token_returns",
-                "teacher_logps",
-                "token_turns",
-            )
+            for what in FLOAT_COLUMNS[1:]
             if rng.random() < 0.2
         }
         has_supports = rng.random() < 0.1
@@ -129,23 +122,8 @@ def odd_group(name: str, rng: Random) -> list[SAWItem]:
 # --- extreme values, in the wire format ---
 
 FLOATS = [
-    math.nan,
-    math.inf,
-    -math.inf,
-    1e300,
-    -1e300,
-    3e38,
-    -3e38,
-    1e10,
-    1e9,
-    1e-300,
-    5e-324,
-    0.0,
-    -0.0,
-    1.0,
-    20.0,
-    -1e5,
-]
+    math.nan, math.inf, -math.inf, 1e300, -1e300, 3e38, -3e38, 1e10, 1e9, 1e-300, 5e-324, 0.0, -0.0, 1.0, 20.0, -1e5,
+]  # fmt: skip
 INTS = [-1, -(2**31), VOCAB - 1, VOCAB, VOCAB + 1, 2**31 - 1]
 VERSIONS = [-1, -(2**63), 2**63 - 1, 10**14, 10**15, 1, 5, 6, 100]
 META_KEYS = ["result", "request_meta", "total_reward", "objective", "finish_reason"]
@@ -155,14 +133,8 @@ META_VALUES = [
     "train/parse_error", "x" * 5000, {"objective": []}, "\ud7ff\n\x00",
 ]  # fmt: skip
 FLOAT_COLUMNS = (
-    "actor_logps",
-    "token_weights",
-    "token_rewards",
-    "token_values",
-    "token_returns",
-    "teacher_logps",
-    "token_turns",
-)
+    "actor_logps", "token_weights", "token_rewards", "token_values", "token_returns", "teacher_logps", "token_turns",
+)  # fmt: skip
 
 
 @dataclass
@@ -271,11 +243,8 @@ def make_trainer(source: PipelineBatchSource, algorithm: str = "grpo") -> Traine
 
 async def push(queue: ExperienceQueue, poisons: list[Poison]) -> None:
     start = next(_numbers) * 100_000 + 1
-    groups = [
-        PackedGroup(sequence=start + i, payload=p.payload, num_items=p.num_items, oldest_version=p.version)
-        for i, p in enumerate(poisons)
-    ]
-    assert await queue.push_many(ACTOR, groups) == len(groups)
+    groups = [Packed(start + i, p.num_items, p.version, p.payload) for i, p in enumerate(poisons)]
+    assert await push_many(queue, groups) == len(groups)
 
 
 def as_good(name: str, rng: Random) -> Poison:
@@ -293,9 +262,7 @@ async def train_through(
     wanted = {f"good-{index}-{number}" for index in range(len(good)) for number in range(2)}
     async with ExperienceQueue(url, key) as queue:
         await push(queue, [*mixed, *(as_good(f"last-{index}-", rng) for index in range(4))])
-        source = RecordingSource(
-            url, key, batch_size=4, max_lag=1000, acknowledge="trained", prefetch=rng.random() < 0.5
-        )
+        source = RecordingSource(url, key, batch_size=4, max_lag=1000, acknowledge="trained")
         async with source:
             trainer = make_trainer(source, algorithm)
             while not any(name.startswith("last-") for name in getattr(source, "handed_out", [])):
@@ -421,18 +388,6 @@ async def test_each_kind_of_poison_is_set_aside_with_its_reason(shared_redis, ke
     assert not unnamed, reasons
 
 
-async def test_a_group_with_a_text_as_request_meta_is_trained_on(shared_redis, key):
-    assert await train_through(shared_redis.url, key, [meta(request_meta="text")], Random(0), "grpo") == {}
-
-
-async def test_a_version_of_the_future_is_stale(shared_redis, key):
-    items = [good_item(f"bad-{index}", Random(0), version=10**14) for index in range(2)]
-    bad = Poison(encode_group(items), *group_facts(items))
-    assert await train_through(shared_redis.url, key, [bad], Random(0), "grpo") == {}
-    async with ExperienceQueue(shared_redis.url, key) as queue:
-        assert (await queue.counts()).stale == 2
-
-
 async def test_a_group_without_log_probs_is_trained_on_where_the_algorithm_needs_none(shared_redis, key):
     bad = attached(actor_logps=None)
     assert (
@@ -553,7 +508,7 @@ async def test_groups_beside_one_that_kills_its_learner_are_trained_on_once(shar
     """Two learners die of the whole batch; then each of its groups is tried alone."""
     names = ["good-", "fine-"]
     names.insert(place, "fatal-")
-    settings = {"batch_size": 6, "acknowledge": "trained", "prefetch": place == 1}
+    settings = {"batch_size": 6, "acknowledge": "trained"}
     async with ExperienceQueue(shared_redis.url, key) as queue:
         await push(queue, [as_good(name, Random(0)) for name in [*names, "last-", "last-", "last-"]])
         trained: list[str] = []

@@ -10,10 +10,10 @@ pytest.importorskip("redis", reason="the pipeline extra is not installed")
 from ludic.batch_gen import GRPORequestStrategy, RolloutBatchSource
 from ludic.rewards import Rewards
 from ludic_judges import LLMJudge, PairwiseJudge
-from ludic_pipeline.queue.actor import run_pipeline_actor
+from ludic_pipeline.queue.actor import ActorSettings, run_pipeline_actor
 from ludic_pipeline.queue.queue import ActorId
 from ludic_pipeline.queue.source import PipelineBatchSource
-from ludic_pipeline.queue.stats import combined_reports, scorer_report
+from ludic_pipeline.queue.stats import scorer_report
 from plugins.judges.tests.cases import judge_model
 from plugins.pipeline.tests.queue_parts import raw_client
 from plugins.pipeline.tests.test_actor import POLL_S, endless, key, learner
@@ -31,7 +31,7 @@ def judge(kind=LLMJudge, score=7):
 def act(learner, engine, groups=2):
     return run_pipeline_actor(
         engine, endless(), TotalReward(), learner.queue.address.url, learner.queue.keys.queue_key,
-        strategy=GRPORequestStrategy(4), max_groups=groups, poll_s=POLL_S,
+        settings=ActorSettings(strategy=GRPORequestStrategy(4), max_groups=groups, poll_s=POLL_S),
     )  # fmt: skip
 
 
@@ -84,21 +84,7 @@ async def test_a_killed_actor_leaves_its_last_report_and_its_successor_adds_to_i
         await learner.queue.beat_actor(first, 0, scorer_report({"judge/calls": calls}, {}))
     await learner.queue.beat_actor(second, 0, scorer_report({"judge/calls": 2}, {}))
     await learner.queue.beat_actor(second, 0)
-    await learner.queue.leave(first)
     assert (await learner.queue.counts()).scorers == {"judge/calls": 7.0}
-
-
-async def test_without_scorers_there_is_nothing(learner):
-    await learner.say(max_lag=None)
-    await act(learner, make_engine(), groups=1)
-    counts = await learner.queue.counts()
-    assert counts.scorers == {} and "num_actors" in counts.metrics()
-
-
-def test_counts_are_added_and_means_averaged():
-    reports = [scorer_report({"calls": c, "bias": b}, {"bias": w}) for c, b, w in ((2, 0.5, 10), (3, -0.25, 30))]
-    assert combined_reports(map(str.encode, reports)) == {"calls": 5.0, "bias": (0.5 * 10 - 0.25 * 30) / 40}
-    assert scorer_report({}, {}) == ""
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 
 from ludic.http.address import free_port
 from ludic.util import stop as stopping
-from ludic.util.restarts import RestartLimit
+from ludic.util.processes import RestartLimit
 from ludic_pipeline.launch import processes
 from ludic_pipeline.launch.processes import LocalProcesses, RayProcess, _why_not_connected
 from ludic_pipeline.launch.supervisor import (
@@ -26,7 +26,6 @@ from ludic_pipeline.launch.supervisor import (
     Role,
     Supervisor,
     WhenDone,
-    how_it_ended,
 )
 
 pytestmark = pytest.mark.slow
@@ -69,7 +68,7 @@ class Watched:
     def run(self, *roles: Role, limit: RestartLimit = FAST, meanwhile: Callable[[], None] | None = None) -> Outcome:
         processes = LocalProcesses(self.logs)
         supervisor = Supervisor(
-            roles, processes.start, show=lambda name, line: self.lines.append((name, line)), limit=limit
+            roles, processes.start_role, show=lambda name, line: self.lines.append((name, line)), limit=limit
         )
         helper = threading.Thread(target=meanwhile or (lambda: None), daemon=True)
         helper.start()
@@ -97,13 +96,6 @@ class Watched:
 @pytest.fixture
 def watched(tmp_path):
     return Watched(tmp_path / "logs")
-
-
-def test_all_roles_stop_when_the_main_role_is_done(watched):
-    outcome = watched.run(
-        role("main", "print('working')", when_done=WhenDone.ENDS_ALL), role("helper", FOREVER, needs=())
-    )
-    assert outcome == Outcome(0, "main is done.") and watched.of("main") == ["working"]
 
 
 def test_a_role_that_is_killed_is_restarted(watched, tmp_path):
@@ -221,20 +213,6 @@ def test_role_that_does_not_stop_in_time_is_killed(watched):
     assert outcome.code == 130 and any("actor did not stop within 0.3 s" in line for line in watched.of("launch"))
 
 
-def test_repeated_signal_within_seconds_is_one_request(watched):
-    late = f"{UNTIL_TERM}\nprint('up', flush=True)\ntime.sleep(600)".replace(
-        "(print('bye'", "(time.sleep(0.3), print('bye'"
-    )
-
-    def twice() -> None:
-        signal_after(watched, "actor")()
-        until(lambda: any("Stopping" in line for line in watched.of("launch")), "it never began to stop")
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    assert watched.run(role("actor", late), meanwhile=twice).code == 130
-    assert "bye" in watched.of("actor")
-
-
 def test_second_stop_request_kills_at_once(watched, monkeypatch):
     monkeypatch.setattr(stopping, "SAME_REQUEST_S", 0.0)
     deaf = (
@@ -274,7 +252,7 @@ ends = "import signal, sys, time, pathlib\\nname, delay = sys.argv[1], float(sys
 def role(name, delay, **facts):
     return Role(name=name, command=(sys.executable, "-c", ends, name, delay), **facts)
 roles = [role("redis", "0"), role("actor", "0.5", needs=("redis",))]
-Supervisor(roles, LocalProcesses(Path({str(logs)!r})).start, show=lambda *_: None).run()
+Supervisor(roles, LocalProcesses(Path({str(logs)!r})).start_role, show=lambda *_: None).run()
 """
     supervisor = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)])
     until(lambda: all((logs / f"{name}.log").exists() and "up" in (logs / f"{name}.log").read_text() for name in
@@ -284,11 +262,6 @@ Supervisor(roles, LocalProcesses(Path({str(logs)!r})).start, show=lambda *_: Non
     supervisor.wait()
     until(lambda: not any(map(is_alive, pids)), "a child outlived its supervisor")
     assert (tmp_path / "order").read_text().split() == ["actor", "redis"]
-
-
-def test_exit_codes_are_described():
-    assert how_it_ended(137) == "was ended by SIGKILL" and how_it_ended(3) == "ended with exit code 3"
-    assert how_it_ended(MACHINE_LOST) == "was lost with its machine"
 
 
 def test_merged_output_prefixes_roles_and_has_no_colour_in_files():

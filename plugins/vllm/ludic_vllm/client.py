@@ -296,7 +296,7 @@ class VLLMChatClient:
     async def control_get(
         self, server: str, path: str, params: Mapping[str, str] | None = None, timeout_s: float = _QUICK_S
     ) -> dict[str, Any]:
-        """As `control_post`, for a quick GET."""
+        """The same as `control_post`, for a quick GET."""
         return await self._control("GET", server + path, None, params, timeout_s)
 
     async def control_post(
@@ -331,7 +331,7 @@ class VLLMChatClient:
     # --- health and closing ---
 
     async def is_healthy(self, server: str) -> bool:
-        """Whether it answers GET /health; a healthy server may still be paused."""
+        """Return True if the server answers GET /health; a healthy server may still be paused."""
         try:
             return (await self._http.ask("GET", f"{server}/health", timeout_s=_QUICK_S)).status == 200
         except RetryableError:
@@ -398,7 +398,7 @@ def _wait_for_health(
                 break
             except (OSError, EndpointError) as error:
                 if time.monotonic() >= deadline:
-                    raise ConnectionError(
+                    raise Unreachable(
                         f"{server}/health: {error}, after connection_timeout_s={timeout_s:g}. Check that the server is up and "
                         "its address is right."
                     ) from error

@@ -17,7 +17,6 @@ from pathlib import Path
 import ludic
 from ludic.http.tokens import CONTROL_VARIABLE, make_control_token
 from ludic.types import ConfigError
-from ludic.util.die_with_parent import PIPE_VARIABLE
 from ludic.util.files import parse_json
 from ludic_vllm.versions import TESTED_ON_CPU, TESTED_ON_GPU, is_listed, release_of, version_range
 
@@ -52,7 +51,7 @@ class VLLMInstall:
     """A CPU build, which needs other settings than a GPU build."""
 
 
-class NoVLLM(ConfigError):
+class _NoVLLM(ConfigError):
     """There is none; other ConfigErrors are about one that does not work."""
 
 
@@ -60,16 +59,16 @@ def find_vllm() -> VLLMInstall:
     """The vLLM to use: $LUDIC_VLLM_PYTHON, else the one in this environment, else the one that `make vllm` installed."""
     named = os.environ.get(PYTHON_VARIABLE)
     if named:
-        return warn_if_untested(probe(Path(named)))
+        return _warn_if_untested(probe(Path(named)))
     here = importlib.util.find_spec("vllm")
     if here is not None and (found := _ask(Path(sys.executable))) is not None:  # not only a script called vllm.py
-        return warn_if_untested(found)
+        return _warn_if_untested(found)
     for folder in (Path.cwd(), _CHECKOUT):
         python = folder / ".venv-vllm" / "bin" / "python"
         if python.exists():
-            return warn_if_untested(probe(python))
+            return _warn_if_untested(probe(python))
     other = f" (`import vllm` finds {here.origin}, another file)" if here is not None else ""
-    raise NoVLLM(
+    raise _NoVLLM(
         f"There is no vLLM here: {sys.executable} cannot import it{other}, ${PYTHON_VARIABLE} is not set, and there is no "
         ".venv-vllm in this folder. In a checkout of Ludic, `make vllm` installs the CPU build; on a GPU machine, "
         f"`pip install 'vllm{version_range(TESTED_ON_GPU)}'` into an environment and set {PYTHON_VARIABLE} to its bin/python."
@@ -80,7 +79,9 @@ def probe(python: Path) -> VLLMInstall:
     """Ask an interpreter for its vLLM version, without the seconds that an import would take."""
     found = _ask(python)
     if found is None:
-        raise NoVLLM(f"{python} has no vLLM. Install it there, or set {PYTHON_VARIABLE} to an interpreter that has it.")
+        raise _NoVLLM(
+            f"{python} has no vLLM. Install it there, or set {PYTHON_VARIABLE} to an interpreter that has it."
+        )
     return found
 
 
@@ -110,7 +111,7 @@ def check_vllm() -> tuple[str, str, str]:
         log.setLevel(logging.ERROR)  # the version is part of the finding
         found = find_vllm()
     except ConfigError as error:
-        is_missing = isinstance(error, NoVLLM)
+        is_missing = isinstance(error, _NoVLLM)
         if PYTHON_VARIABLE in os.environ or not is_missing:
             repair = f"export {PYTHON_VARIABLE}=…/bin/python"
             return "missing" if is_missing else "broken", str(error), repair
@@ -128,7 +129,7 @@ def check_vllm() -> tuple[str, str, str]:
     return "doubtful", f"{says}; Ludic was not tested with this version", repair
 
 
-def warn_if_untested(install: VLLMInstall) -> VLLMInstall:
+def _warn_if_untested(install: VLLMInstall) -> VLLMInstall:
     """Return it unchanged; another version than those tested on such hardware is logged."""
     release = release_of(install.version)
     tested = TESTED_ON_CPU if install.is_cpu else TESTED_ON_GPU
@@ -167,7 +168,7 @@ class ServerCommand:
     host: str
     port: int
     has_key: bool = False
-    """Whether clients must send an API key."""
+    """Clients must send an API key."""
 
     @property
     def control_token(self) -> str:
@@ -183,19 +184,16 @@ def server_command(
     """
     has_key = bool(api_keys(flags))
     token = os.environ.get(CONTROL_VARIABLE) or make_control_token(run_folder)
-    # Without the pipe of this process's own parent, which is not open in the server.
-    inherited = {name: value for name, value in os.environ.items() if name != PIPE_VARIABLE}
     release = release_of(install.version)
-    versions = () if release.has_weight_versions else ("--middleware", "ludic_vllm.versions.WeightVersions")
+    versions = () if release.has_weight_versions else ("--middleware", "ludic_vllm.inside.middlewares.WeightVersions")
     return ServerCommand(
         arguments=(
             str(install.python.absolute()), "-m", release.entry_point, "--model", model, "--host", host, "--port", str(port),
             *flags, *default_flags(install, flags, model), *versions,
             # The last middleware is the outermost: the guard sees every request before the user's middlewares do.
-            "--middleware", "ludic_vllm.control.EndWithParent",
-            "--middleware", "ludic_vllm.control.ControlGuard",
+            "--middleware", "ludic_vllm.inside.middlewares.ControlGuard",
         ),
-        environment={**inherited, **_environment(install, flags, run_folder), CONTROL_VARIABLE: token},
+        environment={**os.environ, **_environment(install, flags, run_folder), CONTROL_VARIABLE: token},
         host=host,
         port=port,
         has_key=has_key,
@@ -285,7 +283,7 @@ def default_flags(install: VLLMInstall, flags: Sequence[str], model: str = "") -
 
 
 def _is_recurrent(model: str) -> bool:
-    """Whether config.json in this folder has the sizes of Mamba layers, gated delta nets or short convolutions."""
+    """Return True if config.json in this folder has the sizes of Mamba layers, gated delta nets or short convolutions."""
     try:
         config = parse_json((Path(model) / "config.json").read_text())
     except (OSError, ValueError):

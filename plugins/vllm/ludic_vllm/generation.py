@@ -25,7 +25,7 @@ from ludic.run.session import EmbeddedSession
 from ludic.run.settings import values_of
 from ludic.types import BatchSource, ConfigError, PolicyPublisher, SAWBatch, UnknownName
 from ludic.types.interfaces import load_into, state_of, tell_version
-from ludic.util.restarts import RestartLimit, Restarts
+from ludic.util.processes import RestartLimit, Restarts
 from ludic.util.stop import run_sync
 from ludic_vllm.client import VLLMChatClient
 from ludic_vllm.command import find_vllm
@@ -40,7 +40,7 @@ from ludic_vllm.watch import ServerWatch
 START_S = 600.0
 """Seconds that a server may take to load its model."""
 _SERVER_OVERHEAD = 3 << 30
-"""Bytes of a vLLM server beside weights and cache: CUDA, graphs, activations, logits."""
+"""Bytes of a vLLM server in addition to weights and cache: CUDA, graphs, activations, logits."""
 _SMALLEST_CACHE = 1 << 28
 ADAPTER, BASE = "policy", "base"
 """Names of the adapter, and of the model under it, on a server that was started for the run."""
@@ -121,11 +121,16 @@ class SleepAfterBatch:
         load_into(self._inner, state)
 
 
-def client_of(settings: RolloutSettings, servers: Sequence[str], folder: Path) -> VLLMChatClient:
-    """A client with the control token that the settings name; else that of a server which `ludic launch` started for the run."""
+def client_of(
+    settings: RolloutSettings, servers: Sequence[str], folder: Path, *, start_s: float = 60.0
+) -> VLLMChatClient:
+    """A client with the control token that the settings name; else that of a server which `ludic launch` started for the run.
+
+    Waits `start_s` until all of `servers` answer."""
     own = folder / SERVER / TOKEN_FILE
     place = settings.control_token or (own if own.is_file() and CONTROL_VARIABLE not in os.environ else None)
-    return VLLMChatClient(servers=servers, control_token=None if place is None else read_control_token(place))
+    token = None if place is None else read_control_token(place)
+    return VLLMChatClient(servers=servers, control_token=token, connection_timeout_s=start_s)
 
 
 def save_for_server(
@@ -170,7 +175,7 @@ def _start(loaded: LoadedModel, run: ResolvedRun, folder: Path) -> VLLMServerPro
 
 
 def cache_flags(share: float, total: int, weights: int) -> list[str]:
-    """vLLM's flag for the size of its cache, on a GPU of `total` bytes that it has a `share` of, beside `weights` bytes.
+    """vLLM's flag for the size of its cache, on a GPU of `total` bytes that it has a `share` of, next to `weights` bytes.
 
     Otherwise vLLM measures what is free, and ends if the trainer on the same GPU frees memory meanwhile, as it may when a server
     is started again during a run. Where too little is left, vLLM decides, and says what to do."""
@@ -179,7 +184,7 @@ def cache_flags(share: float, total: int, weights: int) -> list[str]:
 
 
 async def served_name(client: VLLMChatClient) -> str:
-    """What the servers call the model; ConfigError unless all of them serve the same one."""
+    """The servers' name of the model; ConfigError unless all of them serve the same one."""
     names = {(await client.control_get(server, "/v1/models"))["data"][0]["id"] for server in client.servers}
     if len(names) > 1:
         raise ConfigError(

@@ -1,16 +1,7 @@
-"""A vLLM server as a child process: start, wait, stop, restart.
-
-Its output goes to a file, not to a pipe: an unread pipe fills up and blocks the server. The process leads its own session, so
-that its workers can be stopped with it even if it died without stopping them. It ends when this process does, even
-by SIGKILL (see die_with_parent).
-"""
+"""A vLLM server as a child process (`ludic.util.processes`): start, wait until it is ready, stop, restart, quote its errors."""
 
 import atexit
-import contextlib
-import os
 import re
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,7 +10,7 @@ from pathlib import Path
 from ludic.http.address import check_port
 from ludic.http.client import EndpointError, get_without_loop
 from ludic.types import LudicError
-from ludic.util.die_with_parent import PIPE_VARIABLE
+from ludic.util.processes import ChildProcess, ChildProcesses, how_it_ended
 from ludic_vllm.command import ServerCommand
 
 _STOP_AFTER_S = 20.0
@@ -46,9 +37,8 @@ class VLLMServerProcess:
         self.command = command
         self.log = log
         self.stream_output = stream_output
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log_start = 0
-        self._our_end: int | None = None
+        self._children = ChildProcesses(log.parent)
+        self._process: ChildProcess | None = None
 
     @property
     def url(self) -> str:
@@ -60,80 +50,59 @@ class VLLMServerProcess:
 
     @property
     def pid(self) -> int:
-        return self._running().pid
+        return self._started().pid
 
     def start(self) -> None:
         """Start it; `wait_for_vllm_health` waits until it is ready."""
         if self._process is not None and self.poll() is None:
             raise ServerDied(f"The server at {self.url} is already running (process {self.pid}); stop it first.")
         check_port(self.command.host, self.command.port)
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        theirs, self._our_end = os.pipe()
-        with self.log.open("ab") as file:
-            self._log_start = file.tell()
-            self._process = subprocess.Popen(
-                self.command.arguments,
-                env={**self.command.environment, PIPE_VARIABLE: str(theirs)},
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=(theirs,),
-            )
-        os.close(theirs)
+        self._process = self._children.start(
+            self.log.stem, self.command.arguments, self.command.environment, grace_s=_STOP_AFTER_S
+        )
         atexit.register(self.stop)
         if self.stream_output:
-            threading.Thread(target=self._follow, args=(self._process,), daemon=True).start()
+            threading.Thread(target=_follow, args=(self._process,), daemon=True).start()
 
     def poll(self) -> int | None:
-        """The exit code, or None while it runs."""
-        return self._running().poll()
+        """The exit code (128 + n for signal n), or None while it runs."""
+        return self._started().poll()
 
     def wait(self, timeout_s: float | None = None) -> int:
-        return self._running().wait(timeout_s)
+        return self._started().wait(timeout_s)
 
     def terminate(self) -> None:
         """Send SIGTERM and return at once."""
-        self._running().terminate()
+        self._started().terminate()
 
     def stop(self, timeout_s: float = _STOP_AFTER_S) -> None:
         """Send SIGTERM; after `timeout_s`, SIGKILL."""
-        if self._process is None:
-            return
-        self.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.wait(timeout_s)
-        self.kill()
+        if self._process is not None:
+            self._process.stop(timeout_s)
+            self.kill()
 
     def kill(self) -> None:
-        """SIGKILL to the server and all its workers."""
-        process = self._running()
-        with contextlib.suppress(ProcessLookupError):  # all have ended
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if self._our_end is not None:
-            os.close(self._our_end)
-            self._our_end = None
+        """Send SIGKILL to the server and all its workers."""
+        self._started().kill()
+        self._children.close()
         atexit.unregister(self.stop)
 
     def output(self) -> str:
         """Everything written since the last start."""
-        with self.log.open("rb") as file:
-            file.seek(self._log_start)
-            return file.read().decode("utf-8", "replace")
+        return self._started().output()
 
-    def _running(self) -> "subprocess.Popen[bytes]":
+    def _started(self) -> ChildProcess:
         assert self._process is not None, "the server has not been started"
         return self._process
 
-    def _follow(self, process: "subprocess.Popen[bytes]") -> None:
-        with self.log.open("rb") as file:
-            file.seek(self._log_start)
-            ended = False
-            while not ended:
-                ended = process.poll() is not None  # before reading, so that the last lines are not lost
-                sys.stderr.write(file.read().decode("utf-8", "replace"))
-                time.sleep(0.2)
+
+def _follow(process: ChildProcess) -> None:
+    """Copy the output to stderr until the process ends."""
+    has_ended = False
+    while not has_ended:
+        has_ended = process.poll() is not None  # before reading, so that the last lines are not lost
+        sys.stderr.write(process.read().decode("utf-8", "replace"))
+        time.sleep(0.2)
 
 
 def wait_for_vllm_health(host: str, port: int, proc: VLLMServerProcess | None = None, timeout_s: float = 180) -> None:
@@ -141,7 +110,7 @@ def wait_for_vllm_health(host: str, port: int, proc: VLLMServerProcess | None = 
     deadline = time.monotonic() + timeout_s
     while not is_healthy(host, port):
         if proc is not None and (code := proc.poll()) is not None:
-            raise ServerDied(f"The vLLM server ended with exit code {code}. {last_words(proc.output())}")
+            raise ServerDied(f"The vLLM server {how_it_ended(code)}. {last_words(proc.output())}")
         if time.monotonic() > deadline:
             said = last_words(proc.output()) if proc is not None else ""
             raise ServerNotReady(f"{base_url(host, port)}/health did not respond within {timeout_s:g} s. {said}")
@@ -149,7 +118,7 @@ def wait_for_vllm_health(host: str, port: int, proc: VLLMServerProcess | None = 
 
 
 def is_healthy(host: str, port: int) -> bool:
-    """Whether the server is up and ready for requests."""
+    """Return True if the server is up and ready for requests."""
     try:
         get_without_loop(f"{base_url(host, port)}/health", 5.0)
         return True

@@ -68,7 +68,7 @@ class ServerPool:
     @contextmanager
     def lease(self, prompt: TokenArray) -> Iterator[Server]:
         """The server for this prompt; the request counts as in flight inside the context. A failure that can be retried is
-        recorded, and retried at once if another server is available; an aborted request is no failure of the server."""
+        recorded, and retried at once if another server is available; an aborted request does not count as one."""
         with self._lock:
             server = self._choose(prompt)
             server.num_in_flight += 1
@@ -102,7 +102,7 @@ class ServerPool:
             server.num_failures += 1
 
     def has_another(self, server: Server) -> bool:
-        """Whether another server is available now."""
+        """Return True if another server is available now."""
         now = time.monotonic()
         return any(other is not server and other.awake_at <= now for other in self.servers)
 
@@ -125,7 +125,7 @@ class ServerPool:
 
 
 class _SeenPrefixes:
-    """Which servers have seen which prefix: a bitmask of servers per chained block of 32 tokens.
+    """The servers that have seen a prefix: a bitmask of servers per chained block of 32 tokens.
 
     Blocks chain as in a server's own prefix cache, so the lookup of a prompt ends at its first unknown block. The oldest blocks
     are dropped.

@@ -47,7 +47,7 @@ class VLLMTeacher:
             extensions=VLLMExtensions(extra_body_overrides={"prompt_logprobs": 1}),
         )
         _, info = await self._client.complete_tokens(request)
-        return read_prompt_logprobs(info["raw_response"], tokens)[len(prompt) :]
+        return _read_prompt_logprobs(info["raw_response"], tokens)[len(prompt) :]
 
 
 _PromptLogprobs = list[dict[int, LogprobEntry] | None]
@@ -67,7 +67,7 @@ class _Scored(msgspec.Struct, gc=False):
 _decoder = msgspec.json.Decoder(_Scored)
 
 
-def read_prompt_logprobs(data: bytes, tokens: TokenArray) -> LogprobArray:
+def _read_prompt_logprobs(data: bytes, tokens: TokenArray) -> LogprobArray:
     """Log-prob of every prompt token; 0 for the first, which has none."""
     try:
         answer = _decoder.decode(data)

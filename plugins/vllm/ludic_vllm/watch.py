@@ -17,7 +17,7 @@ from collections.abc import Callable
 from ludic.http.address import check_port
 from ludic.http.client import EndpointError, get_without_loop
 from ludic.types import ConfigError, PolicyGone
-from ludic.util.restarts import Restarts
+from ludic.util.processes import Restarts, how_it_ended
 from ludic_vllm.process import VLLMServerProcess, last_words
 
 logger = logging.getLogger(__name__)
@@ -144,9 +144,9 @@ class ServerWatch:
             raise
 
     def _problem(self) -> str | None:
-        """What is wrong with the server; None if it runs."""
+        """The server's problem; None if it runs."""
         if (code := self.process.poll()) is not None:
-            return f"ended with exit code {code}"
+            return how_it_ended(code)
         if not self._health.ask() and self._health.is_hung:
             return HANGS
         return None
@@ -161,8 +161,7 @@ class ServerWatch:
                     f"{self.process.log}. {last_words(self.process.output())}"
                 )
                 return
-            again = f"restart {self._restarts.num_deaths} of at most {self._restarts.limit.max_restarts}"
-            logger.warning("the vLLM server %s; %s in %g s (log: %s)", problem, again, delay, self.process.log)
+            logger.warning("the vLLM server %s; %s (log: %s)", problem, self._restarts.again(delay), self.process.log)
             problem = None if self._closing.wait(delay) else self._start()
         if not self._closing.is_set():
             self._ready.set()
@@ -193,7 +192,7 @@ class ServerWatch:
         deadline = time.monotonic() + self._start_s
         while not self._health.ask():
             if (code := self.process.poll()) is not None:
-                return f"ended with exit code {code}"
+                return how_it_ended(code)
             if time.monotonic() > deadline:
                 return f"was not ready within {self._start_s:g} s"
             if self._closing.wait(_LOOK_EVERY_S):
@@ -201,7 +200,7 @@ class ServerWatch:
         return self._restore_weights()
 
     def _restore_weights(self) -> str | None:
-        """In another thread, so that a server that dies or hangs meanwhile is noticed; its end ends that thread, too."""
+        """In another thread, so that a server that dies or hangs meanwhile is noticed; its end also ends that thread."""
         outcome: list[str | None] = []
 
         def restore() -> None:
@@ -222,7 +221,7 @@ class ServerWatch:
 
 
 def _is_running(group: int) -> bool:
-    """Whether a process of this group has not ended yet; one that has ended but was not waited for has."""
+    """Return True if a process of this group has not ended yet; one that has ended but was not waited for has."""
     for folder in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
         with contextlib.suppress(OSError), open(f"/proc/{folder}/stat") as file:
             state, _, found = file.read().rpartition(")")[2].split()[:3]

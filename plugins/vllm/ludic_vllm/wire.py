@@ -43,7 +43,7 @@ _BESIDE_SAMPLING = frozenset({"model", "request_id", "cache_salt", "priority", "
 Body = dict[str, Any]
 
 
-class WrongExtensions(ConfigError, TypeError):
+class _WrongExtensions(ConfigError, TypeError):
     """Extensions for another kind of server."""
 
 
@@ -108,7 +108,7 @@ def max_tokens_of(body: Body) -> int:
 
 
 def is_plain_sampling(request: TokenCompletionRequest) -> bool:
-    """Whether tokens are drawn from the model's unmodified distribution, for which raw log-probs are correct."""
+    """Return True if tokens are drawn from the model's unmodified distribution, for which raw log-probs are correct."""
     sampling = request.sampling
     penalties = (sampling.frequency_penalty, sampling.presence_penalty, _repetition_penalty(request) - 1.0)
     is_whole = sampling.top_p == 1 and not sampling.top_k and not sampling.min_p and not sampling.min_tokens
@@ -120,7 +120,7 @@ def _extensions_of(request: TokenCompletionRequest) -> VLLMExtensions:
     if extensions is None:
         return VLLMExtensions()
     if not isinstance(extensions, VLLMExtensions):
-        raise WrongExtensions(
+        raise _WrongExtensions(
             f"The request has {type(extensions).__name__} (kind {extensions.kind!r}); a vLLM server takes VLLMExtensions."
         )
     return extensions
@@ -183,7 +183,7 @@ class _Choice(msgspec.Struct, gc=False):
     weight_versions: list[_Span] | None = None
     prompt_token_ids: list[int] | None = None
     routed_experts: str | None = None
-    """Of a server with --enable-return-routed-experts: base64 of a .npy file, [tokens, layers, experts per token]."""
+    """Sent by a server with --enable-return-routed-experts: base64 of a .npy file, [tokens, layers, experts per token]."""
 
 
 class _Usage(msgspec.Struct, gc=False):
@@ -383,8 +383,9 @@ def refusal(url: str, answer: Answer, *, num_prompt: int = 0, max_tokens: int = 
 
 
 def lacks_generate(url: str, answer: Answer) -> bool:
-    """Whether the endpoint is off (403) or unknown (404), or returns neither text nor weight versions (vLLM 0.26). An unknown
-    model also gives 404, but with a type."""
+    """Return True if the endpoint is off (403) or unknown (404), or returns neither text nor weight versions (vLLM 0.26).
+
+    An unknown model also gives 404, but with a type."""
     if answer.status == 200:
         choices = _decoded(url, answer.data).choices
         return any(c.token_ids and c.finish_reason != "abort" and c.weight_versions is None for c in choices)

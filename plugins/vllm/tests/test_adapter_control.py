@@ -109,13 +109,6 @@ def test_a_restarted_server_gets_the_adapter_registered_again(model, tmp_path):
     assert publisher.is_current(3)
 
 
-def test_a_server_that_fails_once_is_tried_again(model):
-    servers = AdapterServers(model)
-    servers.fail(SECOND, "/v1/load_lora_adapter")
-    make(servers, model).publish({}, version=1)
-    assert servers.version == {FIRST: "1", SECOND: "1"} and not any(servers.paused.values())
-
-
 def test_a_load_that_fails_on_one_server_changes_no_version(model):
     servers = AdapterServers(model)
     publisher = make(servers, model)
@@ -156,16 +149,6 @@ def test_a_base_of_another_shape_is_an_error(model):
     servers.shapes["model.norm.weight"] = [3]
     with pytest.raises(ConfigError, match=r"base is not the model .* model\.norm\.weight has shape \[16\]"):
         make(servers, model).publish({}, version=1)
-
-
-def test_two_versions_are_kept_and_the_link_points_to_the_newest(model, tmp_path):
-    publisher = make(AdapterServers(model), model, folder=tmp_path)
-    for version in range(5):
-        publisher.publish({}, version=version)
-    folders = sorted(path for path in tmp_path.iterdir() if not path.is_symlink())
-    assert len(folders) == 2 and (tmp_path / "policy").resolve() == max(
-        folders, key=lambda path: path.stat().st_mtime_ns
-    )
 
 
 def test_a_failed_push_keeps_the_files_of_the_served_version(model, tmp_path):

@@ -38,14 +38,6 @@ def test_unpack_returns_the_packed_weights(shapes, max_bytes, first):
         assert found[name].dtype == weight.dtype and torch.equal(found[name], weight)
 
 
-def test_a_transposed_weight_is_packed_by_its_values():
-    weight = torch.arange(6.0).reshape(2, 3).T
-    (bucket,) = split_into_buckets(describe({"w": weight}), 1000)
-    flat = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
-    pack(bucket, {"w": weight}, flat)
-    assert torch.equal(unpack(bucket, flat)[0][1], weight)
-
-
 def test_sample_has_the_first_and_last_weight_and_no_duplicates():
     for count in (1, 2, 5, 100):
         (bucket,) = split_into_buckets(describe({f"{i:03}": torch.zeros(1) for i in range(count)}), 1 << 20)

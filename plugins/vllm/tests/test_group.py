@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ludic.distributed import WeightPushError
-from ludic_vllm.publish.transfer import Meeting, address_towards, broadcast, join, open_store, reach_store
+from ludic_vllm.publish.transfer import Meeting, broadcast, join, open_store, reach_store
 from ludic_vllm.publish.vllm import finish
 
 
@@ -35,11 +35,6 @@ def test_store_listens_only_on_the_given_address():
     listening = [row[1] for row in rows if row[3] == "0A"]
     assert f"0100007F:{store.port:04X}" in listening
     assert f"00000000:{store.port:04X}" not in listening
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_address_towards_this_machine_is_loopback(host):
-    assert address_towards(host) == "127.0.0.1"
 
 
 def test_failure_of_a_server_is_raised_without_waiting_for_a_hanging_send():

@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 
 from ludic.batch_gen import RolloutEngine
-from ludic.http.client import EndpointError
 from ludic.inference import HFChatTemplate, LocalTeacher, OpenAIChatClient, VLLMChatClient, VLLMTeacher
 from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import raw_parser
 from ludic.types import (
     ChatResponse,
-    ConfigError,
     EnvSpec,
     InferenceSpec,
     PromptTooLong,
@@ -128,11 +126,6 @@ async def test_a_stream_that_is_closed_early_leaves_the_batch(client, vllm_serve
         await anext(stream)
         await until(lambda: metric(vllm_server.url, "vllm:num_requests_running") == 1)
     await until(lambda: metric(vllm_server.url, "vllm:num_requests_running") == 0)
-
-
-async def test_a_stream_that_is_refused_says_why(client):
-    with pytest.raises(PromptTooLong):
-        await anext(client.stream_tokens(a_request(some_prompt(4000), temperature=1.0, max_tokens=5)))
 
 
 @pytest.mark.parametrize("length", [1, 7, 130])
@@ -273,15 +266,6 @@ async def test_a_prompt_beyond_the_context_is_too_long_here_and_there(client, vl
         await unaware.complete_tokens(a_request(some_prompt(2030), temperature=1.0, max_tokens=40, ignore_eos=True))
 
 
-async def test_an_unknown_model_and_an_unknown_token_are_named(client):
-    request = a_request(some_prompt(3), **GREEDY)
-    request.model = "gpt-9"
-    with pytest.raises(ConfigError, match=r"gpt-9.*served-model-name"):
-        await client.complete_tokens(request)
-    with pytest.raises(EndpointError, match="400"):
-        await client.complete_tokens(a_request([100_000], **GREEDY))
-
-
 # --- cancellation ---
 
 
@@ -313,26 +297,6 @@ def metric(url: str, pattern: str) -> float:
 
 
 # --- several servers, and a server that dies ---
-
-
-@pytest.mark.extended(
-    covered_by="plugins/vllm/tests/test_vllm_client_pool.py::test_a_conversation_stays_with_its_server_over_http"
-)
-async def test_two_servers_behind_one_client_share_the_work_and_keep_their_conversations(vllm_server, lora_server):
-    both = VLLMChatClient(servers=[vllm_server.url, lora_server.url], control_token=vllm_server.control_token)
-    prompts = [some_prompt(70, seed) for seed in range(16)]
-    first = await asyncio.gather(*(both.complete_tokens(a_request(prompt, **GREEDY)) for prompt in prompts))
-    homes = [info["server"] for _, info in first]
-    assert sorted(set(homes)) == sorted(both.servers) and min(map(homes.count, both.servers)) >= 4
-    for home, prompt, (response, _) in zip(homes, prompts, first, strict=True):
-        following = np.concatenate([prompt, response.completion_token_ids, some_prompt(3)])
-        _, info = await both.complete_tokens(a_request(following, temperature=0.0, max_tokens=4))
-        assert info["server"] == home
-    alone = VLLMChatClient(servers=[lora_server.url])
-    for prompt, (response, _) in zip(prompts[:4], first[:4], strict=True):
-        there = await answer_of(alone, a_request(prompt, **GREEDY))
-        assert there.completion_token_ids.tolist() == response.completion_token_ids.tolist()
-    assert await both.get_policy_version() <= await alone.get_policy_version()
 
 
 async def test_a_server_that_is_killed_fails_episodes_as_data_and_is_used_again_when_it_returns(lora_server, tokenizer):

@@ -26,11 +26,6 @@ def test_a_reply_that_closed_in_time_is_unchanged():
     assert write(says, limit=6) == says
 
 
-def test_a_tag_that_ends_at_the_limit_is_not_written_twice():
-    says = [1, *CLOSING, 2, 2]
-    assert write(says, limit=5) == says
-
-
 @pytest.mark.parametrize("begun", [1, 2, 3])
 def test_a_tag_that_the_model_began_is_finished(begun):
     says = [1, 1, *CLOSING[:begun], 5, 5, 5, 5, 5]
@@ -42,10 +37,6 @@ def test_a_tag_that_the_model_began_is_finished(begun):
 def test_a_repeated_beginning_counts_as_the_longest_that_fits():
     # the reply ends in 7 8 7: that is three tokens of the tag, not only the last one
     assert forced_token([7, 8, 7], 3, CLOSING) == 9
-
-
-def test_a_tag_of_one_token_works():
-    assert write([1] * 5, limit=2, closing=[9]) == [1, 1, 9, 1, 1]
 
 
 tokens = st.integers(5, 9)

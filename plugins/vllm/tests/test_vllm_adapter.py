@@ -3,7 +3,7 @@
 import asyncio
 import copy
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from ludic.distributed import (
 from ludic.types import ChatResponse, ConfigError, ReturnSpec, SamplingParams, TokenCompletionRequest
 from ludic_vllm.client import VLLMChatClient
 from ludic_vllm.publish.adapter import AdapterControlPlane, AdapterFolder, base_parameters, read_adapter
-from plugins.vllm.tests.conftest import running
 from plugins.vllm.tests.test_vllm_weights import (
     PROMPTS,
     check_versions,
@@ -34,13 +33,8 @@ from plugins.vllm.tests.test_vllm_weights import (
     weights_of,
 )
 from plugins.vllm.tests.vllm_fixtures import (
-    LORA,
     LORA_RANK,
-    VOCAB_SIZE,
     RunningServer,
-    save_tiny_model,
-    skip_without_vllm,
-    start_warm_server,
 )
 
 peft = pytest.importorskip("peft", reason="the lora extra is not installed")
@@ -282,65 +276,3 @@ def test_a_server_that_was_killed_comes_back_and_gets_the_adapter_again(lora_ser
     assert publisher.is_current(4)
     assert asyncio.run(answer()).completion_token_ids.tolist() == greedy(merged(model), PROMPTS[0])
     assert_serves(lora_server, merged(model), version=4)
-
-
-# --- other families ---
-
-SHAPED = ["qwen2", "qwen3"]
-
-
-def shaped(family: str) -> Any:
-    """Configurations with the traits that vLLM's loader treats specially: biases, tied heads, norms of heads."""
-    from transformers import Qwen2Config, Qwen3Config
-
-    sizes = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 2048,
-        "initializer_range": 0.5,
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": 256,
-        "pad_token_id": 256,
-    }
-    return {"qwen2": Qwen2Config(**sizes), "qwen3": Qwen3Config(**sizes, head_dim=32)}[family]
-
-
-@pytest.fixture(scope="module", params=SHAPED)
-def family_server(request, tmp_path_factory) -> Iterator[RunningServer]:
-    skip_without_vllm()
-    folder = tmp_path_factory.mktemp(request.param)
-    model_dir = save_tiny_model(folder / "model", shaped(request.param))
-    yield from running(start_warm_server(model_dir, folder / "run", *LORA), model_dir)
-
-
-@pytest.mark.extended(
-    covered_by="plugins/vllm/tests/test_vllm_weights.py::test_a_push_changes_the_experts_of_a_mixture"
-)
-@pytest.mark.slow
-def test_other_families_are_fused_by_the_servers_loader(family_server, tmp_path):
-    model = load(family_server.model_dir)
-    assert "lm_head.weight" not in weights_of(model)
-    assert_serves(family_server, model, version=0, name="tiny")
-    other = perturbed(model)
-    publisher = create_vllm_publisher(client_of(family_server), timeout_s=60.0, transport="file", folder=tmp_path)
-    publisher.publish(weights_of(other), version=1)
-    assert_serves(family_server, other, version=1, name="tiny")
-    publisher.publish(weights_of(model), version=2)
-    assert_serves(family_server, model, version=2, name="tiny")
-
-
-@pytest.mark.extended(covered_by="test_a_push_serves_the_adapter_under_its_name_and_the_base_under_its_own")
-@pytest.mark.slow
-def test_other_families_take_an_adapter_too(family_server):
-    model = adapted(family_server)
-    publisher = publisher_of(family_server, model)
-    for version in (3, 4):
-        change(model, seed=version)
-        publisher.publish({}, version=version)
-        assert_serves(family_server, merged(model), version)
-    assert_serves(family_server, load(family_server.model_dir), 4, name="tiny")

@@ -13,7 +13,6 @@ from ludic.http.address import free_port
 from ludic.http.client import EndpointError
 from ludic.types import (
     BackendExtensions,
-    ChatClient,
     ConfigError,
     Image,
     ImageSpan,
@@ -21,7 +20,6 @@ from ludic.types import (
     PromptTooLong,
     ReturnSpec,
     TokenMismatch,
-    VersionedClient,
     VersionRun,
     VLLMExtensions,
 )
@@ -85,13 +83,6 @@ async def test_weights_that_change_in_the_middle_show_in_the_version_runs():
         response, _ = await client.complete_tokens(a_request())
     assert response.version_runs == (VersionRun(6, 1), VersionRun(7, 3))
     assert response.to_trace().policy_version == 6
-
-
-async def test_log_probs_are_returned_only_if_requested():
-    async with fake() as server, client_of(server) as client:
-        response, _ = await client.complete_tokens(a_request(return_=ReturnSpec.for_eval()))
-    assert response.completion_logprobs is None
-    assert "logprobs" not in server.requests[0][1]["sampling_params"]
 
 
 # --- what is sent ---
@@ -351,11 +342,6 @@ async def test_the_label_of_the_weights_is_the_version(label, version):
         assert await client.get_policy_version() == version
 
 
-async def test_of_several_servers_the_oldest_version_counts():
-    async with fake(version="8") as new, fake(version="7") as old, client_of(new, old) as client:
-        assert await client.get_policy_version() == 7
-
-
 async def test_an_unreachable_server_has_no_version():
     async with fake(version="3") as up, client_of(up) as client:
         client.servers.append(f"http://127.0.0.1:{free_port()}")
@@ -401,12 +387,6 @@ async def test_a_control_call_that_gets_no_answer_is_not_repeated():
     assert server.num_pauses == 1
 
 
-async def test_is_healthy_never_raises():
-    async with fake() as server, client_of(server) as client:
-        assert await client.is_healthy(server.url)
-        assert not await client.is_healthy(f"http://127.0.0.1:{free_port()}")
-
-
 # --- weights ---
 
 
@@ -428,32 +408,13 @@ async def test_weights_go_through_the_publisher():
     assert shelf.published == [({"a": 1}, 7), ({"a": 2}, 5)]
 
 
-def test_without_a_publisher_it_says_how_to_get_one():
-    client = VLLMChatClient(connection_timeout_s=0)
-    with pytest.raises(ConfigError, match="create_vllm_publisher"):
-        client.sync_weights({})
-
-
 # --- set-up ---
-
-
-def test_it_is_a_versioned_client():
-    client = VLLMChatClient(connection_timeout_s=0)
-    assert isinstance(client, ChatClient) and isinstance(client, VersionedClient)
-    assert client.servers == ["http://127.0.0.1:8000"]
 
 
 def test_a_server_that_does_not_come_up_is_named():
     port = free_port()
     with pytest.raises(ConnectionError, match=f"{port}/health.*connection_timeout_s=0.1"):
         VLLMChatClient(port=port, connection_timeout_s=0.1)
-
-
-async def test_the_constructor_waits_for_health():
-    async with fake() as server:
-        client = await asyncio.to_thread(VLLMChatClient, port=server.port)
-        await client.complete_tokens(a_request())
-        await client.close()
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "http://localhost:8000/v1/"])

@@ -6,9 +6,10 @@ import os
 import pytest
 import torch
 
-from ludic.distributed import BroadcastPolicyPublisher, WeightPushError, create_vllm_publisher
+from ludic.distributed import BroadcastPolicyPublisher, Rank0OnlyPublisher, WeightPushError, create_vllm_publisher
+from ludic.models.lora import dense_parameters
 from ludic.types import ConfigError
-from ludic_vllm.publish.control import VllmControlPlane, misfit
+from ludic_vllm.publish.control import VllmControlPlane
 from ludic_vllm.publish.transfer import Bucket, checksum, open_cuda_block, sampled, share_cuda_block, unpack
 from ludic_vllm.publish.vllm import (
     CudaIpcCommunicator,
@@ -18,6 +19,7 @@ from ludic_vllm.publish.vllm import (
     make_communicator,
 )
 from plugins.vllm.tests.in_memory import FakeServers
+from tests.unit.training.bandit import tiny_llama
 
 WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.weight": torch.arange(4.0)}
 ORDER = [
@@ -41,7 +43,8 @@ class WeightServers(FakeServers):
         self.unmappable: list[str] = []
         self.gpu: torch.Tensor | None = None
         """The trainer's block, which these servers share with it."""
-        self.keeps_cache = False
+        self.shapes = {name: list(weight.shape) for name, weight in WEIGHTS.items()}
+        self.keeps_cache = self.flips_a_bit = False
         self.differing: list[str] = []
         self.pause_mode = ""
         self.asleep: set[str] = set()
@@ -53,7 +56,7 @@ class WeightServers(FakeServers):
 
     def answer(self, server, call, body, params):
         if call == "parameters":
-            return {"results": [{name: list(w.shape) for name, w in WEIGHTS.items()}]}
+            return {"results": [self.shapes]}
         if call == "unreadable":
             return {"results": [self.unreadable]}
         if call == "unmappable":
@@ -90,7 +93,9 @@ class WeightServers(FakeServers):
             weights = unpack(bucket, whole[source["offset"] : source["offset"] + bucket.num_bytes])
         chosen = {part.name for part in sampled(bucket)}
         for name, weight in weights:
-            self.received[server][name] = weight.clone()
+            self.received[server][name] = weight = weight.clone()
+            if self.flips_a_bit:
+                weight.view(torch.uint8).view(-1)[0] ^= 1
             if name in chosen:
                 self.checksums[server][name] = checksum(weight)
 
@@ -181,13 +186,6 @@ def test_a_fresh_server_does_not_have_version_0():
     assert not control.has_version(0) and not control.has_version(1)
 
 
-def test_policy_version_raises_if_a_server_is_down():
-    servers = WeightServers()
-    servers.failures = [(servers.servers[0], "/weight_info", ConnectionRefusedError("refused"))]
-    with pytest.raises(WeightPushError, match="refused"):
-        VllmControlPlane(servers).policy_version()
-
-
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
@@ -200,14 +198,6 @@ def test_weights_of_another_model_are_refused_before_any_change(weights, message
     servers = WeightServers()
     with pytest.raises(ConfigError, match=message):
         make(servers).publish(weights, version=1)
-    assert servers.calls() == ["parameters"]
-
-
-def test_a_refused_control_token_is_a_config_error():
-    servers = WeightServers()
-    servers.failures = [(servers.servers[0], "parameters", ConfigError("401: wrong control token"))]
-    with pytest.raises(ConfigError, match="401"):
-        make(servers).publish(WEIGHTS, version=1)
     assert servers.calls() == ["parameters"]
 
 
@@ -276,14 +266,6 @@ def test_publish_waits_for_a_server_that_stops_before_the_pause():
     assert servers.version[servers.servers[0]] == "4" and servers.failures == []
 
 
-def test_error_for_a_stopped_server_names_the_waiting_time():
-    servers = WeightServers()
-    servers.failures = [(servers.servers[0], "/weight_info", ConnectionRefusedError("refused"))]
-    with pytest.raises(WeightPushError, match="Waited 0 s"):
-        make(servers).publish(WEIGHTS, version=4)
-    assert servers.calls() == []
-
-
 def test_auto_transport_is_shared_memory_only_on_this_machine():
     here = VllmControlPlane(WeightServers())
     there = VllmControlPlane(WeightServers("http://127.0.0.1:1", "http://10.0.0.1:1"))
@@ -300,7 +282,8 @@ def test_wrong_settings_are_refused():
         create_vllm_publisher(servers, pause="stop")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="not a folder"):
         FileCommunicator(VllmControlPlane(servers), "/nowhere/at/all")
-    assert misfit({"a": [1]}, {"a": [1]}) is None
+    with pytest.raises(ConfigError, match="Rank0OnlyPublisher"):
+        BroadcastPolicyPublisher(control := VllmControlPlane(servers), SharedMemoryCommunicator(control), src_rank=1)
 
 
 def test_missing_memory_is_refused_before_the_pause(monkeypatch):
@@ -324,6 +307,111 @@ def test_all_pushes_share_one_memory_block():
         received = servers.received[servers.servers[0]]
         assert all(torch.equal(received[name], weight + version) for name, weight in WEIGHTS.items())
     assert set(os.listdir("/proc/self/fd")) <= handles
+
+
+# --- the publisher ---
+
+
+def test_default_version_is_the_servers_version_plus_one_and_is_what_is_current():
+    servers = WeightServers()
+    publisher, (server,) = make(servers), servers.servers
+    servers.version[server] = "4"
+    publisher.publish(WEIGHTS)
+    assert servers.version[server] == "5" and publisher.is_current(5) and not publisher.is_current(4)
+    servers.version[server] = "default"  # restarted
+    assert not publisher.is_current(5)
+    servers.failures = [(server, "/weight_info", ConnectionRefusedError("refused"))]
+    assert not publisher.is_current(0)
+
+
+def test_small_buckets_send_the_same_weights_and_dtype_casts_before_the_checksums():
+    servers = WeightServers()
+    make(servers, bucket_bytes=1, dtype=torch.bfloat16).publish(WEIGHTS, version=1)
+    assert servers.calls().count("/update_weights") == 2
+    received = servers.received[servers.servers[0]]
+    assert all(torch.equal(received[name], weight.to(torch.bfloat16)) for name, weight in WEIGHTS.items())
+
+
+def test_one_wrong_bit_fails_the_checksum():
+    servers = WeightServers()
+    servers.flips_a_bit = True
+    with pytest.raises(WeightPushError, match="received other values than were sent"):
+        make(servers).publish(WEIGHTS, version=3)
+
+
+def test_a_push_is_tried_as_often_as_attempts_says():
+    servers = WeightServers()
+    servers.failures = [
+        (servers.servers[0], call, RuntimeError("500")) for call in ("/update_weights",) * 2 + ("/pause",)
+    ]
+    make(servers, attempts=4).publish(WEIGHTS, version=3)
+    assert servers.version[servers.servers[0]] == "3" and servers.failures == []
+
+
+def test_a_restarted_server_gets_the_last_version_again_though_the_trainer_has_changed_its_weights():
+    servers = WeightServers()
+    publisher, (server,) = make(servers), servers.servers
+    assert not publisher.publish_again(), "nothing was sent yet"
+    weights = {name: weight.clone() for name, weight in WEIGHTS.items()}
+    publisher.publish(weights, version=3)
+    servers.log.clear()
+    assert publisher.publish_again() and servers.log == [], "the server has it"
+    for weight in weights.values():
+        weight += 1
+    servers.version[server], servers.received[server], servers.checksums[server] = "default", {}, {}
+    assert publisher.publish_again() and servers.version[server] == "3"
+    assert all(torch.equal(servers.received[server][name], weight) for name, weight in WEIGHTS.items())
+
+
+def test_after_a_failed_push_the_version_before_it_is_not_sent_again(tmp_path):
+    servers = WeightServers()
+    publisher = make(servers)
+    publisher.publish(WEIGHTS, version=3)
+    servers.failures = [(servers.servers[0], "/update_weights", RuntimeError("500"))] * 2
+    with pytest.raises(WeightPushError):
+        publisher.publish(WEIGHTS, version=4)
+    assert not publisher.publish_again(), "its bytes are gone"
+    publisher.publish(WEIGHTS, version=5)
+    assert publisher.publish_again() and servers.version[servers.servers[0]] == "5"
+    with pytest.raises(ConfigError, match="FileCommunicator keeps no weights"):
+        make(servers, transport="file", folder=tmp_path).publish_again()
+
+
+@pytest.mark.parametrize(("rank", "enabled", "num_made"), [("0", True, 1), ("1", True, 0), ("0", False, 0)])
+def test_rank_0_creates_one_publisher_and_other_ranks_none(monkeypatch, rank, enabled, num_made):
+    monkeypatch.setenv("RANK", rank)
+    servers, made = WeightServers(), []
+    publisher = Rank0OnlyPublisher(lambda: made.append(make(servers)) or made[-1], enabled=enabled)
+    assert not made
+    for version in (1, 2):
+        publisher.publish(WEIGHTS, version)
+    assert len(made) == num_made and publisher.is_current(2)
+    servers.version[servers.servers[0]] = "1"  # as if it had been restarted
+    assert publisher.is_current(2) is not bool(num_made)
+
+
+def test_50_publishes_of_an_adapter_do_not_change_the_frozen_weights():
+    peft = pytest.importorskip("peft", reason="the lora extra is not installed")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    model = peft.get_peft_model(tiny_llama().to(torch.bfloat16), config)
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    servers = WeightServers()
+    servers.shapes = {name: list(weight.shape) for name, weight in dense_parameters(model)}
+    publisher = make(servers)
+    torch.manual_seed(1)
+    for version in range(1, 51):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter) * 0.01)
+        publisher.publish(dict(dense_parameters(model)), version)
+    assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
+    merged = "model.layers.0.self_attn.q_proj.weight"
+    base = frozen[f"base_model.model.{merged[:-6]}base_layer.weight"]
+    assert not torch.equal(servers.received[servers.servers[0]][merged], base)
+
+
+# --- memory of a GPU ---
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import pytest
 
 from ludic.http.tokens import CONTROL_HEADER, CONTROL_VARIABLE, make_control_token, read_control_token
 from ludic.types import ConfigError
-from ludic_vllm.control import ControlGuard
+from ludic_vllm.inside.middlewares import ControlGuard
 
 
 def test_the_token_is_long_and_only_its_owner_may_read_it(tmp_path):

@@ -59,6 +59,8 @@ _YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_m
          "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}  # fmt: skip
 _MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_ssm": 128, "mamba_d_state": 16}
 SIZES: dict[str, dict[str, Any]] = {
+    "qwen2": {**_SPREAD, "tie_word_embeddings": True},
+    "qwen3": {**_HEADS, **_SPREAD, "tie_word_embeddings": True},
     "mistral": _HEADS,
     "mixtral": {},
     "gemma2": {**_HEADS, "tie_word_embeddings": True, "initializer_range": 0.1, "query_pre_attn_scalar": 32},

@@ -114,7 +114,7 @@ def test_a_killed_server_starts_again_on_its_port(make):
     wait(server)
     first = server.pid
     server.kill()
-    assert server.poll() == -signal.SIGKILL
+    assert server.poll() == 128 + signal.SIGKILL
     server.start()
     wait(server)
     assert server.pid != first and server.poll() is None
@@ -186,15 +186,6 @@ def test_base_url_of_a_listening_address(host, url):
     assert base_url(host, 80) == url
 
 
-def test_a_server_that_wrote_nothing_has_no_last_lines():
-    assert last_words("") == last_words("\n") == "It wrote nothing."
-
-
-def test_only_the_last_lines_are_quoted():
-    said = last_words("\n".join(f"line {number}" for number in range(1000)))
-    assert "line 999" in said and "line 900" not in said and "first error" not in said
-
-
 def test_an_error_of_two_lines_is_quoted_and_shortened():
     output = f"loading\nValidationError: 1 error for ModelConfig\n  Value error, no model 'x'. Known: {'y' * 9999}\n"
     said = last_words(output)
@@ -227,9 +218,8 @@ PROGRAM = """
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, None])
 def test_a_server_ends_with_the_program_that_started_it_however_that_ended(tmp_path, number):
     port = free_port()
-    watched = f"from ludic.util.die_with_parent import watch_parent; watch_parent()\n{textwrap.dedent(HEALTHY)}"
     program = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(port), watched.replace("PORT", str(port))],
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(port), textwrap.dedent(HEALTHY).replace("PORT", str(port))],
         cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     with program:
@@ -239,5 +229,4 @@ def test_a_server_ends_with_the_program_that_started_it_however_that_ended(tmp_p
             program.send_signal(number)
     wait_until(lambda: has_ended(server))
     worker = int((tmp_path / "server.log").read_text().split("worker ")[1].split()[0])
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(worker, signal.SIGKILL)  # this stand-in does not stop its workers; vLLM does
+    wait_until(lambda: has_ended(worker))

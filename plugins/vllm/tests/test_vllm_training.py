@@ -31,6 +31,7 @@ from plugins.vllm.tests.vllm_fixtures import RunningServer, skip_without_vllm, w
 from tests import forked
 from tests.extended import cases
 from tests.fakes import CountingEnv, RecordingClient, make_agent
+from tests.unit.cli.train_parts import ENV
 
 pytest.importorskip("torch", reason="the train extra is not installed")
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -95,12 +96,12 @@ def lost_its_server(player, tmp_path_factory) -> tuple[Path, int | None, str]:
 
     try:
         until_updates(3)
-        os.killpg(child_of(run.pid), signal.SIGKILL)  # the server leads its own session
+        os.killpg(server_of(run.pid), signal.SIGKILL)
         until_updates(3)
         (log,) = (folder / "run" / "server").glob("server-*.log")
         os.kill(listener_of(int(log.stem.removeprefix("server-"))), signal.SIGSTOP)
         until_updates(3)
-        os.killpg(child_of(run.pid), signal.SIGKILL)
+        os.killpg(server_of(run.pid), signal.SIGKILL)
         said, _ = run.communicate(timeout=100)
     finally:
         run.kill()
@@ -139,13 +140,18 @@ def test_grpo_on_tic_tac_toe_learns_from_the_weights_it_pushed(pushed, request):
 def test_a_run_restarts_its_own_server_and_ends_when_that_dies_too_often(lost_its_server):
     folder, code, said = lost_its_server
     assert code == 2, said
-    assert "the vLLM server ended with exit code -9; restart 1 of at most 2" in said, said
+    assert "the vLLM server was ended by SIGKILL; restart 1 of at most 2" in said, said
     assert "the vLLM server hangs: it accepts connections, but /health was not answered in time; restart 2" in said, (
         said
     )
-    ending = "ended with exit code -9, and has died 3 times within 600 s, more than max_restarts = 2 allows"
+    ending = "was ended by SIGKILL, and has died 3 times within 600 s, more than max_restarts = 2 allows"
     assert f"The vLLM server of this run {ending}" in " ".join(said.split()) and "Traceback" not in said, said
     assert f"To go on: ludic train {folder / 'run'} --resume" in said
+
+
+def server_of(pid: int) -> int:
+    """The server of a run, which leads its own session; between them is the guard that ends it with the run."""
+    return child_of(child_of(pid))
 
 
 def child_of(pid: int) -> int:
@@ -294,18 +300,21 @@ def test_the_vllm_server_of_a_launched_pipeline_is_killed_and_gets_its_weights_a
     pytest.importorskip("redis", reason="the pipeline extra is not installed")
     if shutil.which("redis-server") is None:
         pytest.skip("redis-server is not installed")
-    from plugins.pipeline.tests.pipeline_harness import Launched, counted_by_hand
+    from plugins.pipeline.tests.pipeline_harness import counted_by_hand
+    from plugins.pipeline.tests.test_launch_process import SIZES, kill, launch, steps, until
 
-    on_vllm = ["--model", str(vllm_model_dir), "--actor-engine", "vllm", "--actors", "1"]
-    launched = Launched(tmp_path, *on_vllm, "--steps", "10", **warm_vllm_environment())
+    (tmp_path / "letter.py").write_text(ENV)
+    on_vllm = ["--model", str(vllm_model_dir), "--actor-engine", "vllm", "--actors", "1", "--steps", "10"]
+    launched = launch(tmp_path, "letter.py:Letter", *SIZES, *on_vllm, **warm_vllm_environment())
     try:
-        launched.until_step(3)
-        launched.kill("server")
-        said = launched.finish()
+        until(lambda: len(steps(tmp_path)) >= 3, launched, "no three updates")
+        kill(tmp_path, "server")
+        said, _ = launched.communicate(timeout=300)
     finally:
-        launched.end()
-    assert "server was ended by SIGKILL; restart 1 of at most 5" in said, said
-    assert launched.steps() == list(range(1, 11))
-    counts, in_queue = counted_by_hand(launched.run)
+        if launched.poll() is None:
+            launched.terminate()
+    assert launched.returncode == 0 and "server was ended by SIGKILL; restart 1 of at most 5" in said, said
+    assert steps(tmp_path) == list(range(1, 11))
+    counts, in_queue = counted_by_hand(tmp_path / "runs" / "run")
     assert counts["trained"] == 10 * 16
     assert counts["produced"] == counts["trained"] + counts["stale"] + counts["filtered"] + counts["dead"] + in_queue

@@ -15,7 +15,7 @@ import pytest
 from ludic.http.address import free_port
 from ludic.http.client import get_without_loop
 from ludic.types import PolicyGone
-from ludic.util.restarts import RestartLimit, Restarts
+from ludic.util.processes import RestartLimit, Restarts
 from ludic_vllm.command import ServerCommand
 from ludic_vllm.process import VLLMServerProcess, is_healthy, wait_for_vllm_health
 from ludic_vllm.watch import HealthCheck, ServerWatch
@@ -133,7 +133,7 @@ def test_a_server_is_restarted_and_ready_once_it_has_its_weights(start, number, 
         is_held.set()
         assert server.until_ready() == 1
     assert server.restored == [1] and len(server.pids) == 2 and not is_running(server.pids[0])
-    reason = "ended with exit code -9" if number == signal.SIGKILL else "hangs: it accepts connections"
+    reason = "was ended by SIGKILL" if number == signal.SIGKILL else "hangs: it accepts connections"
     assert reason in caplog.text and "restart 1 of at most 3" in caplog.text and "server.log" in caplog.text
 
 

@@ -88,6 +88,8 @@ class BatchBuilder:
     credit_assigner: CreditAssigner
     sample_filter: SampleFilter | None = None
     """True keeps an item."""
+    per_turn: bool = False
+    """One item for each turn, also where turns continue token for token."""
 
     def batch(self, episodes: Sequence[Episode], *, policy: str | None = None) -> SAWBatch:
         """`policy`: build items only from this policy's rollouts; failures of any policy drop the episode or group."""
@@ -98,7 +100,9 @@ class BatchBuilder:
             item
             for episode in settled.episodes
             for rollout in episode.rollouts
-            for item in stitch_rollout(rollout, weights, require_logprobs=_asked_for_logprobs(episode))
+            for item in stitch_rollout(
+                rollout, weights, per_turn=self.per_turn, require_logprobs=_asked_for_logprobs(episode)
+            )
         ]
         kept = items if self.sample_filter is None else [item for item in items if self.sample_filter(item)]
         return SAWBatch(items=kept, meta=_meta(episodes, settled, items, kept))

@@ -187,9 +187,11 @@ class RolloutEngine:
         sample_filter: SampleFilter | None = None,
         *,
         algorithm: HasCreditAssigner | None = None,
+        per_turn: bool = False,
     ) -> SAWBatch:
         """Run the episodes, drop incomplete groups, assign credit, build items, filter them."""
-        builder = BatchBuilder(credit_assigner=credit_of(credit_assigner, algorithm), sample_filter=sample_filter)
+        credit = credit_of(credit_assigner, algorithm)
+        builder = BatchBuilder(credit_assigner=credit, sample_filter=sample_filter, per_turn=per_turn)
         episodes = await self.run_episodes(requests, max_steps=max_steps, timeout_s=timeout_s, concurrency=concurrency)
         return builder.batch(episodes)
 

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     )
     from ludic_tinker.policy import TinkerPolicy
     from ludic_vllm.publish.adapter import VllmAdapterPublisher
-    from ludic_vllm.publish.broadcast import BroadcastPolicyPublisher
+    from ludic_vllm.publish.broadcast import BroadcastPolicyPublisher, ControlPlane, TensorCommunicator
     from ludic_vllm.publish.control import VllmControlPlane
-    from ludic_vllm.publish.interfaces import ControlPlane, TensorCommunicator
     from ludic_vllm.publish.transfer import WeightMetadata
     from ludic_vllm.publish.vllm import create_vllm_publisher
 
@@ -37,9 +36,8 @@ __getattr__ = lazy(
         "folder": "FolderFollower FolderPublisher",
         "publisher": "ClientPublisher InProcessPublisher Rank0OnlyPublisher SharedWeightsPublisher WeightPushError",
         "ludic_vllm.publish.adapter": "VllmAdapterPublisher",
-        "ludic_vllm.publish.broadcast": "BroadcastPolicyPublisher",
+        "ludic_vllm.publish.broadcast": "BroadcastPolicyPublisher ControlPlane TensorCommunicator",
         "ludic_vllm.publish.control": "VllmControlPlane",
-        "ludic_vllm.publish.interfaces": "ControlPlane TensorCommunicator",
         "ludic_vllm.publish.transfer": "WeightMetadata",
         "ludic_vllm.publish.vllm": "create_vllm_publisher",
         "ludic_tinker.policy": "TinkerPolicy",

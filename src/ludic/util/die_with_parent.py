@@ -1,10 +1,8 @@
-"""Processes that do not outlive their parent, however it ended.
+"""`python die_with_parent.py --pipe FD … -- COMMAND` runs a command that does not outlive its parent, however that ended.
 
-The parent holds one end of a pipe and never writes; the child reads at the other. When the parent is gone, the system closes
-its end. Ludic's own code calls `watch_parent`; any other command runs under this file as a program,
-`python die_with_parent.py --pipe FD … -- COMMAND`, which stops the command and its children. This file uses only the standard
-library: as a program it starts in 20 ms, and it also runs in vLLM's environment. The program only holds the other pipe
-ends that it was given: processes that wait at those outlive this command.
+The parent holds one end of a pipe and never writes; this program reads at the other. When the parent is gone, the system closes
+its end, and this program stops the command and its children. It only holds the other pipe ends that it was given: processes that
+wait at those outlive this command. It uses only the standard library, and so starts in 20 ms.
 """
 
 import argparse
@@ -19,15 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-PIPE_VARIABLE = "LUDIC_PARENT_PIPE"
-"""Environment variable of a process that calls `watch_parent`: the file descriptor of its pipe."""
 _PR_SET_PDEATHSIG = 1
-
-
-def watch_parent() -> None:
-    """Send SIGTERM to this process when its parent is gone; does nothing without the variable."""
-    if (pipe := os.environ.get(PIPE_VARIABLE)) is not None:
-        _call_when_closed(int(pipe), lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 
 def kill_with_parent() -> None:

@@ -8,7 +8,7 @@ from ludic.training import RLAlgorithm, TrainerConfig
 from ludic.training.learner.batches import NothingToTrainOn, fetch
 from ludic.training.losses import MaskedCausalLMCrossEntropyLoss
 from ludic.types import ConfigError, PolicyGone, StopReason, load_rollouts
-from ludic_pipeline.queue.episodes import GroupRunner, RecentFailures
+from ludic_pipeline.queue.actor import GroupRunner, RecentFailures
 from ludic_pipeline.queue.wire import decode_group, encode_group
 from tests.unit.batch_gen.parts import TotalReward, make_engine, request
 

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the local extra is not installed")
 
-from ludic.distributed import FolderFollower, FolderPublisher  # noqa: E402
+from ludic.distributed import ClientPublisher, FolderFollower, FolderPublisher  # noqa: E402
 from ludic.distributed.folder import published_files  # noqa: E402
 from ludic.types import ChecksServers, ConfigError  # noqa: E402
 from tests.unit.inference.local.tiny_models import (  # noqa: E402
@@ -262,3 +262,13 @@ async def test_inference_engine_generates_through_an_update_and_reports_versions
         following.cancel()
         assert answer.version_runs == ((0, 5), (4, 19))
         assert tokens(await ask(engine, prompt, max_tokens=6)) == greedy(copy_of(new), prompt, 6)
+
+
+async def test_client_samples_from_the_published_weights_and_reports_their_version():
+    served, trained, prompt = new_model("llama-mha-tied"), new_model("llama-mha-tied", seed=9), some_prompt(13)
+    async with make_engine(served) as engine:
+        before = await ask(engine, prompt, max_tokens=6)
+        ClientPublisher(engine).publish(dict(trained.named_parameters()), version=7)
+        after = await ask(engine, prompt, max_tokens=6)
+    assert tokens(after) == greedy(copy_of(trained), prompt, 6) != tokens(before)
+    assert before.version_runs == ((0, 6),) and after.version_runs == ((7, 6),)

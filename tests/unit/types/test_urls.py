@@ -15,7 +15,7 @@ from ludic.run.config.rollouts import RolloutSettings
 from ludic.run.config.training import AlgoSettings
 from ludic.types import ConfigError, shown_url
 from ludic.util.urls import LOGINS_VARIABLE, holds_login, is_same_secret, login_of, without_login
-from ludic_pipeline.settings import PipelineSettings
+from ludic_pipeline.feature import PipelineSettings
 from ludic_vllm.client import VLLMChatClient
 
 WITH_LOGINS = [

@@ -26,7 +26,7 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 _HEARING_S = 0.01
 """Between two looks at whether the supervisor has heard that a worker retires."""
 _numbers = itertools.count(1)
-"""Of envs. A worker knows an env by its connection and this number."""
+"""Numbers of envs. A worker knows an env by its connection and this number."""
 
 
 class EnvPool:
@@ -129,7 +129,7 @@ class EnvPool:
 
     @property
     def info(self) -> "ServerInfo | None":
-        """What the server said about itself, once it is connected."""
+        """The server's description of itself, once it is connected."""
         return self._info
 
     def close(self) -> None:

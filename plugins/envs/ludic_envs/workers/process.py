@@ -35,7 +35,7 @@ _BEAT_S = 1.0
 _MAX_HUNG = 8
 """Envs whose last call does not end, after which the worker retires: each keeps a thread and its memory."""
 _FLUSH_S = 0.005
-"""Replies wait at most so long for further ones of the same frame."""
+"""Replies wait at most this long for further ones of the same frame."""
 _CLOSE_S, _CANCEL_S = 60.0, 3.0
 _STACK_BYTES = 2 << 20
 """Stack of a thread where memory is limited: the usual 8 MiB count in full although few of them are touched."""
@@ -50,7 +50,7 @@ class Factory:
         self.make: Callable[..., Any] = partial(registry.envs.make, target, **kwargs)
 
 
-class HeldEnv:
+class _HeldEnv:
     """One env, its thread and its running call."""
 
     def __init__(self, factory: "Factory", *, in_threads: bool) -> None:
@@ -59,7 +59,7 @@ class HeldEnv:
         self._thread: EnvThread | None = None
         self._env: Env | None = None
         self.is_direct = False
-        """Whether reset and step are plain functions that return at once."""
+        """True if reset and step are plain functions that return at once."""
         self.running: set[asyncio.Task[None]] = set()
         self._tools: dict[str, dict[str, Tool]] = {}
 
@@ -164,7 +164,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket, worker: "Worker") -> None:
         self._worker = worker
-        self.envs: dict[int, HeldEnv] = {}
+        self.envs: dict[int, _HeldEnv] = {}
         self._line = Line(
             sock, Call, on_messages=self._take, on_lost=self._lost, on_unsendable=lambda m, e: self._unsendable(m, e)
         )
@@ -193,21 +193,21 @@ class Connection:
                     held.running.add(task)
                     task.add_done_callback(held.running.discard)
 
-    def _new_env(self, call: Call) -> HeldEnv | None:
+    def _new_env(self, call: Call) -> _HeldEnv | None:
         factory = self._worker.factories.get(call.value[0]) if _is_make(call.value) else None
         if factory is None or call.env in self.envs:
             return None
-        made = self.envs[call.env] = HeldEnv(factory, in_threads=self._worker.in_threads)
+        made = self.envs[call.env] = _HeldEnv(factory, in_threads=self._worker.in_threads)
         return made
 
-    def _answer_now(self, call: Call, held: HeldEnv) -> None:
+    def _answer_now(self, call: Call, held: _HeldEnv) -> None:
         try:
             value = held.step(call.value) if call.op == "step" else held.reset(call.value)
             self._line.send(Reply(call.id, value))
         except BaseException as error:  # noqa: BLE001 - the caller gets what its env raises
             self._raised(call, error)
 
-    async def _answer(self, call: Call, held: HeldEnv | None) -> None:
+    async def _answer(self, call: Call, held: _HeldEnv | None) -> None:
         try:
             self._line.send(Reply(call.id, await self._answered(call, held)))
         except asyncio.CancelledError:
@@ -218,7 +218,7 @@ class Connection:
         except BaseException as error:  # noqa: BLE001 - the caller gets what its env raises
             self._raised(call, error)
 
-    async def _answered(self, call: Call, held: HeldEnv | None) -> Any:
+    async def _answered(self, call: Call, held: _HeldEnv | None) -> Any:
         if call.op == "close":
             return await self.close_env(call.env)
         if call.op == "make":

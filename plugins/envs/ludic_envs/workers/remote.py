@@ -44,7 +44,7 @@ class WorkerLine:
 
     @property
     def is_usable(self) -> bool:
-        """Whether new envs can be made over it."""
+        """True if new envs can be made over it."""
         return self._line.is_open and not self.is_retiring
 
     def call(self, env: int, op: str, value: Any = None) -> "asyncio.Future[Any]":
@@ -111,7 +111,7 @@ class WorkerLine:
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteTool(Tool):
+class _RemoteTool(Tool):
     """A tool of the episode: its arguments are read, and it runs, in the worker."""
 
     ask: Callable[[Any], Any] = lambda _: None
@@ -137,7 +137,7 @@ class RemoteEnv(LudicEnv[str, Any, Any]):
         self._release = release
         self._with_hints = with_hints
         self._hints: Any = None
-        self._tools: dict[str, list[RemoteTool]] = {}
+        self._tools: dict[str, list[_RemoteTool]] = {}
         self._prompts: dict[str, str | None] = {}
         self._is_closed = False
 
@@ -181,16 +181,16 @@ class RemoteEnv(LudicEnv[str, Any, Any]):
 
     def _tool(
         self, agent_id: str, name: str, description: str, parameters: dict[str, Any], timeout_s: float | None
-    ) -> RemoteTool:
+    ) -> _RemoteTool:
         async def ask(arguments: Any) -> Any:
             return await self._line.call(self._number, "tool", [agent_id, name, arguments])
 
         async def run(**arguments: Any) -> ToolResult:
             return ToolResult(*await ask(arguments))
 
-        return RemoteTool(name, description, parameters, run, timeout_s, {}, ask)
+        return _RemoteTool(name, description, parameters, run, timeout_s, {}, ask)
 
-    def episode_tools(self, agent_id: str) -> Sequence[RemoteTool]:
+    def episode_tools(self, agent_id: str) -> Sequence[_RemoteTool]:
         return self._tools.get(agent_id, ())
 
     # --- hints ---

@@ -37,7 +37,7 @@ _MAX_WAITING = 64
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where a server is, and what opens it."""
+    """The address of a server, and its token."""
 
     host: str
     port: int
@@ -54,8 +54,8 @@ class ServerAddress:
         return f"{self.host}:{self.port}"
 
 
-class ServedEnv(msgspec.Struct):
-    """What a server says about one of its envs: what commands need to know before an episode."""
+class _ServedEnv(msgspec.Struct):
+    """A server's description of one of its envs: the facts that commands need before an episode."""
 
     takes_sample: bool
     suggested: dict[str, Any]
@@ -63,10 +63,10 @@ class ServedEnv(msgspec.Struct):
 
 
 class ServerInfo(msgspec.Struct):
-    """What a server says about itself."""
+    """A server's description of itself."""
 
     num_workers: int
-    envs: dict[str, ServedEnv]
+    envs: dict[str, _ServedEnv]
 
     def require(self, name: str | None) -> str:
         """The name of an env that the server has; None is the only one."""
@@ -75,7 +75,7 @@ class ServerInfo(msgspec.Struct):
         if name is None:
             raise ConfigError(f"The env server has several envs; name one: {', '.join(self.envs)}.")
         if name not in self.envs:
-            raise UnknownName.among("env on the server", name, self.envs, "Start it with that env, too.")
+            raise UnknownName.among("env on the server", name, self.envs, "Start it with that env as well.")
         return name
 
 
@@ -184,7 +184,7 @@ class EnvServer:
         named = dict(envs) if isinstance(envs, Mapping) else {id: id for id in envs}
         if not named:
             raise ConfigError("An env server needs an env: give one or several ids (`ludic envs`), or file.py:Name.")
-        self.info = ServerInfo(num_workers=workers, envs={name: served_env(id) for name, id in named.items()})
+        self.info = ServerInfo(num_workers=workers, envs={name: _served_env(id) for name, id in named.items()})
         self._token = token
         self._setup = WorkerSetup(
             envs={name: (id, {}) for name, id in named.items()}, timeout_s=timeout_s, memory_mb=memory_mb
@@ -254,14 +254,14 @@ class EnvServer:
         return None
 
 
-def served_env(id: str) -> ServedEnv:
+def _served_env(id: str) -> _ServedEnv:
     """The facts of a registered env, or of file.py:Name."""
     spec = registry.envs.spec(id)
     takes_sample = "sample" in inspect.signature(spec.load()).parameters
-    return ServedEnv(takes_sample=takes_sample, suggested=asdict(spec.suggested), example=dict(spec.example))
+    return _ServedEnv(takes_sample=takes_sample, suggested=asdict(spec.suggested), example=dict(spec.example))
 
 
-def suggested_by(served: ServedEnv) -> Suggested:
+def suggested_by(served: _ServedEnv) -> Suggested:
     """ConfigError for settings that this version does not know."""
     try:
         return msgspec.convert(served.suggested, Suggested)

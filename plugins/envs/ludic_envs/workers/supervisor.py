@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from ludic.types import ConfigError, EnvCrashed, EnvWorkerError, LudicError
 from ludic.types.errors import is_users_file, retry_wait_s
+from ludic.util.processes import how_it_ended, kill_group
 from ludic_envs.workers.wire import BadFrame, FrameReader, error_from_wire, pack
 
 logger = logging.getLogger(__name__)
@@ -42,14 +43,14 @@ _LONG_LIFE_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSetup:
-    """What a worker is told when it starts."""
+    """The set-up that a worker gets when it starts."""
 
     envs: Mapping[str, tuple[str, Mapping[str, Any]]]
     """Name → (id that the registry knows there, arguments of every env)."""
     timeout_s: float | None = 600.0
-    """A worker whose event loop stands still for so long is ended. None: no limit."""
+    """A worker whose event loop stands still for this long is ended. None: no limit."""
     memory_mb: int | None = None
-    """What the envs of one worker may allocate together. None: no limit."""
+    """Limit of what the envs of one worker allocate together. None: no limit."""
     in_threads: bool = False
     """Run also those envs in threads that say that they answer at once: one of them has not."""
 
@@ -95,7 +96,7 @@ class Worker:
             sock.close()
 
     def receive(self) -> list[Any] | None:
-        """What the worker says; None when it has closed its end."""
+        """New messages of the worker; None when it has closed its end."""
         try:
             data = self.control.recv(1 << 16)
             return self._reader.feed(data) if data else None
@@ -109,8 +110,7 @@ class Worker:
     def kill(self, because: str = "") -> None:
         """End the process and all that it has started."""
         self.killed_because = self.killed_because or because
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        kill_group(self.process.pid)
 
     @property
     def is_silent(self) -> bool:
@@ -121,8 +121,7 @@ class Worker:
     def reap(self, failure: str = "") -> bool:
         """Wait for the end of the process, and for its children; returns whether it stood still."""
         code = self.process.wait()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # what its envs have started
+        kill_group(self.process.pid)  # what its envs have started
         self.control.close()
         self._trace.seek(0)
         trace = self._trace.read().decode(errors="replace")
@@ -136,11 +135,8 @@ class Worker:
         if is_hung:
             limit = f"stood still for {self._timeout_s:g} s, more than the time limit of an env's call, and was ended"
             return f"{limit}. {_place(trace)}"
-        if code < 0:
-            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-            memory = " The system kills processes when memory runs out." if -code == signal.SIGKILL else ""
-            return f"was ended by {name}.{memory}"
-        return f"ended with exit code {code}."
+        memory = " The system kills processes when memory runs out." if code == -signal.SIGKILL else ""
+        return f"{how_it_ended(code if code >= 0 else 128 - code)}.{memory}"
 
 
 def _place(trace: str) -> str:
@@ -188,10 +184,6 @@ class Supervisor:
         self._thread.start()
 
     # --- called from any thread ---
-
-    @property
-    def num(self) -> int:
-        return len(self._slots)
 
     def worker(self, index: int) -> "Future[Worker]":
         """The worker that takes new envs, once it is ready; an error there if workers do not start."""

@@ -79,7 +79,7 @@ def _framed(body: bytes) -> bytes:
 
 
 class BadFrame(LudicError, ValueError):
-    """The other end sends what is no frame of this protocol."""
+    """The other end sends something that is not a frame of this protocol."""
 
 
 class FrameReader:
@@ -151,7 +151,7 @@ class Line:
         on_lost: Callable[[str], None],
         on_unsendable: Callable[[Any, Exception], Any],
     ) -> None:
-        """`message`: what arrives here. `on_unsendable` gets a message that is no plain data, and returns one to send instead, or
+        """`message`: what arrives here. `on_unsendable` gets a message that is not plain data, and returns one to send instead, or
         None."""
         self._sock = sock
         self._loop = asyncio.get_running_loop()
@@ -251,7 +251,7 @@ class Line:
             self._on_lost(why)
 
     def close(self) -> None:
-        """Close the socket; `on_lost` is not called. Works after the event loop has ended, too."""
+        """Close the socket; `on_lost` is not called. Also works after the event loop has ended."""
         if not self.is_open:
             return
         self.is_open = False

@@ -33,17 +33,17 @@ from ludic.run.resolve import ResolvedRun
 from ludic.tasks import cancel_all
 from ludic.types import ChatClient, PolicyGone, derive_seed, shown_url
 from ludic.util.stop import StopRequests
+from ludic_pipeline.feature import pipeline_of, queue_key_of, redis_url, required_servers
 from ludic_pipeline.generation import connect_to_servers, pipeline_algorithm
-from ludic_pipeline.queue.actor import ActorReport, run_pipeline_actor
+from ludic_pipeline.queue.actor import ActorReport, ActorSettings, run_pipeline_actor
 from ludic_pipeline.queue.connection import RedisGone, require_redis
-from ludic_pipeline.settings import pipeline_of, queue_key_of, redis_url, required_servers
 
 _ACTOR_SEEDS = 201
 _SAY_EVERY_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ActorPolicy:
+class _ActorPolicy:
     """The policy of this actor's agents."""
 
     client: ChatClient
@@ -69,7 +69,7 @@ def run_actor(config: RunConfig, env: EnvFactory, *, index: int) -> int:
     except (PolicyGone, RedisGone, TooManyFailures) as error:  # the last one: a server may have been away for too long
         print(f"ludic: {harmless(str(error))}", file=sys.stderr)
         return TRY_AGAIN
-    _say("Stopped before it had weights." if report is None else f"{report_line(report)}.")
+    _say("Stopped before it had weights." if report is None else f"{_report_line(report)}.")
     if report is not None and report.is_run_finished:
         _say(f"The learner has finished the run, {run.steps} updates. For more, start the learner before actors.")
     return code
@@ -78,7 +78,7 @@ def run_actor(config: RunConfig, env: EnvFactory, *, index: int) -> int:
 # --- the policy ---
 
 
-def _with_an_engine(run: ResolvedRun, stack: contextlib.ExitStack) -> ActorPolicy:
+def _with_an_engine(run: ResolvedRun, stack: contextlib.ExitStack) -> _ActorPolicy:
     """An engine in this process, which follows the learner's folder."""
     config = run.config
     loaded = load_policy(without_adapter(config.model), seed=run.seed)
@@ -93,7 +93,7 @@ def _with_an_engine(run: ResolvedRun, stack: contextlib.ExitStack) -> ActorPolic
     follower = FolderFollower(run.folder / WEIGHTS, engine)
     setup = make_episode_setup(config.env, config.agent, run.env, engine, template, loaded.name, reward=config.reward)
     stack.callback(setup.close)
-    return ActorPolicy(
+    return _ActorPolicy(
         client=engine,
         setup=setup,
         first_version=follower.first_version,
@@ -101,7 +101,7 @@ def _with_an_engine(run: ResolvedRun, stack: contextlib.ExitStack) -> ActorPolic
     )
 
 
-def _on_servers(run: ResolvedRun, stack: contextlib.ExitStack) -> ActorPolicy:
+def _on_servers(run: ResolvedRun, stack: contextlib.ExitStack) -> _ActorPolicy:
     config = run.config
     required_servers(config.rollouts.server)
     template = make_template(
@@ -111,7 +111,7 @@ def _on_servers(run: ResolvedRun, stack: contextlib.ExitStack) -> ActorPolicy:
     stack.callback(lambda: asyncio.run(client.close()))
     setup = make_episode_setup(config.env, config.agent, run.env, client, template, model, reward=config.reward)
     stack.callback(setup.close)
-    return ActorPolicy(client=client, setup=setup)
+    return _ActorPolicy(client=client, setup=setup)
 
 
 # --- running episodes ---
@@ -122,7 +122,7 @@ def actor_seed(seed: int, index: int, life: int) -> int:
     return derive_seed(seed, _ACTOR_SEEDS, index, life)
 
 
-async def _until_stopped(run: ResolvedRun, policy: ActorPolicy, index: int) -> tuple[ActorReport | None, int]:
+async def _until_stopped(run: ResolvedRun, policy: _ActorPolicy, index: int) -> tuple[ActorReport | None, int]:
     """The report and the exit code. The first signal lets a running push finish, the second cancels."""
     stop, signals, requests = asyncio.Event(), list[int](), StopRequests()
     running = asyncio.create_task(_run_episodes(run, policy, index, stop))
@@ -144,7 +144,7 @@ async def _until_stopped(run: ResolvedRun, policy: ActorPolicy, index: int) -> t
     return report, 128 + signals[0] if signals else 0
 
 
-async def _run_episodes(run: ResolvedRun, policy: ActorPolicy, index: int, stop: asyncio.Event) -> ActorReport | None:
+async def _run_episodes(run: ResolvedRun, policy: _ActorPolicy, index: int, stop: asyncio.Event) -> ActorReport | None:
     if policy.first_version is not None and not await _comes_before(stop, policy.first_version()):
         return None
     life = secrets.randbits(32)
@@ -157,15 +157,17 @@ async def _run_episodes(run: ResolvedRun, policy: ActorPolicy, index: int, stop:
         redis_url=redis_url(pipeline_of(run.config)),
         queue_key=queue_key_of(run),
         max_steps=run.max_steps,
-        num_updates=run.steps,
         concurrency=rollouts.concurrency or policy.setup.concurrency,
         client=policy.client,
         algorithm=pipeline_algorithm(run),
-        strategy=request_strategy(run, seed),
-        max_waiting=pipeline_of(run.config).max_waiting or 1024,
-        max_failed_share=rollouts.max_failed_share,
-        name=f"actor-{index}",
-        follow=policy.follow,
+        settings=ActorSettings(
+            strategy=request_strategy(run, seed),
+            num_updates=run.steps or 0,
+            max_failed_share=rollouts.max_failed_share,
+            max_waiting=pipeline_of(run.config).max_waiting or 1024,
+            name=f"actor-{index}",
+            follow=policy.follow,
+        ),
         stop=stop,
         on_group=Progress(),
     )
@@ -197,10 +199,10 @@ class Progress:
         now = time.monotonic()
         if now >= self._say_at:
             self._say_at = now + self._every_s
-            _say(report_line(report))
+            _say(_report_line(report))
 
 
-def report_line(report: ActorReport) -> str:
+def _report_line(report: ActorReport) -> str:
     left_out = {"failed": report.num_failed, "empty": report.num_empty, "abandoned": report.num_abandoned}
     said = [f"{count} {what}" for what, count in left_out.items() if count]
     return f"Pushed {report.num_groups} groups, {report.num_items} samples" + "".join(f", {each}" for each in said)

@@ -17,10 +17,10 @@ _ACTOR_USUAL = ("target", "actor_index", "redis", "actor_engine", "server", "mod
 
 @dataclass(frozen=True)
 class ActorArgs:
-    """What to do."""
+    """Arguments of `ludic actor`."""
 
     target: Target
-    """What the learner was given: the folder of the run, a TOML file, or an env with the same flags."""
+    """The same as for the learner: the folder of the run, a TOML file, or an env with the same flags."""
     actor_index: int = 0
     """Number of this actor among those of the run: each has its own seeds."""
 
@@ -50,10 +50,10 @@ _LAUNCH_USUAL = (
 
 @dataclass(frozen=True)
 class LaunchArgs:
-    """What to do."""
+    """Arguments of `ludic launch`."""
 
     target: Target
-    """As for `ludic train`: an env, file.py:Class, a TOML file, or the folder of a run."""
+    """The same as for `ludic train`: an env, file.py:Class, a TOML file, or the folder of a run."""
     dry_run: Switch = False
     """Check everything and show the plan and the commands; start nothing."""
     resume: Switch = False

@@ -27,12 +27,13 @@ from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import to_toml
 from ludic.types import ConfigError
 from ludic.util.files import parse_json
-from ludic.util.restarts import RestartLimit
+from ludic.util.processes import RestartLimit
+from ludic_pipeline.feature import REDIS_VARIABLE, SERVER_VARIABLE, given_redis, given_servers, pipeline_of
 from ludic_pipeline.generation import clear_queue, pipeline_algorithm
 from ludic_pipeline.launch.command import LaunchArgs
 from ludic_pipeline.launch.processes import LocalProcesses, RayProcesses
 from ludic_pipeline.launch.supervisor import MergedOutput, Role, Supervisor, WhenDone
-from ludic_pipeline.settings import REDIS_VARIABLE, SERVER_VARIABLE, given_redis, given_servers, pipeline_of
+from ludic_vllm.vllm_server import OF_RUN
 
 _MISTAKE = frozenset({2})
 """Exit code of `ludic` commands for a user's mistake."""
@@ -41,7 +42,7 @@ _LONGEST_SOCKET = 100
 
 
 def ludic_command(*arguments: str) -> tuple[str, ...]:
-    """`ludic …` as a process. -P, as for the command itself: modules of the current folder must not shadow those beside a user's
+    """`ludic …` as a process. -P, as for the command itself: modules of the current folder must not shadow those next to a user's
     file."""
     return (sys.executable, "-P", "-m", "ludic.cli.main", *arguments)
 
@@ -70,7 +71,7 @@ def run_launch(args: LaunchArgs, config: RunConfig, env: EnvFactory) -> int:
         processes: LocalProcesses | RayProcesses
         processes = RayProcesses(logs, args.ray_address) if args.ray else LocalProcesses(logs)
         with contextlib.closing(processes):
-            outcome = Supervisor(roles, processes.start, show=show, limit=limit).run()
+            outcome = Supervisor(roles, processes.start_role, show=show, limit=limit).run()
     if outcome.code:
         print(f"{harmless(outcome.reason)}\nTo go on: {how_to_resume(run)}")
     return outcome.code
@@ -136,8 +137,8 @@ def make_roles(
     helpers: list[Role] = []
     environment = _threads(run)
     if given_redis(pipeline_of(config)) is None:
-        socket = socket or own_socket(run.folder)
-        helpers.append(redis_role(run.folder, socket))
+        socket = socket or _own_socket(run.folder)
+        helpers.append(_redis_role(run.folder, socket))
         environment[REDIS_VARIABLE] = f"unix://{socket}"
     if pipeline_of(config).actor_engine == "vllm" and not given_servers(config.rollouts.server):
         port = free_port()
@@ -145,7 +146,7 @@ def make_roles(
         helpers.append(
             Role(
                 name="server",
-                command=(sys.executable, "-m", "ludic_vllm.run_server", folder, str(port)),
+                command=(sys.executable, "-m", "ludic_vllm.vllm_server", OF_RUN, folder, str(port)),
                 hopeless=_MISTAKE,
                 stop_within_s=20.0,
                 url=environment[SERVER_VARIABLE],
@@ -181,7 +182,7 @@ def make_roles(
     return [*helpers, learner, *actors]
 
 
-def redis_role(folder: Path, socket: Path) -> Role:
+def _redis_role(folder: Path, socket: Path) -> Role:
     """Redis on a socket of this user only. appendfsync=always: with `everysec`, kill -9 loses acknowledged writes."""
     program = shutil.which("redis-server")
     if program is None:
@@ -197,15 +198,15 @@ def redis_role(folder: Path, socket: Path) -> Role:
     return Role(name="redis", command=(program, *(part for flag in flags.items() for part in flag)), stop_within_s=30.0)
 
 
-def own_socket(folder: Path) -> Path:
+def _own_socket(folder: Path) -> Path:
     return (folder / REDIS / "redis.sock").absolute()
 
 
 @contextlib.contextmanager
 def reachable_socket(folder: Path) -> Iterator[Path]:
     """A socket path in the run folder or, if that is too long, in a temporary folder."""
-    if len(str(own_socket(folder))) <= _LONGEST_SOCKET:
-        yield own_socket(folder)
+    if len(str(_own_socket(folder))) <= _LONGEST_SOCKET:
+        yield _own_socket(folder)
         return
     with tempfile.TemporaryDirectory(prefix="ludic-redis-") as place:
         yield Path(place) / "redis.sock"

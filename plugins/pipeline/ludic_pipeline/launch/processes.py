@@ -1,100 +1,30 @@
 """Starts the roles of a launched run: as processes of this machine, or on the machines of a Ray cluster.
 
-A process writes to its own log file and not to a pipe, because a child could not write its last lines after its reader was
-killed. None outlives this process or the roles it needs: die_with_parent.py ends it. On a cluster, all machines need the run
-folder under the same path (a shared disk), and this Python environment or Ray's runtime environments.
+None outlives this process or the roles it needs (`ludic.util.processes`). On a cluster, all machines need the run folder under the
+same path (a shared disk), and this Python environment or Ray's runtime environments.
 """
 
 import contextlib
 import os
 import re
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ludic.types import ConfigError, MissingExtra
-from ludic.util import die_with_parent
+from ludic.util.processes import ChildProcesses
 from ludic.util.urls import LOGINS_VARIABLE
 from ludic_pipeline.launch.supervisor import MACHINE_LOST, Role, Running
 
-_GUARD = Path(die_with_parent.__file__)
 
-
-class LocalProcesses:
+class LocalProcesses(ChildProcesses):
     """Starts roles as children of this process; their files (NAME.log, NAME.pid) are in `logs`."""
 
-    def __init__(self, logs: Path, environment: Mapping[str, str] | None = None) -> None:
-        self._logs = logs
-        self._environment = dict(os.environ if environment is None else environment)
-        self._pipes: dict[str, tuple[int, int]] = {}
-
-    def start(self, role: Role) -> Running:
-        """Start the role under die_with_parent.py, which holds the pipes of the roles it needs and so keeps those alive."""
-        self._logs.mkdir(parents=True, exist_ok=True)
-        ours, _ = self._pipe(role.name)
-        held = [self._pipe(name)[1] for name in role.needs]
-        log, pid = (self._logs / f"{role.name}.{ending}" for ending in ("log", "pid"))
-        pid.unlink(missing_ok=True)  # the old pid may belong to another process now
-        guard = [sys.executable, "-I", "-S", str(_GUARD), "--pipe", str(ours), "--grace", str(role.stop_within_s)]
-        with log.open("ab") as file:
-            begin = file.tell()
-            process = subprocess.Popen(
-                [*guard, "--pid-file", str(pid), "--", *role.command],
-                env={**self._environment, **role.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # this process gets Ctrl-C and stops the roles in order
-                pass_fds=(ours, *held),
-            )
-        return LocalProcess(process, log, begin)
-
-    def close(self) -> None:
-        for ends in self._pipes.values():
-            for end in ends:
-                os.close(end)
-        self._pipes = {}
-
-    def _pipe(self, name: str) -> tuple[int, int]:
-        if name not in self._pipes:
-            self._pipes[name] = os.pipe()
-        return self._pipes[name]
-
-
-class LocalProcess:
-    """One process of a role."""
-
-    def __init__(self, process: "subprocess.Popen[bytes]", log: Path, begin: int) -> None:
-        self._process = process
-        self._log = log
-        self._read_to = begin
-
-    def poll(self) -> int | None:
-        return self._process.poll()
-
-    def read(self) -> bytes:
-        with self._log.open("rb") as file:
-            file.seek(self._read_to)
-            new = file.read()
-        self._read_to += len(new)
-        return new
-
-    def terminate(self) -> None:
-        self._process.terminate()
-
-    def kill(self) -> None:
-        """Kill the guard and the command's process group."""
-        with contextlib.suppress(ValueError, OSError):
-            pid = int(self._log.with_suffix(".pid").read_text())
-            os.killpg(pid, signal.SIGKILL)
-        self._process.kill()
-        self._process.wait()
+    def start_role(self, role: Role) -> Running:
+        environment = {**os.environ, **role.environment}
+        return self.start(role.name, role.command, environment, grace_s=role.stop_within_s, needs=role.needs)
 
 
 # --- on a Ray cluster ---
@@ -105,7 +35,7 @@ _FROM_US = ("PYTHONPATH", "LUDIC_REDIS_URL", "LUDIC_SERVER", "LUDIC_CONTROL_TOKE
 """Environment variables that the roles get from the launcher."""
 
 
-class RoleRunner:
+class _RoleRunner:
     """A Ray actor that runs one process of a role on a machine of Ray's choice. If its worker is killed, die_with_parent.py ends
     the command."""
 
@@ -118,7 +48,7 @@ class RoleRunner:
         """Start it; returns the id of this Ray node."""
         import ray
 
-        self._running = self._processes.start(role)
+        self._running = self._processes.start_role(role)
         return str(ray.get_runtime_context().get_node_id())
 
     def look(self) -> tuple[int | None, bytes]:
@@ -154,10 +84,10 @@ class RayProcesses:
         if self._is_ours:  # the connection; the cluster stays
             self._ray.shutdown()
 
-    def start(self, role: Role) -> Running:
+    def start_role(self, role: Role) -> Running:
         options = {"num_cpus": role.num_cpus, "num_gpus": role.num_gpus, "resources": dict(role.resources)}
         environment = {**self._environment, **role.environment}
-        runner = self._ray.remote(RoleRunner).options(**options).remote(os.getcwd())
+        runner = self._ray.remote(_RoleRunner).options(**options).remote(os.getcwd())
         started = runner.start.remote(Role(**{**vars(role), "environment": environment, "needs": ()}))
         return RayProcess(self._ray, runner, started, self._logs / f"{role.name}.log")
 
@@ -250,7 +180,9 @@ class RayProcess:
     def _lost(self, why: str) -> None:
         self._code = MACHINE_LOST
         self._output += f"ray: {why}\n".encode()
-        self._ray.kill(self._runner)  # a machine that was only out of reach must not go on beside its successor
+        self._ray.kill(
+            self._runner
+        )  # a machine that was only out of reach must not run on at the same time as its successor
 
 
 def _address(ray: Any, node: str) -> str:

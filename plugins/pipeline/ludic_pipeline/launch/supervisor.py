@@ -16,7 +16,7 @@ from types import FrameType
 from typing import IO, Protocol
 
 from ludic.cli.terminal.colour import is_coloured
-from ludic.util.restarts import RestartLimit, Restarts
+from ludic.util.processes import RestartLimit, Restarts, how_it_ended
 from ludic.util.stop import StopRequests
 from ludic_vllm.watch import HANGS, BackgroundCheck
 
@@ -32,7 +32,7 @@ class WhenDone(StrEnum):
     ENDS_ALL = "ends_all"
     """All other roles stop: they only served this one."""
     IS_FINE = "is_fine"
-    """The role has finished; the others go on."""
+    """The role has finished; the others continue."""
     IS_DEATH = "is_death"
     """Other roles need it, so it is restarted."""
 
@@ -53,12 +53,12 @@ class Role:
     stop_within_s: float = 60.0
     """Seconds from SIGTERM to SIGKILL."""
     url: str = ""
-    """Of a server: it is restarted if it answers GET /health once and then leaves it unanswered for `hung_after_s`."""
+    """URL of a server; it is restarted if it answers GET /health once and then leaves it unanswered for `hung_after_s`."""
     hung_after_s: float = 60.0
     num_cpus: float = 1.0
     num_gpus: float = 0.0
     resources: Mapping[str, float] = field(default_factory=dict)
-    """What schedulers reserve for it; `resources` are those that the cluster's owner has named."""
+    """Reserved by schedulers; `resources` are those that the cluster's owner has named."""
 
 
 class Running(Protocol):
@@ -93,7 +93,7 @@ class _Managed:
     restarts: Restarts
     running: Running | None = None
     check: BackgroundCheck | None = None
-    """Of the current process, for a role with a URL."""
+    """Health check of the current process, for a role with a URL."""
     start_at: float | None = 0.0
     """Time of the next start; None: no start is planned."""
     asked_at: float | None = None
@@ -166,9 +166,9 @@ class Supervisor:
         elif code == 0 and role.when_done is WhenDone.IS_FINE:
             self._show("launch", f"{role.name} has no more to do; the others go on.")
         elif code in role.hopeless:
-            self._outcome = Outcome(code, f"{role.name} {how_it_ended(code)}; {_quoted(managed)}")
+            self._outcome = Outcome(code, f"{role.name} {_ending(code)}; {_quoted(managed)}")
         else:
-            self._died(managed, how_it_ended(code))
+            self._died(managed, _ending(code))
 
     def _died(self, managed: _Managed, how: str) -> None:
         name, restarts = managed.role.name, managed.restarts
@@ -177,8 +177,7 @@ class Supervisor:
             self._outcome = Outcome(1, f"{name} {how} and {restarts.too_many()}; {_quoted(managed)}")
             return
         managed.start_at = time.monotonic() + delay
-        again = f"restart {restarts.num_deaths} of at most {restarts.limit.max_restarts}"
-        self._show("launch", f"{name} {how}; {again} in {delay:g} s.")
+        self._show("launch", f"{name} {how}; {restarts.again(delay)}.")
 
     # --- the end ---
 
@@ -230,12 +229,8 @@ class Supervisor:
             self._show(managed.role.name, text)
 
 
-def how_it_ended(code: int) -> str:
-    """An exit code in words."""
-    if code == MACHINE_LOST:
-        return "was lost with its machine"
-    names = {128 + number: number.name for number in signal.Signals}
-    return f"was ended by {names[code]}" if code in names else f"ended with exit code {code}"
+def _ending(code: int) -> str:
+    return "was lost with its machine" if code == MACHINE_LOST else how_it_ended(code)
 
 
 def _quoted(managed: _Managed) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ludic.plugins import lazy
 
 if TYPE_CHECKING:
-    from ludic_pipeline.queue.actor import ActorReport, run_pipeline_actor
+    from ludic_pipeline.queue.actor import ActorReport, ActorSettings, run_pipeline_actor
     from ludic_pipeline.queue.connection import RedisGone
     from ludic_pipeline.queue.lease import LeaseHeld, LeaseLost, LeaseTimes
     from ludic_pipeline.queue.queue import ExperienceQueue
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ludic_pipeline.queue.wire import UnreadableGroup, WireLimits
 
 __all__ = [
-    "PipelineBatchSource", "run_pipeline_actor", "ActorReport", "PipelineStats", "ExperienceQueue",
+    "PipelineBatchSource", "run_pipeline_actor", "ActorReport", "ActorSettings", "PipelineStats", "ExperienceQueue",
     "LeaseHeld", "LeaseLost", "LeaseTimes", "RedisGone", "UnreadableGroup", "WireLimits",
 ]  # fmt: skip
 
@@ -26,7 +26,7 @@ __getattr__ = lazy(
     __name__,
     {
         "source": "PipelineBatchSource",
-        "actor": "run_pipeline_actor ActorReport",
+        "actor": "run_pipeline_actor ActorReport ActorSettings",
         "stats": "PipelineStats",
         "queue": "ExperienceQueue",
         "lease": "LeaseHeld LeaseLost LeaseTimes",

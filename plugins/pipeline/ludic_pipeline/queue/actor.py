@@ -9,28 +9,167 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ludic.batch_gen.build_batch import BatchBuilder, HasCreditAssigner, credit_of
 from ludic.batch_gen.engine import RolloutEngine
+from ludic.batch_gen.episodes import Episode, EpisodeLimits, TooManyFailures
 from ludic.batch_gen.requests.groups import RequestGroup, RequestsFn, RequestStrategy, RequestStream
 from ludic.http.client import RetryableError
+from ludic.tasks import as_finished
 from ludic.types import (
     ChatClient,
     ConfigError,
     CreditAssigner,
+    Failure,
     RequestsExhausted,
+    RolloutRequest,
     SampleFilter,
     SAWItem,
     VersionedClient,
+    derive_seed,
 )
-from ludic_pipeline.queue.episodes import GroupRunner, RecentFailures
 from ludic_pipeline.queue.pacing import LearnerState, is_too_late, may_begin
 from ludic_pipeline.queue.queue import ActorId, ExperienceQueue, new_actor_id
 from ludic_pipeline.queue.stats import scorer_report
 from ludic_pipeline.queue.wire import WireLimits, encode_group, group_facts
+
+_NUM_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _FinishedGroup:
+    """The episodes and failures of one group."""
+
+    episodes: list[Episode]
+    """Finished episodes, in order."""
+    failures: list[str]
+    """One message per failed episode."""
+    is_whole: bool
+    """False if credit compares the episodes and one of them failed."""
+    is_unscored: bool = False
+    """True if all of the failures are a scorer's."""
+
+
+class GroupRunner:
+    """Runs groups with one engine."""
+
+    def __init__(
+        self, engine: RolloutEngine, *, max_steps: int, concurrency: int, timeout_s: float | None = None
+    ) -> None:
+        if concurrency < 1:
+            raise ConfigError(f"concurrency={concurrency}; at least one episode must run at a time.")
+        EpisodeLimits(max_steps=max_steps, timeout_s=timeout_s)  # checks the limits before the first episode
+        self._engine = engine
+        self._max_steps, self._timeout_s, self._concurrency = max_steps, timeout_s, concurrency
+        self._places = asyncio.Semaphore(concurrency)
+        self.freed = asyncio.Event()
+        """Set when an episode ends; the waiting caller clears it."""
+        self._num_planned = 0
+        self._num_open = 0
+        """Episodes of all started groups that are running or waiting for a place."""
+
+    @property
+    def has_room(self) -> bool:
+        """Return True if an episode of another group could start at once."""
+        return self._num_open < self._concurrency
+
+    async def run(self, group: RequestGroup) -> _FinishedGroup:
+        members = list(_single_episodes(group))
+        first_index, self._num_planned = self._num_planned, self._num_planned + len(members)
+        jobs = [partial(self._run_one, request, first_index + number) for number, request in enumerate(members)]
+        num_left = len(jobs)
+        self._num_open += num_left
+        episodes: list[Episode] = []
+        failures: list[str] = []
+        try:
+            finished = as_finished(jobs, limit=len(jobs))
+            async with aclosing(finished):
+                async for result in finished:
+                    num_left -= 1
+                    self._num_open -= 1
+                    self.freed.set()
+                    failures += [result] if isinstance(result, str) else []
+                    episodes += [result] if isinstance(result, Episode) else []
+        finally:
+            self._num_open -= num_left
+        episodes.sort(key=lambda episode: episode.plan.index)
+        await self._engine.finish_group(episodes, max_steps=self._max_steps)
+        unscored = [_why(episode, episode.failure) for episode in episodes if episode.failure is not None]
+        return _FinishedGroup(
+            episodes=[episode for episode in episodes if episode.failure is None],
+            failures=failures + unscored,
+            is_whole=not ((failures or unscored) and any(request.group_id is not None for request in group)),
+            is_unscored=bool(unscored) and not failures,
+        )
+
+    async def _run_one(self, request: RolloutRequest, index: int) -> Episode | str:
+        async with self._places:
+            try:
+                [episode] = await self._engine.run_episodes(
+                    [request],
+                    max_steps=self._max_steps,
+                    timeout_s=self._timeout_s,
+                    concurrency=1,
+                    first_index=index,
+                    has_whole_groups=False,
+                )
+            except TooManyFailures as error:  # one failure of one episode; RecentFailures holds the limit over groups
+                return str(error)
+        failure = episode.failure
+        return episode if failure is None or failure.by_scorer else _why(episode, failure)
+
+
+def _why(episode: Episode, failure: Failure) -> str:
+    return f"episode {episode.plan.index}: {failure.summary}"
+
+
+def _single_episodes(group: RequestGroup) -> Iterator[RolloutRequest]:
+    """One request per episode, with the seeds that the engine gives the episodes of one request."""
+    for request in group:
+        if request.num_episodes == 1:
+            yield request
+            continue
+        for repeat in range(request.num_episodes):
+            seed = None if request.sampling_seed is None else derive_seed(request.sampling_seed, repeat)
+            yield replace(request, num_episodes=1, sampling_seed=seed)
+
+
+class RecentFailures:
+    """Raises TooManyFailures when too many of the last groups have failed; where a scorer failed them, when all have."""
+
+    def __init__(self, max_failed_share: float, *, window: int = 32) -> None:
+        if not 0 <= max_failed_share <= 1:
+            raise ConfigError(f"max_failed_share={max_failed_share}; it is a share of the groups, from 0 to 1.")
+        self._share = max_failed_share
+        self._window = window
+        self._recent: deque[tuple[Sequence[str], bool]] = deque(maxlen=window)
+
+    def count(self, failures: Sequence[str], *, is_unscored: bool = False) -> None:
+        """Count the `failures` of one group; `is_unscored`: all of them are a scorer's."""
+        self._recent.append((failures, is_unscored))
+        failed = [reasons for reasons, _ in self._recent if reasons]
+        broken = [reasons for reasons, is_scorers in self._recent if reasons and not is_scorers]
+        if len(broken) > self._share * self._window:
+            raise TooManyFailures(
+                f"{len(broken)} of the last {len(self._recent)} groups failed, more than max_failed_share={self._share:g} of "
+                f"{self._window} allows. The last: {_shown(broken)}. Fix what they name, or raise max_failed_share."
+            )
+        if len(broken) < len(failed) == self._window:
+            raise TooManyFailures(
+                f"All of the last {self._window} groups failed, {len(failed) - len(broken)} of them because a judge or reward "
+                f"function did. The last: {_shown(failed)}. Does the judge's server answer?"
+            )
+
+
+def _shown(failed: Sequence[Sequence[str]]) -> str:
+    return "; ".join(reasons[0] for reasons in failed[-_NUM_SHOWN:])
+
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +218,44 @@ class _RunningGroup:
     """A push is under way and is not cancelled."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ActorSettings:
+    """Limits and choices of an actor."""
+
+    strategy: RequestStrategy | None = None
+    sample_filter: SampleFilter | None = None
+    per_turn: bool = False
+    """Make one sample of each turn instead of one of each episode."""
+    timeout_s: float | None = None
+    """Time limit of an episode."""
+    max_groups: int | None = None
+    """The actor ends when it has pushed this number of groups."""
+    num_updates: int = 0
+    """Updates of the run. A mark that a run of fewer updates is finished does not count: its learner is about to continue."""
+    max_failed_share: float = 0.5
+    """Share of the last 32 groups that may fail."""
+    max_waiting: int = 1024
+    """The actor waits while this number of groups is in the queue."""
+    patience_s: float = 120.0
+    """Time for which Redis may be unreachable."""
+    compress: bool = False
+    limits: WireLimits = _LIMITS
+    """Those of the learner."""
+    name: str = "actor"
+    follow: Callable[[], Awaitable[None]] | None = None
+    """Runs in the background, for example `FolderFollower(…).run`; its errors end the actor."""
+    poll_s: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.max_groups is not None and self.max_groups < 1:
+            raise ConfigError(
+                f"max_groups={self.max_groups}; an actor pushes at least one group, or None for no limit."
+            )
+
+
+_SETTINGS = ActorSettings()
+
+
 async def run_pipeline_actor(
     engine: RolloutEngine,
     requests_fn: RequestsFn,
@@ -90,57 +267,39 @@ async def run_pipeline_actor(
     client: ChatClient | None = None,
     *,
     algorithm: HasCreditAssigner | None = None,
-    strategy: RequestStrategy | None = None,
-    sample_filter: SampleFilter | None = None,
-    timeout_s: float | None = None,
-    max_groups: int | None = None,
-    num_updates: int | None = None,
-    max_failed_share: float = 0.5,
-    max_waiting: int = 1024,
-    patience_s: float = 120.0,
-    compress: bool = False,
-    limits: WireLimits = _LIMITS,
-    name: str = "actor",
-    follow: Callable[[], Awaitable[None]] | None = None,
+    settings: ActorSettings = _SETTINGS,
     stop: asyncio.Event | None = None,
     on_group: Callable[[ActorReport], None] | None = None,
-    poll_s: float = 0.1,
 ) -> ActorReport:
     """Run groups until the learner has finished its run, the requests are exhausted, `max_groups` are pushed, or `stop` is set.
 
-    `num_updates`: of the run; that a run with fewer is finished does not count, since its learner is about to go on.
     `concurrency`: episodes at a time, over all groups. `client`: the policy, asked for its version before a group starts.
-    `follow` runs in the background, for example `FolderFollower(…).run`; its errors end the actor. `max_failed_share`: of the
-    last 32 groups. `max_waiting`: actors wait at this number of groups in the queue. `patience_s`: how long Redis may be
-    unreachable. `limits`: those of the learner. `on_group` is called after every push.
+    `on_group` is called after every push.
     """
-    if max_groups is not None and max_groups < 1:
-        raise ConfigError(f"max_groups={max_groups}; an actor pushes at least one group, or None for no limit.")
-    builder = BatchBuilder(credit_assigner=credit_of(credit_assigner, algorithm), sample_filter=sample_filter)
-    runner = GroupRunner(engine, max_steps=max_steps, concurrency=concurrency, timeout_s=timeout_s)
-    queue = ExperienceQueue(
-        redis_url, queue_key, max_waiting=max_waiting, max_bytes=limits.max_bytes, patience_s=patience_s
-    )
+    credit = credit_of(credit_assigner, algorithm)
     actor = _Actor(
-        queue=queue,
-        requests=RequestStream(requests_fn, strategy, {}),
-        runner=runner,
-        builder=builder,
-        failures=RecentFailures(max_failed_share),
-        encode=lambda items: encode_group(items, compress=compress, limits=limits),
+        settings=settings,
+        queue=ExperienceQueue(
+            redis_url,
+            queue_key,
+            max_waiting=settings.max_waiting,
+            max_bytes=settings.limits.max_bytes,
+            patience_s=settings.patience_s,
+        ),
+        requests=RequestStream(requests_fn, settings.strategy, {}),
+        runner=GroupRunner(engine, max_steps=max_steps, concurrency=concurrency, timeout_s=settings.timeout_s),
+        builder=BatchBuilder(credit_assigner=credit, sample_filter=settings.sample_filter, per_turn=settings.per_turn),
+        failures=RecentFailures(settings.max_failed_share),
         served_by=client if isinstance(client, VersionedClient) else None,
-        report=ActorReport(actor=new_actor_id(name)),
-        max_groups=max_groups,
-        num_updates=num_updates or 0,
+        report=ActorReport(actor=new_actor_id(settings.name)),
         stop=stop or asyncio.Event(),
         on_group=on_group,
-        poll_s=poll_s,
         report_scorers=lambda: scorer_report(engine.scorer_metrics(), engine.scorer_mean_weights()),
     )
     try:
-        await actor.run(follow)
+        await actor.run()
     finally:
-        await queue.close()
+        await actor.queue.close()
     return actor.report
 
 
@@ -148,21 +307,18 @@ async def run_pipeline_actor(
 class _Actor:
     """The state of one actor process."""
 
+    settings: ActorSettings
     queue: ExperienceQueue
     requests: RequestStream
     runner: GroupRunner
     builder: BatchBuilder
     failures: RecentFailures
-    encode: Callable[[Sequence[SAWItem]], bytes]
     served_by: VersionedClient | None
     report: ActorReport
-    max_groups: int | None
-    num_updates: int
     stop: asyncio.Event
     on_group: Callable[[ActorReport], None] | None
-    poll_s: float
     report_scorers: Callable[[], str]
-    """What scorers, such as a judge, have counted so far; each heartbeat carries it to the learner."""
+    """Counts of scorers, such as a judge, so far; each heartbeat carries them to the learner."""
     running: list[_RunningGroup] = field(default_factory=list)
     next_group: RequestGroup | None = None
     """Drawn and not started yet."""
@@ -180,11 +336,11 @@ class _Actor:
     one_push: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Sequence numbers must arrive in order; the queue takes an overtaken one for a repetition."""
 
-    async def run(self, follow: Callable[[], Awaitable[None]] | None) -> None:
+    async def run(self) -> None:
         main = asyncio.create_task(self._run_groups(), name="run groups")
         helpers = [asyncio.create_task(self._keep_beating(), name="beat")]
-        if follow is not None:
-            helpers.append(asyncio.ensure_future(follow()))
+        if self.settings.follow is not None:
+            helpers.append(asyncio.ensure_future(self.settings.follow()))
         stopping = asyncio.create_task(self._wait_for_stop(main), name="stop")
         try:
             await _until_one_ends([main, stopping], unless_fail=helpers)
@@ -209,8 +365,11 @@ class _Actor:
 
     @property
     def _is_over(self) -> bool:
-        is_enough = self.max_groups is not None and self.report.num_groups >= self.max_groups
-        return self._is_ended or self.is_exhausted or is_enough
+        return self._is_ended or self.is_exhausted or self.report.num_groups >= self._max_groups
+
+    @property
+    def _max_groups(self) -> float:
+        return math.inf if self.settings.max_groups is None else self.settings.max_groups
 
     @property
     def _is_ended(self) -> bool:
@@ -219,7 +378,7 @@ class _Actor:
 
     @property
     def _has_room(self) -> bool:
-        if self.max_groups is not None and self.report.num_groups + len(self.running) >= self.max_groups:
+        if self.report.num_groups + len(self.running) >= self._max_groups:
             return False
         # Do not start another group while a push waits for room in the queue.
         return self.runner.has_room and not self.one_push.locked()
@@ -228,7 +387,7 @@ class _Actor:
         """Wait until an episode ends, at most `poll_s`: the learner's state may have changed by then."""
         self.runner.freed.clear()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.poll_s):
+            async with asyncio.timeout(self.settings.poll_s):
                 await self.runner.freed.wait()
 
     def _collect(self) -> None:
@@ -320,7 +479,8 @@ class _Actor:
             self.report = replace(self.report, num_empty=self.report.num_empty + 1)
 
     async def _push(self, group: _RunningGroup, items: Sequence[SAWItem]) -> None:
-        payload, facts = self.encode(items), group_facts(items)
+        payload = encode_group(items, compress=self.settings.compress, limits=self.settings.limits)
+        facts = group_facts(items)
         async with self.one_push:
             group.is_pushing = True
             while not await self.queue.push(
@@ -331,7 +491,7 @@ class _Actor:
                 oldest_version=facts.oldest_version,
             ):
                 group.is_pushing = False
-                await asyncio.sleep(self.poll_s)  # the queue is full
+                await asyncio.sleep(self.settings.poll_s)  # the queue is full
                 group.is_pushing = True
             self.report = replace(
                 self.report,
@@ -355,7 +515,7 @@ class _Actor:
         num_items = self.num_reserved + sum(group.num_expected for group in self.running)
         before, learner = self.learner, await self.queue.beat_actor(self.report.actor, num_items, self.report_scorers())
         self.learner = learner
-        if learner.finished_after is not None and learner.finished_after >= self.num_updates:
+        if learner.finished_after is not None and learner.finished_after >= self.settings.num_updates:
             self.report = replace(self.report, is_run_finished=True)
         if before is not None and (learner.version or 0) < (before.version or 0):
             logger.warning("the learner went back from version %s to %s", before.version, learner.version)

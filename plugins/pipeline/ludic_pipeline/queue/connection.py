@@ -126,7 +126,7 @@ class RetryBackoff:
 
     def wait_after(self, error: Exception) -> float:
         """Seconds until the next attempt. Raises an error that a retry cannot fix."""
-        refuse_for_good(error, self._address)
+        _refuse_for_good(error, self._address)
         now = time.monotonic()
         is_full = code_of(error) == "OOM"
         if self._since is None:
@@ -163,7 +163,7 @@ def _what_is_wrong(error: Exception) -> str:
     )
 
 
-def refuse_for_good(error: Exception, address: RedisAddress) -> None:
+def _refuse_for_good(error: Exception, address: RedisAddress) -> None:
     """Raise ConfigError for errors that only the user can fix: a wrong password, an unsupported command."""
     import redis.exceptions as failures
 

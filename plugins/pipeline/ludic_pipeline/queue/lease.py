@@ -73,7 +73,7 @@ class LearnerStatus:
     version: int | None = None
     """The policy version it trains on; None if not known yet."""
     items_per_update: int = 1
-    """Of a batch, over all ranks."""
+    """Items of a batch, over all ranks."""
     versions_per_batch: int = 1
     """Optimizer steps on a batch."""
     max_lag: int | None = None
@@ -87,15 +87,9 @@ class LearnerStatus:
         """The first eight arguments of every script that a learner calls."""
         version = "" if self.version is None else self.version
         max_lag = "" if self.max_lag is None else self.max_lag
-        # As 32/4, which an actor that does not know of several steps takes for not known, and waits.
-        items = (
-            self.items_per_update
-            if self.versions_per_batch == 1
-            else f"{self.items_per_update}/{self.versions_per_batch}"
-        )
+        items = f"{self.items_per_update}/{self.versions_per_batch}"
         return [
-            lease.name, lease.token, version, items, max_lag, int(self.is_waiting), self.items_in_hand,
-            self.sequence,
+            lease.name, lease.token, version, items, max_lag, int(self.is_waiting), self.items_in_hand, self.sequence,
         ]  # fmt: skip
 
 

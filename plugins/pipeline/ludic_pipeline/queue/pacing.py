@@ -17,7 +17,7 @@ class LearnerState:
     items_per_update: int | None
     """None before the first learner."""
     max_lag: int | None
-    """How many updates behind an item may be; None: no limit."""
+    """Updates that an item may be behind; None: no limit."""
     is_waiting: bool
     """The learner has nothing to train on, so the next update starts with the next items."""
     waiting_items: int
@@ -31,13 +31,13 @@ class LearnerState:
     num_learners: int
     """Live learners."""
     versions_per_batch: int = 1
-    """By how much the version grows with each batch of `items_per_update`."""
+    """Growth of the version with each batch of `items_per_update`."""
     finished_after: int | None = None
     """Updates of the run, once all of them are made and saved; None before that."""
 
 
 def may_begin(learner: LearnerState, *, ahead_items: int, served_version: int | None = None) -> bool:
-    """Whether a group started now will be within max_lag when it is trained on.
+    """Return True if a group started now will be within max_lag when it is trained on.
 
     `ahead_items`: items that are waiting or in progress, over all actors. `served_version`: version of the policy that samples
     the group, by default the learner's.
@@ -47,10 +47,10 @@ def may_begin(learner: LearnerState, *, ahead_items: int, served_version: int | 
     served = learner.version if served_version is None else served_version
     if served > learner.version:
         return False  # the learner was resumed at an earlier step and has not published its weights yet
-    return learner.max_lag is None or expected_lag(learner, ahead_items, served) <= learner.max_lag
+    return learner.max_lag is None or _expected_lag(learner, ahead_items, served) <= learner.max_lag
 
 
-def expected_lag(learner: LearnerState, ahead_items: int, served_version: int) -> int:
+def _expected_lag(learner: LearnerState, ahead_items: int, served_version: int) -> int:
     """Versions between the served policy and the one that trains on an item behind `ahead_items` others."""
     assert learner.version is not None and learner.items_per_update is not None, "may_begin has checked"
     num_batches = (0 if learner.is_waiting else 1) + ahead_items // learner.items_per_update
@@ -58,7 +58,7 @@ def expected_lag(learner: LearnerState, ahead_items: int, served_version: int) -
 
 
 def is_too_late(learner: LearnerState, first_version: int | None) -> bool:
-    """Whether a group whose first tokens have this version is already beyond max_lag."""
+    """Return True if a group whose first tokens have this version is already beyond max_lag."""
     if learner.version is None or learner.max_lag is None or first_version is None:
         return False
     return learner.version - first_version > learner.max_lag

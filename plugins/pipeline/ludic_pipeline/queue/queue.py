@@ -6,25 +6,28 @@ format is that of ludic_pipeline.queue.wire.
 """
 
 import asyncio
+import logging
 import os
 import platform
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NewType, TypeVar
 
 from ludic.types import ConfigError
 from ludic_pipeline.queue import scripts
 from ludic_pipeline.queue.connection import RedisAddress, RetryBackoff, away, code_of
-from ludic_pipeline.queue.lease import LEASE_TIMES, LearnerStatus, Lease, LeaseTimes, lost
+from ludic_pipeline.queue.lease import LEASE_TIMES, LearnerStatus, Lease, LeaseHeld, LeaseTimes, lost
 from ludic_pipeline.queue.pacing import LearnerState
 from ludic_pipeline.queue.stats import PipelineStats
 
 if TYPE_CHECKING:
     import redis.asyncio
+
+logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 
@@ -39,38 +42,16 @@ _MAX_LOOKED_AT = 1000
 """Maximum number of entries that one take reads; Redis serves no other client meanwhile."""
 _FORGET_ACTOR_S = 24 * 3600
 """An actor without heartbeats for this long will not repeat a push."""
+_LEASES_TO_WAIT = 4
+"""If the holder still renews its lease after this many lease durations, it is alive."""
 _LEASE_MARGIN_S = 0.5
-"""How often, and for how much longer than it lasts, `finish` looks at the lease of another learner."""
+"""`finish` looks at the lease of another learner at this interval, and for this much longer than it lasts."""
 MAX_TRIES = 3
 """A group becomes a dead letter when this many learners have died while they trained on it."""
 
 
 def new_actor_id(name: str = "actor") -> ActorId:
     return ActorId(f"{name}@{platform.node() or 'host'}:{os.getpid()}:{uuid.uuid4().hex[:12]}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PackedGroup:
-    """A group to push."""
-
-    sequence: int
-    """1, 2, 3, … within an actor process."""
-    payload: bytes
-    num_items: int
-    oldest_version: int | None
-    """Oldest version of any token of any item; None if unknown."""
-
-    def __post_init__(self) -> None:
-        if self.sequence < 1 or not 1 <= self.num_items < 1_000_000 or not self.payload:
-            raise ConfigError(
-                f"A group with sequence={self.sequence}, num_items={self.num_items} and {len(self.payload)} bytes; sequence "
-                "numbers begin at 1, and a group has from 1 to 999,999 items."
-            )
-        version = self.oldest_version
-        if version is not None and (type(version) is not int or not 0 <= version < 10**15):
-            raise ConfigError(
-                f"A group of version {version!r}; a policy version is a whole number from 0 on, or None if unknown."
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +63,7 @@ class TakenGroup:
     num_items: int
     oldest_version: int | None
     num_tries: int
-    """How many learners have died in an update with this group."""
+    """Learners that have died in an update with this group."""
     payload: bytes
 
 
@@ -103,7 +84,7 @@ class Taken:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settlement:
-    """How a group's items were used."""
+    """The use of a group's items."""
 
     id: str
     trained: int = 0
@@ -142,7 +123,6 @@ class ExperienceQueue:
         self._living_ms = round(actor_timeout_s * 1000)
         self._client: redis.asyncio.Redis | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pushing = asyncio.Lock()
 
     @property
     def counts_arguments(self) -> list[Any]:
@@ -156,46 +136,37 @@ class ExperienceQueue:
     async def push(
         self, actor: ActorId, sequence: int, payload: bytes, *, num_items: int, oldest_version: int | None
     ) -> bool:
-        """Push a group. False if the queue is full: retry with the same sequence number later.
+        """Push a group: its sequence number (1, 2, 3, … within an actor process), its bytes, and the oldest version of any token.
 
-        Pushing a number again returns True and changes nothing. Numbers must rise within an actor process: a number after a
-        greater one counts as a repetition.
+        False if the queue is full: retry with the same number later. Pushing a number again returns True and changes nothing.
+        Numbers must rise: a number after a greater one counts as a repetition, so a process pushes one group at a time.
         """
-        group = PackedGroup(sequence=sequence, payload=payload, num_items=num_items, oldest_version=oldest_version)
-        return await self.push_many(actor, [group]) == 1
-
-    async def push_many(self, actor: ActorId, groups: Sequence[PackedGroup]) -> int:
-        """Push groups in order and return how many are in the queue; there was no room for the rest."""
-        for group in groups:
-            if len(group.payload) > self._max_bytes:
-                raise ConfigError(
-                    f"A group of {group.num_items} items has {len(group.payload)} bytes, the limit is {self._max_bytes}. "
-                    "Use smaller groups, or raise the limit of actors and learners."
-                )
-        num_done = 0
-        async with self._pushing:  # in order: an overtaken sequence number would be lost
-            for part in _parts_of_size(groups, _ENOUGH_BYTES):
-                accepted = await self._push_part(actor, part)
-                num_done += accepted
-                if accepted < len(part):
-                    break
-        return num_done
-
-    async def _push_part(self, actor: ActorId, groups: Sequence[PackedGroup]) -> int:
-        payloads = {self.keys.arriving(actor, group.sequence): group.payload for group in groups}
-        args: list[Any] = [actor, self._max_waiting]
-        for group in groups:
-            args += [group.sequence, group.num_items, "" if group.oldest_version is None else group.oldest_version]
+        if sequence < 1 or not 1 <= num_items < 1_000_000 or not payload:
+            raise ConfigError(
+                f"A group with sequence={sequence}, num_items={num_items} and {len(payload)} bytes; sequence numbers begin at 1, "
+                "and a group has from 1 to 999,999 items."
+            )
+        if oldest_version is not None and (type(oldest_version) is not int or not 0 <= oldest_version < 10**15):
+            raise ConfigError(
+                f"A group of version {oldest_version!r}; a policy version is a whole number from 0 on, or None if unknown."
+            )
+        if len(payload) > self._max_bytes:
+            raise ConfigError(
+                f"A group of {num_items} items has {len(payload)} bytes, the limit is {self._max_bytes}. Use smaller groups, or "
+                "raise the limit of actors and learners."
+            )
+        version = "" if oldest_version is None else oldest_version
+        args: list[Any] = [actor, self._max_waiting, sequence, num_items, version]
 
         async def push(client: "redis.asyncio.Redis") -> int:
-            # EVAL, not EVALSHA: if Redis has dropped the script, EVALSHA fails after the payloads are written.
+            # EVAL, not EVALSHA: if Redis has dropped the script, EVALSHA fails after the payload is written.
             async with client.pipeline(transaction=True) as transaction:
-                transaction.mset(payloads)
+                transaction.set(self.keys.arriving(actor, sequence), payload)
                 transaction.eval(scripts.PUSH, len(self.keys.all), *self.keys.all, *args)
                 _, accepted = await transaction.execute()
             return accepted
 
-        return await self._patiently(push, waits_for_room=True)
+        return bool(await self._patiently(push, waits_for_room=True))
 
     async def beat_actor(self, actor: ActorId, in_progress_items: int, scorers: str = "") -> LearnerState:
         """Send an actor's heartbeat and return the learner's state. `scorers`: a `scorer_report`, which replaces the last."""
@@ -203,12 +174,20 @@ class ExperienceQueue:
         args = [actor, in_progress_items, self._living_ms, _FORGET_ACTOR_S * 1000, lease_ms, scorers]
         version, batch, max_lag, is_waiting, *counts, finished = await self._call(scripts.BEAT_ACTOR, args)
         items, _, versions = batch.partition(b"/")
-        learner = LearnerState(_number(version), _number(items), _number(max_lag), bool(is_waiting), *counts)
-        return replace(learner, versions_per_batch=_number(versions) or 1, finished_after=_number(finished))
-
-    async def leave(self, actor: ActorId) -> None:
-        """Remove an actor that has ended and will not push again under this id."""
-        await self._call(scripts.LEAVE, [actor])
+        waiting_items, in_progress_items, num_actors, waiting_groups, num_learners = counts
+        return LearnerState(
+            version=_number(version),
+            items_per_update=_number(items),
+            max_lag=_number(max_lag),
+            is_waiting=bool(is_waiting),
+            waiting_items=waiting_items,
+            in_progress_items=in_progress_items,
+            num_actors=num_actors,
+            waiting_groups=waiting_groups,
+            num_learners=num_learners,
+            versions_per_batch=_number(versions) or 1,
+            finished_after=_number(finished),
+        )
 
     # --- learners ---
 
@@ -220,6 +199,29 @@ class ExperienceQueue:
         lease_ms = round(self.lease_times.holds_s * 1000)
         holder, left_ms, written = await self._call(scripts.ACQUIRE, [lease.name, lease.token, lease_ms, seen])
         return holder.decode(errors="replace"), int(left_ms) / 1000, written
+
+    async def acquire_when_free(self, lease: Lease) -> None:
+        """Acquire the lease; if another learner holds it, wait until it expires.
+
+        An unrenewed lease also expires by the local clock, because Redis's clock may have been set back.
+        """
+        holds_s = self.lease_times.holds_s
+        give_up_at = time.monotonic() + _LEASES_TO_WAIT * holds_s
+        seen, seen_at = b"", time.monotonic()
+        while True:
+            is_old = bool(seen) and time.monotonic() >= seen_at + holds_s
+            holder, left_s, written = await self.acquire(lease, seen=seen if is_old else b"")
+            if holder == lease.token:
+                return
+            if written != seen:
+                seen, seen_at = written, time.monotonic()
+            if time.monotonic() > give_up_at:
+                raise LeaseHeld(
+                    f"{lease.name!r} of queue {self.keys.queue_key!r} belongs to another learner ({holder}), which is alive. Stop "
+                    "it, or use another queue_key (or rank, if both belong to one run)."
+                )
+            logger.warning("%s belongs to %s; waiting %.1f s for its lease to expire", lease.name, holder, left_s)
+            await asyncio.sleep(left_s + 0.01)
 
     async def release(self, lease: Lease) -> None:
         """Free the name at once; its unacknowledged groups stay for the next learner of this name."""
@@ -263,15 +265,14 @@ class ExperienceQueue:
         max_items: int,
         cursor: str = "",
         held: Collection[str] = (),
-        max_tries: int = MAX_TRIES,
     ) -> Taken:
         """Take whole groups until they have at least `max_items` items: first the learner's own unacknowledged groups from
         `cursor` on, except those in `held`; then new ones. Drops groups that are too old, and moves groups on which
-        `max_tries` learners have died to the dead letters.
+        MAX_TRIES learners have died to the dead letters.
 
         A caller that did not receive the answer (a cancelled call) must start with cursor `START` again.
         """
-        limits = [max_items, self._max_bytes, _ENOUGH_BYTES, _MAX_LOOKED_AT, max_tries]
+        limits = [max_items, self._max_bytes, _ENOUGH_BYTES, _MAX_LOOKED_AT, MAX_TRIES]
         args = [*limits, cursor, *(held if cursor else ())]
         again = [*limits, START, *held]  # after a lost reply, the delivered groups are among the learner's own
         flat, cursor_after, is_empty, stale, dead = await self._learner_call(
@@ -416,7 +417,6 @@ class ExperienceQueue:
         if self._client is None or self._loop is not loop:
             # Connections belong to an event loop and end with it (a second `train_sync`).
             self._client, self._loop = self.address.async_client(), loop
-            self._pushing = asyncio.Lock()
         return self._client
 
 
@@ -452,17 +452,3 @@ def _summed(pairs: Sequence[bytes]) -> dict[int, int]:
     for lag, items in zip(pairs[::2], pairs[1::2], strict=True):
         sums[int(lag)] = sums.get(int(lag), 0) + int(items)
     return sums
-
-
-def _parts_of_size(groups: Sequence[PackedGroup], max_bytes: int) -> Iterable[list[PackedGroup]]:
-    """Split into parts, in order; each part is within the size or a single group."""
-    part: list[PackedGroup] = []
-    size = 0
-    for group in groups:
-        if part and (size + len(group.payload) > max_bytes or len(part) >= scripts.CHUNK):
-            yield part
-            part, size = [], 0
-        part.append(group)
-        size += len(group.payload)
-    if part:
-        yield part

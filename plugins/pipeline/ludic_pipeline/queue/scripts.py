@@ -204,33 +204,24 @@ def _learner_script(body: str) -> str:
 
 
 PUSH = _script("""
--- actor, max_waiting, then per group: sequence, items, oldest version; its payload has just arrived under a temporary key.
--- Stop at the first group without room: a group that is overtaken would count as a repetition.
-pass_when_full()  -- Redis had room for the payloads; they must not stay without their entries
-local actor, max_waiting = ARGV[1], tonumber(ARGV[2])
-local waiting = num_waiting()
-local last = tonumber(redis.call('HGET', ACTORS, actor)) or 0
-local done, is_full = 0, false
-for i = 3, #ARGV, 3 do
-  local sequence = tonumber(ARGV[i])
-  local arriving = STREAM .. ':arriving:' .. actor .. ':' .. ARGV[i]
-  is_full = is_full or (sequence > last and waiting >= max_waiting)
-  if not is_full then
-    if sequence > last then
-      local id = redis.call('XADD', STREAM, '*', 'n', ARGV[i + 1], 'v', ARGV[i + 2], 'p', '1')
-      redis.call('RENAME', arriving, payload_of(id))
-      redis.call('HSET', PUSHED, id, ARGV[i + 1])
-      count('produced', tonumber(ARGV[i + 1]))
-      redis.call('HSET', ACTORS, actor, ARGV[i])
-      last, waiting = sequence, waiting + 1
-    end
-    done = done + 1
-  end
-  redis.call('UNLINK', arriving)  -- still there after a repetition, or without room
+-- actor, max_waiting, sequence, items, oldest version; the payload has just arrived under a temporary key. Returns 0 if the
+-- queue is full, else 1, also after a repetition.
+pass_when_full()  -- Redis had room for the payload; it must not stay without its entry
+local actor, sequence = ARGV[1], tonumber(ARGV[3])
+local arriving = STREAM .. ':arriving:' .. actor .. ':' .. ARGV[3]
+local is_new = sequence > (tonumber(redis.call('HGET', ACTORS, actor)) or 0)
+local is_full = is_new and num_waiting() >= tonumber(ARGV[2])
+if is_new and not is_full then
+  local id = redis.call('XADD', STREAM, '*', 'n', ARGV[4], 'v', ARGV[5], 'p', '1')
+  redis.call('RENAME', arriving, payload_of(id))
+  redis.call('HSET', PUSHED, id, ARGV[4])
+  count('produced', tonumber(ARGV[4]))
+  redis.call('HSET', ACTORS, actor, ARGV[3])
 end
+redis.call('UNLINK', arriving)  -- still there after a repetition, or without room
 local in_progress = (redis.call('HGET', BEATS, actor) or '0 0'):match('^%d+ (%d+)$') or '0'
 redis.call('HSET', BEATS, actor, whole(now_ms()) .. ' ' .. in_progress)
-return done
+return is_full and 0 or 1
 """)
 
 TAKE = _learner_script("""
@@ -490,12 +481,6 @@ return {learner['version'] or '', learner['items_per_update'] or '', learner['ma
   math.max(0, in_queue - in_hand), in_progress, num_actors, num_waiting(), num_learners, learner['finished'] or ''}
 """
 )
-
-LEAVE = _script("""
-redis.call('HDEL', BEATS, ARGV[1])
-redis.call('HDEL', ACTORS, ARGV[1])
-return 1
-""")
 
 CLEAR = _script("""
 local from = '-'

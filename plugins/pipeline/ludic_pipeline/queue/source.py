@@ -1,25 +1,24 @@
 """`PipelineBatchSource`: the learner's end of the pipeline.
 
-It holds the learner's lease (lease.py), fetches groups (queue.py), decodes them (wire.py), returns batches of whole groups, and
-acknowledges them when the trainer reports that they are trained on and saved (ledger.py). It prefetches the next batch during
-training.
+It holds the learner's lease (lease.py), fetches groups (queue.py), has them decoded (reader.py), returns batches of whole groups,
+and acknowledges them when the trainer reports that they are trained on and saved (ledger.py). It prefetches the next batch
+during training.
 """
 
 import asyncio
 import itertools
 import logging
 import math
-import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from ludic.tasks import cancel_all
-from ludic.types import ConfigError, SampleCheck, SAWBatch, SAWItem
+from ludic.types import ConfigError, SampleCheck, SAWBatch
 from ludic_pipeline.queue import scripts
 from ludic_pipeline.queue.connection import RedisGone
 from ludic_pipeline.queue.lease import (
@@ -28,76 +27,28 @@ from ludic_pipeline.queue.lease import (
     Heartbeat,
     LearnerStatus,
     Lease,
-    LeaseHeld,
     LeaseLost,
     LeaseTimes,
 )
 from ludic_pipeline.queue.ledger import Acknowledge, Ledger
 from ludic_pipeline.queue.queue import (
-    MAX_TRIES,
     START,
     ExperienceQueue,
     Settlement,
-    TakenGroup,
     hand_out_arguments,
     settle_arguments,
 )
+from ludic_pipeline.queue.reader import DeadLetters, GroupReader, ReadyGroup
 from ludic_pipeline.queue.stats import PipelineStats
-from ludic_pipeline.queue.wire import UnreadableGroup, WireLimits, decode_group, group_facts
+from ludic_pipeline.queue.wire import WireLimits
 
 logger = logging.getLogger(__name__)
 
 _LIMITS = WireLimits()
 _FIRST_PAUSE_S = 0.005
 _LOOKS_PER_POLL = 20
-_LEASES_TO_WAIT = 4
-"""If the holder still renews its lease after this many lease durations, it is alive."""
 _CLOSING_PATIENCE_S = 5.0
-_NUMBERS = re.compile(r"-?\b\d[\w.,+-]*|\bnan\b|\binf\b")
-_MAX_KINDS = 100
-"""Maximum number of kinds of bad groups; reasons may hold any text."""
 _REFRESH_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _ReadyGroup:
-    """A decoded group."""
-
-    id: str
-    items: list[SAWItem]
-    oldest_version: int | None
-    is_alone: bool = False
-    """Learners have died while they trained on its batch, so it gets its own batch: a further death costs no other group."""
-
-
-class DeadLetters:
-    """Logs the first, tenth, hundredth … bad group of each kind. Reasons that differ only in numbers are one kind."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-
-    def add(self, reasons: Mapping[str, int]) -> None:
-        """Reason → groups."""
-        for reason, num_groups in reasons.items():
-            kind = _NUMBERS.sub("#", reason)[:300]
-            if kind not in self._counts and len(self._counts) >= _MAX_KINDS:
-                kind = "another reason"
-            before = self._counts[kind]
-            self._counts[kind] += num_groups
-            if len(str(self._counts[kind])) > len(str(before)) or not before:
-                logger.warning(
-                    "%d %s of this kind cannot be trained on and %s among the dead letters, with the reason: %s",
-                    self._counts[kind],
-                    *(("group", "is") if self._counts[kind] == 1 else ("groups", "are")),
-                    reason,
-                )
-
-    def summary(self) -> str | None:
-        """Counts per kind, most frequent first."""
-        if not self._counts:
-            return None
-        kinds = "; ".join(f"{num} × {kind}" for kind, num in self._counts.most_common(10))
-        return f"{self._counts.total()} groups could not be trained on: {kinds}"
 
 
 class PipelineBatchSource:
@@ -107,7 +58,7 @@ class PipelineBatchSource:
     takes `versions_per_batch` optimizer steps. The source polls an empty queue 20 times per `poll_timeout` seconds. It drops groups
     with a token more than `max_lag` versions away. The trainer calls `notify_version`, `notify_trained` and `notify_saved`, from
     any thread; `acknowledge` says which of the last two removes a group from the queue. Groups that fail the trainer's check
-    (`use_sample_check`), and groups on which `max_tries` learners died, go to the dead letters. Use `async with`, which detects
+    (`use_sample_check`), and groups on which three learners died, go to the dead letters. Use `async with`, which detects
     whether the trainer failed.
     """
 
@@ -125,8 +76,6 @@ class PipelineBatchSource:
         limits: WireLimits = _LIMITS,
         lease_times: LeaseTimes = LEASE_TIMES,
         patience_s: float = 120.0,
-        prefetch: bool = True,
-        max_tries: int = MAX_TRIES,
         versions_per_batch: int = 1,
     ) -> None:
         for is_right, message in (
@@ -137,7 +86,6 @@ class PipelineBatchSource:
             ),
             (poll_timeout > 0, f"poll_timeout={poll_timeout}; it must be more than 0 seconds."),
             (max_lag is None or max_lag >= 0, f"max_lag={max_lag}; it must be 0 or more, or None for no limit."),
-            (max_tries >= 1, f"max_tries={max_tries}; it must be at least 1."),
             (versions_per_batch >= 1, f"versions_per_batch={versions_per_batch}; training on a batch makes a version."),
             (acknowledge in list(Acknowledge), f"acknowledge={acknowledge!r}; it must be {' or '.join(Acknowledge)}."),
         ):
@@ -147,25 +95,25 @@ class PipelineBatchSource:
             redis_url, queue_key, max_bytes=limits.max_bytes, patience_s=patience_s, lease_times=lease_times
         )
         self._batch_size, self._poll_timeout, self._max_lag = batch_size, poll_timeout, max_lag
-        self._world_size, self._limits, self._max_tries = world_size, limits, max_tries
+        self._world_size = world_size
+        self._reader = GroupReader(limits)
         self._share = math.ceil(batch_size / world_size)
         self._versions_per_batch = versions_per_batch
         # With several ranks, a group that one rank prefetches is missing for another.
-        self._prefetches = prefetch and world_size == 1
+        self._prefetches = world_size == 1
         self._lease = Lease(f"learner-{rank}")
         self._ledger = Ledger(Acknowledge(acknowledge))
         self._heartbeat = Heartbeat(self._queue.address, self._queue.keys, self._lease, lease_times, self._beat)
         self._is_named = self._has_begun = self._is_closed = self._has_failed = False
-        self._sample_check: SampleCheck | None = None
         self._dead_letters = DeadLetters()
         self._version: int | None = None
         self.is_waiting = False
-        """Whether the learner waits for samples now."""
+        """The learner waits for samples now."""
         self._num_handing_out = 0
         self._status_numbers = itertools.count(1)
         self._one_status = threading.Lock()
         """Numbers the statuses of both threads in the order in which their contents are read."""
-        self._ready: list[_ReadyGroup] = []
+        self._ready: list[ReadyGroup] = []
         self._cursor = START
         self._filling: asyncio.Task[None] | None = None
         self._reclaim_at = self._refresh_at = 0.0
@@ -199,7 +147,7 @@ class PipelineBatchSource:
 
     async def _hand_out(self) -> SAWBatch:
         alone = [group for group in self._ready if group.is_alone]
-        groups = alone[:1] or await asyncio.to_thread(self._trained_together, list(self._ready))
+        groups = alone[:1] or await asyncio.to_thread(self._reader.trained_together, list(self._ready))
         num_items = sum(len(group.items) for group in groups)
         # This call also confirms the lease before training. The previous batch is over: the trainer asks for another.
         begun, over = [group.id for group in groups], self._ledger.over(with_out=True)
@@ -228,18 +176,7 @@ class PipelineBatchSource:
         }
         return SAWBatch(items=[item for group in groups for item in group.items], meta=meta)
 
-    def _trained_together(self, groups: list[_ReadyGroup]) -> list[_ReadyGroup]:
-        """All groups, or only the first if the trainer can train on each of them but not on all in one batch."""
-        if self._sample_check is None or len(groups) == 1:
-            return groups
-        try:
-            self._sample_check([item for group in groups for item in group.items])
-        except Exception as error:  # noqa: BLE001 - any error that the trainer would raise
-            logger.info("the groups of a batch are trained on one by one: %s", _in_one_line(error))
-            return groups[:1]
-        return groups
-
-    def _lags_of(self, groups: Sequence[_ReadyGroup]) -> Counter[int]:
+    def _lags_of(self, groups: Sequence[ReadyGroup]) -> Counter[int]:
         lags: Counter[int] = Counter()
         for group in groups:
             lag = self._lag(group)
@@ -247,12 +184,12 @@ class PipelineBatchSource:
                 lags[lag] += len(group.items)
         return lags
 
-    def _lag(self, group: _ReadyGroup) -> int | None:
+    def _lag(self, group: ReadyGroup) -> int | None:
         if self._version is None or group.oldest_version is None:
             return None
         return self._version - group.oldest_version
 
-    def _is_stale(self, group: _ReadyGroup) -> bool:
+    def _is_stale(self, group: ReadyGroup) -> bool:
         """The same rule as in the script TAKE."""
         lag = self._lag(group)
         if lag is None or self._max_lag is None:
@@ -315,13 +252,11 @@ class PipelineBatchSource:
         held = self._ledger.ids() | {group.id for group in self._ready}
         # Reset until the answer is here: after an interruption the groups are among our unacknowledged ones.
         cursor, self._cursor = self._cursor, START
-        taken = await self._queue.take(
-            self._lease, self._status(), max_items=num_items, cursor=cursor, held=held, max_tries=self._max_tries
-        )
+        taken = await self._queue.take(self._lease, self._status(), max_items=num_items, cursor=cursor, held=held)
         self._dead_letters.add(taken.dead_letters)
         # A killed Redis may have lost its last writes and offer groups that we hold or have acknowledged.
         new = [group for group in taken.groups if group.id not in held and not self._ledger.forgotten(group.id)]
-        groups, reasons = await asyncio.to_thread(self._read, new)
+        groups, reasons = await asyncio.to_thread(self._reader.read, new)
         if reasons:
             self._dead_letters.add(Counter(reasons.values()))
             await self._queue.move_to_dead_letters(self._lease, self._status(), reasons)
@@ -330,29 +265,6 @@ class PipelineBatchSource:
         with self._seen:
             self._dropped_lags.update(taken.stale)
         return bool(taken.groups) or not taken.is_empty
-
-    def _read(self, taken: Sequence[TakenGroup]) -> tuple[list[_ReadyGroup], dict[str, str]]:
-        """The decoded groups, and the reasons why the others cannot be trained on."""
-        groups: list[_ReadyGroup] = []
-        reasons: dict[str, str] = {}
-        for group in taken:
-            try:
-                is_alone = 0 < group.num_tries == self._max_tries - 1
-                groups.append(_ReadyGroup(group.id, self._items_of(group), group.oldest_version, is_alone))
-            except Exception as error:  # noqa: BLE001 - the trainer would raise it too, after every restart
-                reasons[group.id] = _in_one_line(error)
-        return groups, reasons
-
-    def _items_of(self, group: TakenGroup) -> list[SAWItem]:
-        """Decode and check a group: the wire format checks its form, the trainer's check its content."""
-        items = decode_group(group.payload, self._limits)
-        facts = group_facts(items)
-        if facts != (group.num_items, group.oldest_version):
-            said = f"{group.num_items} items from version {group.oldest_version}"
-            raise UnreadableGroup(f"The entry says {said}, but the payload has {facts[0]} from {facts[1]}.")
-        if self._sample_check is not None:
-            self._sample_check(items)
-        return items
 
     async def _reclaim_if_due(self) -> None:
         if time.monotonic() < self._reclaim_at:
@@ -368,7 +280,7 @@ class PipelineBatchSource:
 
     def use_sample_check(self, check: SampleCheck) -> None:
         """Check every group decoded from now on. The check runs in a thread, one group at a time."""
-        self._sample_check = check
+        self._reader.sample_check = check
 
     def notify_version(self, version: int) -> None:
         """Set the policy version."""
@@ -418,7 +330,7 @@ class PipelineBatchSource:
     # --- stats ---
 
     def stats(self) -> PipelineStats:
-        """As of the last heartbeat or refresh; makes no call. May be called from any thread."""
+        """The counts at the last heartbeat or refresh; makes no call. May be called from any thread."""
         with self._seen:
             lags, dropped = (dict(sorted(seen.items())) for seen in (self._lags, self._dropped_lags))
             return replace(self._queue_stats, lags=lags, dropped_lags=dropped)
@@ -458,38 +370,10 @@ class PipelineBatchSource:
         if self._has_begun:
             return
         self._is_named = True  # before the call: if it is interrupted, the lease may still be ours
-        await self._acquire()
+        await self._queue.acquire_when_free(self._lease)
         await self._queue.announce(self._lease, self._status())
         self._has_begun = True
         self._heartbeat.start()
-
-    async def _acquire(self) -> None:
-        """Acquire the lease; if another learner holds it, wait until it expires.
-
-        An unrenewed lease also expires by the local clock, because Redis's clock may have been set back.
-        """
-        holds_s = self._queue.lease_times.holds_s
-        give_up_at = time.monotonic() + _LEASES_TO_WAIT * holds_s
-        seen, seen_at = b"", time.monotonic()
-        while True:
-            is_old = bool(seen) and time.monotonic() >= seen_at + holds_s
-            holder, left_s, written = await self._queue.acquire(self._lease, seen=seen if is_old else b"")
-            if holder == self._lease.token:
-                return
-            if written != seen:
-                seen, seen_at = written, time.monotonic()
-            if time.monotonic() > give_up_at:
-                raise LeaseHeld(
-                    f"{self._lease.name!r} of queue {self._queue.keys.queue_key!r} belongs to another learner ({holder}), which "
-                    "is alive. Stop it, or use another queue_key (or rank, if both belong to one run)."
-                )
-            logger.warning(
-                "%s belongs to %s; waiting %.1f s for its lease to expire",
-                self._lease.name,
-                holder,
-                left_s,
-            )
-            await asyncio.sleep(left_s + 0.01)
 
     async def close(self) -> None:
         """Acknowledge due groups and release the lease. Groups that were not trained on stay in the queue."""
@@ -528,9 +412,3 @@ class PipelineBatchSource:
         # An update that raised counts as a failed try of its groups, like a killed one.
         self._has_failed = isinstance(error, Exception) and not isinstance(error, (LeaseLost, RedisGone))
         await self.close()
-
-
-def _in_one_line(error: Exception) -> str:
-    """The error as printable text: parts of it may come from the actor's data."""
-    said = str(error) if isinstance(error, UnreadableGroup) else f"{type(error).__name__}: {error}"
-    return "".join(letter if letter.isprintable() else " " for letter in said[:500])

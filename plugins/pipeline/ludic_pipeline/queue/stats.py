@@ -55,11 +55,11 @@ class PipelineStats:
 
     @classmethod
     def read(cls, reply: Sequence[Any]) -> "PipelineStats":
-        """From the reply of the script COUNT_ITEMS: the fields from `produced` to `version`, the age in milliseconds; then the
+        """Read a reply of the script COUNT_ITEMS: the fields from `produced` to `version`, the age in milliseconds; then the
         reports of scorers."""
         *counts, reports = reply
         told = dict(zip((field.name for field in fields(cls)), counts, strict=False))
-        told["scorers"] = combined_reports(reports)
+        told["scorers"] = _combined_reports(reports)
         told["oldest_waiting_s"] /= 1000
         told["version"] = int(told["version"]) if told["version"].isdigit() else None
         return cls(**told)
@@ -99,13 +99,13 @@ class PipelineStats:
 
 
 def scorer_report(metrics: Mapping[str, float], mean_weights: Mapping[str, float]) -> str:
-    """What an actor sends of its scorers: of each metric the value and, of a mean, over how many. Empty without scorers."""
+    """Metrics of an actor's scorers as JSON: the value of each and, of a mean, its weight. Empty without scorers."""
     if not metrics:
         return ""
     return json.dumps({name: [float(value), mean_weights.get(name)] for name, value in metrics.items()})
 
 
-def combined_reports(reports: Iterable[bytes]) -> dict[str, float]:
+def _combined_reports(reports: Iterable[bytes]) -> dict[str, float]:
     """Counts added up, means averaged by their weights. What no actor has written is left out."""
     sums: dict[str, float] = {}
     weights: dict[str, float] = {}

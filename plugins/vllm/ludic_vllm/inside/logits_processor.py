@@ -24,12 +24,12 @@ BatchProcessor: Any = object if _BATCH_MODULE is None else import_module(_BATCH_
 logger = logging.getLogger("vllm.ludic.max_think")  # a child of vllm's logger: it appears in the server's output
 
 
-class MaxThinkPerRequest(AdapterLogitsProcessor):
+class _MaxThinkPerRequest(AdapterLogitsProcessor):
     """For the older runner, which stores the tokens of each request as a list."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         super().__init__(vllm_config, device, is_pin_memory)
-        self._closing = closing_ids(vllm_config)
+        self._closing = _closing_ids(vllm_config)
 
     def is_argmax_invariant(self) -> bool:
         return False  # forcing a token changes which one is the likeliest
@@ -59,7 +59,7 @@ class MaxThinkBatch(BatchProcessor):
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         self._requests = req_states
-        self._closing = closing_ids(vllm_config)
+        self._closing = _closing_ids(vllm_config)
         self._closing_K = torch.tensor(self._closing, dtype=torch.int64, device=req_states.device)
         self._limits = np.zeros(req_states.max_num_reqs, dtype=np.int64)  # per slot of a request; 0: no limit
 
@@ -96,14 +96,14 @@ class MaxThink(AdapterLogitsProcessor, BatchProcessor):
     """The class that the flag names. vLLM checks that it is a processor of its runner's kind, then instantiates it."""
 
     def __new__(cls, vllm_config: Any, *rest: Any) -> Any:  # (device, is_pin_memory), or the newer runner's req_states
-        return MaxThinkPerRequest(vllm_config, *rest) if len(rest) == 2 else MaxThinkBatch(vllm_config, *rest)
+        return _MaxThinkPerRequest(vllm_config, *rest) if len(rest) == 2 else MaxThinkBatch(vllm_config, *rest)
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         read_limit(sampling_params.extra_args)
 
 
-def closing_ids(vllm_config: Any) -> list[int]:
+def _closing_ids(vllm_config: Any) -> list[int]:
     """Token ids of the closing tag; empty if the tokenizer cannot encode it."""
     tokenizer = cached_tokenizer_from_config(model_config=vllm_config.model_config)
     ids = list(tokenizer.encode(CLOSING_TAG, add_special_tokens=False))

@@ -1,4 +1,4 @@
-"""What vLLM's reload of a running model leaves undone; inside vLLM's worker.
+"""Completes vLLM's reload of a running model; inside vLLM's worker.
 
 During an update vLLM holds each layer's weights as placeholders without values. The parameters' own loaders keep what they get
 until a layer is complete; then vLLM brings the layer into the form that its kernels read, and copies it over the old one.
@@ -76,7 +76,7 @@ class LoadsCopies(TorchDispatchMode):
 
 
 def is_waiting(layer: nn.Module) -> bool:
-    """Whether an update has begun and the layer is not complete yet."""
+    """Return True if an update has begun and the layer is not complete yet."""
     info = get_layerwise_info(layer)
     return info.can_load() and info.kernel_tensors is not None
 

@@ -3,7 +3,7 @@
 Loaded by `--worker-extension-cls ludic_vllm.inside.worker.WeightSync`, together with `--weight-transfer-config
 '{"backend": "ludic"}'`. vLLM's own endpoints (/start_weight_update, /update_weights, /finish_weight_update) then drive
 `LudicTransfer`, which reads flat buffers from a file, from shared memory, from the trainer's GPU memory or from a process group;
-naming, fusing and sharding stay with vLLM's loader. `WeightSync` and `AdapterSync` answer the trainer's calls (`/collective_rpc`).
+naming, fusing and sharding stay with vLLM's loader. `WeightSync` and `_AdapterSync` answer the trainer's calls (`/collective_rpc`).
 """
 
 import contextlib
@@ -56,7 +56,7 @@ NUM_COMPARED = 16
 
 
 @dataclass
-class TransferInit(WeightTransferInitInfo):
+class _TransferInit(WeightTransferInitInfo):
     """Address of a process group; staged transports need none."""
 
     backend: str
@@ -80,7 +80,7 @@ class TransferUpdate(WeightTransferUpdateInfo):
 class LudicTransfer(WeightTransferEngine):
     """Reads buckets and passes them to vLLM's layerwise loader."""
 
-    init_info_cls = TransferInit
+    init_info_cls = _TransferInit
     update_info_cls = TransferUpdate
 
     def __init__(self, *args: Any) -> None:
@@ -89,7 +89,7 @@ class LudicTransfer(WeightTransferEngine):
         self._plain: Any = None
         """transformers' model, without values."""
         self.checksums: dict[str, int] = {}
-        """Of sampled weights at arrival: on a CPU the loader packs matrices, so they cannot be compared later."""
+        """Checksums of sampled weights at arrival: on a CPU the loader packs matrices, so they cannot be compared later."""
         self.differing: list[str] = []
         """Weights that the model does not hold as received."""
         self._arrived: set[str] = set()
@@ -103,7 +103,7 @@ class LudicTransfer(WeightTransferEngine):
 
     # --- vLLM's interface ---
 
-    def init_transfer_engine(self, init_info: TransferInit) -> None:
+    def init_transfer_engine(self, init_info: _TransferInit) -> None:
         self.shutdown()
         meeting = Meeting(**vars(init_info))
         self._arrives_on = self.device if meeting.backend == "nccl" else torch.device("cpu")
@@ -224,7 +224,7 @@ class LudicTransfer(WeightTransferEngine):
 WeightTransferEngineFactory.register_engine("ludic", LudicTransfer)
 
 
-class AdapterSync:
+class _AdapterSync:
     """Adapter pushes, in a vLLM that was started with --enable-lora.
 
     vLLM's API server knows an adapter by name, number and path, and every request carries these three. Its own replacement,
@@ -261,7 +261,7 @@ class AdapterSync:
 
         Returns the modules that this worker would silently leave out.
         """
-        require_readable_patterns(path)
+        _require_readable_patterns(path)
         manager = self.model_runner.lora_manager
         adapter, served = manager._load_adapter(LoRARequest("ludic", 1, path)), manager._adapter_manager
         parts = {part for parts in served.packed_modules.values() for part in parts}
@@ -324,7 +324,7 @@ class _Held:
         return torch.equal(b, values.to(b) * scale)
 
 
-def require_readable_patterns(path: str) -> None:
+def _require_readable_patterns(path: str) -> None:
     """An older vLLM would scale all modules of an adapter alike, without a word."""
     config = parse_json((Path(path) / "adapter_config.json").read_text())
     if not RELEASE.reads_lora_patterns and (config.get("rank_pattern") or config.get("alpha_pattern")):
@@ -333,7 +333,7 @@ def require_readable_patterns(path: str) -> None:
         )
 
 
-class WeightSync(AdapterSync):
+class WeightSync(_AdapterSync):
     """Mixed into vLLM's worker; `/collective_rpc` can call each method."""
 
     device: torch.device

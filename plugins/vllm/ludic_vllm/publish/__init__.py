@@ -1,5 +1,5 @@
 """New weights for vLLM servers: all of them (vllm.py) or an adapter (adapter.py).
 
-broadcast.py pushes a version and checks it, by the two interfaces of interfaces.py; control.py directs the servers, and
-transfer.py is what trainer and workers share.
+broadcast.py pushes a version and checks it, by two interfaces; control.py directs the servers, vllm.py and adapter.py send the
+bytes, and transfer.py is shared by trainer and workers.
 """

@@ -64,7 +64,7 @@ class AdapterControlPlane(VllmControlPlane):
 
     def require_fits(self, metadata: Sequence[WeightMetadata]) -> None:
         self._wait_for_servers()
-        self._require_rank(max(part.shape[0] for part in metadata if is_first_matrix(part.name)))
+        self._require_rank(max(part.shape[0] for part in metadata if _is_first_matrix(part.name)))
         new = self._without_adapter()
         if new:
             self._require_base(new)
@@ -270,7 +270,7 @@ class VllmAdapterPublisher:
         self._push.publish(read_adapter(self._model).tensors, version)
 
     def is_current(self, version: int) -> bool:
-        """Whether every server has this version from this publisher. A restarted or stopped server has not."""
+        """Return True if every server has this version from this publisher. A restarted or stopped server has not."""
         return self._push.is_current(version)
 
     def publish_again(self) -> bool:
@@ -289,22 +289,22 @@ class VllmAdapterPublisher:
         read_adapter(self._model).write(folder)
 
 
-# --- the adapter of a peft model: vLLM silently ignores weights that were trained besides it --------------------
+# --- the adapter of a peft model: vLLM silently ignores weights that were trained outside it --------------------
 
 
 @dataclass(frozen=True, slots=True)
-class PeftAdapter:
-    """The tensors and settings that a server needs besides the base."""
+class _PeftAdapter:
+    """The tensors and settings that a server needs in addition to the base."""
 
     config: Any
     """peft's LoraConfig."""
     tensors: Mapping[str, Tensor]
-    """By peft's names in files."""
+    """Keyed by peft's names in files."""
 
     @property
     def rank(self) -> int:
         """The largest rank of its modules."""
-        return max(tensor.shape[0] for name, tensor in self.tensors.items() if is_first_matrix(name))
+        return max(tensor.shape[0] for name, tensor in self.tensors.items() if _is_first_matrix(name))
 
     def write(self, folder: Path) -> None:
         """Write the files of `save_pretrained`, without the model card."""
@@ -314,19 +314,19 @@ class PeftAdapter:
         self.config.save_pretrained(str(folder))
 
 
-def is_first_matrix(name: str) -> bool:
-    """Whether a tensor is the A of an adapter's B·A, whose number of rows is the rank."""
+def _is_first_matrix(name: str) -> bool:
+    """Return True if a tensor is the A of an adapter's B·A, whose number of rows is the rank."""
     return name.endswith((".lora_A.weight", ".lora_embedding_A"))
 
 
-def read_adapter(model: Any) -> PeftAdapter:
+def read_adapter(model: Any) -> _PeftAdapter:
     """The current values of the active adapter; ConfigError if vLLM cannot serve it."""
     from peft import get_peft_model_state_dict
 
     require_servable(model)
     (name,) = model.active_adapters
     tensors = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-    return PeftAdapter(model.peft_config[name], {key: tensor.detach() for key, tensor in tensors.items()})
+    return _PeftAdapter(model.peft_config[name], {key: tensor.detach() for key, tensor in tensors.items()})
 
 
 def require_servable(model: Any) -> None:
@@ -349,10 +349,10 @@ def problem_with(model: Any) -> str | None:
         return f"{learned_prompts} are learned prompts, but vLLM serves LoRA only"
     if len(model.active_adapters) != 1:
         return f"{len(model.active_adapters)} adapters are active ({model.active_adapters}), but a request names one"
-    return problem_in(configs[model.active_adapters[0]].to_dict()) or _trained_beside(model)
+    return _problem_in(configs[model.active_adapters[0]].to_dict()) or _trained_beside(model)
 
 
-def problem_in(config: Mapping[str, Any]) -> str | None:
+def _problem_in(config: Mapping[str, Any]) -> str | None:
     """The same check, from the settings alone."""
     kind = str(config["peft_type"]).rpartition(".")[2]
     if kind != "LORA":

@@ -4,14 +4,73 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ludic.distributed.publisher import WeightPushError
 from ludic.types import ConfigError, LudicError, PolicyGone
-from ludic_vllm.publish.interfaces import ControlPlane, KeepsWeights, TensorCommunicator
 from ludic_vllm.publish.transfer import Bucket, WeightMetadata, checksum, describe, sampled, split_into_buckets
+
+
+class ControlPlane(Protocol):
+    """Directs the servers of the policy through an update; every failure is a WeightPushError."""
+
+    def policy_version(self) -> int:
+        """The lowest version of all servers."""
+        ...
+
+    def has_version(self, version: int) -> bool:
+        """Return True if every server has exactly this version, and none has restarted since."""
+        ...
+
+    def require_fits(self, metadata: Sequence[WeightMetadata]) -> None:
+        """Raise ConfigError if these are not the served model's weights. Changes nothing and does not pause generation."""
+        ...
+
+    def announce_update_batch(self, metadata: Sequence[WeightMetadata], version: int) -> None:
+        """Pause all servers at a token boundary and prepare them for these weights."""
+        ...
+
+    def finalize_update(self, version: int, checksums: Mapping[str, int]) -> None:
+        """After all servers have loaded: compare the checksums, begin the version, resume generation."""
+        ...
+
+    def abandon_update(self) -> str:
+        """Give up the update; returns the servers' state and what to do, as a sentence."""
+        ...
+
+
+class TensorCommunicator(Protocol):
+    """Sends the bytes of one update."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def stage(self, buckets: Sequence[Bucket], weights: Mapping[str, Tensor]) -> None:
+        """Work that needs no pause: write files, fill buffers, connect."""
+        ...
+
+    def broadcast(self, bucket: Bucket, weights: Mapping[str, Tensor], src_rank: int) -> None:
+        """Send one bucket to every server, in the order of the buckets."""
+        ...
+
+    def barrier(self) -> None:
+        """Returns when the servers have loaded everything that was sent."""
+        ...
+
+    def release(self) -> None:
+        """After the update, also a failed one: free files, buffers and connections."""
+        ...
+
+
+@runtime_checkable
+class _KeepsWeights(TensorCommunicator, Protocol):
+    """A communicator whose `broadcast` can be called again after `release`, without `stage`: it still has the last bytes."""
+
+    keeps_weights: bool
+
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +78,7 @@ BUCKET_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class WeightUpdate:
+class _WeightUpdate:
     """One version to be pushed."""
 
     version: int
@@ -57,8 +116,8 @@ class BroadcastPolicyPublisher:
         self._control, self._comm, self._src_rank = control, comm, src_rank
         self._bucket_bytes, self._dtype, self._attempts = bucket_bytes, dtype, attempts
         self._lock = threading.Lock()
-        self._last: WeightUpdate | None = None
-        """What the servers have, without the weights themselves; None before the first push and after a failed one."""
+        self._last: _WeightUpdate | None = None
+        """The update that the servers have, without the weights themselves; None before the first push and after a failed one."""
 
     def publish(self, state_dict: Mapping[str, Tensor], version: int | None = None) -> None:
         """Push all weights of the model, by transformers' names. `version` defaults to the servers' version plus one."""
@@ -67,7 +126,7 @@ class BroadcastPolicyPublisher:
             self._control.require_fits(metadata)
             buckets = split_into_buckets(metadata, self._bucket_bytes)
             compared = [part for bucket in buckets for part in sampled(bucket)]
-            update = WeightUpdate(
+            update = _WeightUpdate(
                 version=self._control.policy_version() + 1 if version is None else version,
                 weights=state_dict,
                 metadata=metadata,
@@ -85,7 +144,7 @@ class BroadcastPolicyPublisher:
         """Send the last version to servers that were restarted, from the bytes that the communicator has kept: the trainer's
         weights may be changing. False if there is no such version, because none was sent or sending the next one failed.
         """
-        if not isinstance(self._comm, KeepsWeights):
+        if not isinstance(self._comm, _KeepsWeights):
             raise ConfigError(f"{type(self._comm).__name__} keeps no weights; publish them again.")
         with self._lock:
             if self._last is None:
@@ -96,13 +155,13 @@ class BroadcastPolicyPublisher:
             return True
 
     def is_current(self, version: int) -> bool:
-        """Whether every server has this version from this publisher. A restarted or stopped server has not."""
+        """Return True if every server has this version from this publisher. A restarted or stopped server has not."""
         try:
             return self._control.has_version(version)
         except WeightPushError:
             return False
 
-    def _push_or_retry(self, update: WeightUpdate) -> None:
+    def _push_or_retry(self, update: _WeightUpdate) -> None:
         for attempt in range(1, self._attempts + 1):
             try:
                 if attempt > 1:
@@ -123,7 +182,7 @@ class BroadcastPolicyPublisher:
                     f"Version {update.version} could not be published in {attempt} attempts. {error} {advice}"
                 ) from error
 
-    def _send(self, update: WeightUpdate) -> None:
+    def _send(self, update: _WeightUpdate) -> None:
         self._control.announce_update_batch(update.metadata, update.version)
         for bucket in update.buckets:
             self._comm.broadcast(bucket, update.weights, self._src_rank)

@@ -166,7 +166,7 @@ class VllmControlPlane:
     # --- steps ---
 
     def _parameters(self) -> dict[str, list[Any]]:
-        """Names and shapes of every server's weights, once all servers answer; one that stops meanwhile is waited for, too."""
+        """Names and shapes of every server's weights, once all servers answer; one that stops meanwhile is also waited for."""
         while True:
             self._wait_for_servers()
             try:
@@ -246,11 +246,11 @@ class VllmControlPlane:
         answers = await asyncio.gather(*calls.values(), return_exceptions=True)
         for server, answer in zip(calls, answers, strict=True):
             if isinstance(answer, BaseException):
-                raise as_push_error(server, answer)
+                raise _as_push_error(server, answer)
         return dict(zip(calls, answers, strict=True))  # type: ignore[arg-type]
 
 
-def as_push_error(server: str, error: BaseException) -> BaseException:
+def _as_push_error(server: str, error: BaseException) -> BaseException:
     """A WeightPushError for failures of a server or its connection; errors that a retry cannot fix pass unchanged."""
     if isinstance(error, ConfigError | PolicyGone) or not isinstance(error, OSError | TimeoutError | RuntimeError):
         return error

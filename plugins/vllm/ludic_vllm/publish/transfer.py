@@ -1,4 +1,4 @@
-"""What trainer and vLLM workers share for a weight push: flat buffers of weights, and a process group to send them.
+"""Shared by trainer and vLLM workers for a weight push: flat buffers of weights, and a process group to send them.
 
 The trainer's side is vllm.py, the worker's side ludic_vllm.inside.worker. This file also runs inside the server: torch,
 transformers and the standard library only.
@@ -140,7 +140,7 @@ _NUMBERS = ("storage_size_bytes", "storage_offset_bytes", "ref_counter_offset", 
 
 
 def share_cuda_block(flat: Tensor) -> dict[str, Any]:
-    """What another process needs to map `flat`, a one-dimensional uint8 tensor on a GPU, as JSON; valid while `flat` lives."""
+    """The handle, as JSON, of `flat`, a one-dimensional uint8 tensor on a GPU, for another process; valid while `flat` lives."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     _, arguments = reduce_tensor(flat)

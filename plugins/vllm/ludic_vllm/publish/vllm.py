@@ -23,9 +23,8 @@ from torch import Tensor
 from ludic.distributed.publisher import Rank0OnlyPublisher, WeightPushError
 from ludic.types import ConfigError, PolicyPublisher
 from ludic.util.urls import is_loopback
-from ludic_vllm.publish.broadcast import BUCKET_BYTES, BroadcastPolicyPublisher
+from ludic_vllm.publish.broadcast import BUCKET_BYTES, BroadcastPolicyPublisher, TensorCommunicator
 from ludic_vllm.publish.control import ControlClient, PauseMode, VllmControlPlane
-from ludic_vllm.publish.interfaces import TensorCommunicator
 from ludic_vllm.publish.transfer import (
     ALIGNMENT,
     Bucket,
@@ -89,11 +88,11 @@ def make_communicator(
 
 
 def is_here(server: str) -> bool:
-    """Whether a server's address is certainly this machine's."""
+    """Return True if a server's address is certainly this machine's."""
     return is_loopback(urlsplit(server).hostname or "")
 
 
-class BlockCommunicator:
+class _BlockCommunicator:
     """One block of memory that holds the whole model; the servers map it.
 
     It is kept between pushes, since filling memory that was touched before is several times as fast, and for a server that is
@@ -137,13 +136,13 @@ class BlockCommunicator:
         raise NotImplementedError
 
     def _source(self, begin: int) -> dict[str, Any]:
-        """Where the servers find a bucket that begins there (`TransferUpdate.source`)."""
+        """The place of a bucket that begins there, for the servers (`TransferUpdate.source`)."""
         raise NotImplementedError
 
 
-class SharedMemoryCommunicator(BlockCommunicator):
+class SharedMemoryCommunicator(_BlockCommunicator):
     """Memory of this process. It has no name in /dev/shm: nothing is left behind however this process ends, and a container's
-    small /dev/shm is no limit."""
+    small /dev/shm does not limit it."""
 
     def __init__(self, control: VllmControlPlane) -> None:
         if sys.platform != "linux":
@@ -176,7 +175,7 @@ class SharedMemoryCommunicator(BlockCommunicator):
         return {"kind": "shared_memory", "path": self._path, "offset": begin, "size": self._block.numel()}
 
 
-class CudaIpcCommunicator(BlockCommunicator):
+class CudaIpcCommunicator(_BlockCommunicator):
     """Memory of the GPU that trainer and server share: the weights never leave it, at the price of a second copy there."""
 
     def __init__(self, control: VllmControlPlane, device: torch.device | str | None = None) -> None:

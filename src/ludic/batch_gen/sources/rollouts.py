@@ -90,6 +90,8 @@ class _Spellings(TypedDict, total=False):
     """`requests_fn`."""
     credit_assigner: CreditAssigner | None
     """The rule alone, in place of `algorithm`."""
+    per_turn: bool
+    """One item for each turn, also where turns continue token for token."""
 
 
 @also_accepts(_Spellings)
@@ -134,7 +136,9 @@ class RolloutBatchSource:
         parts: dict[str, object] = {"requests": requests_fn} if curriculum is None else {"curriculum": curriculum}
         self._requests = RequestStream(requests_fn, strategy, parts)
         credit = credit_of(also.get("credit_assigner"), algorithm)
-        self._builder = BatchBuilder(credit_assigner=credit, sample_filter=sample_filter)
+        self._builder = BatchBuilder(
+            credit_assigner=credit, sample_filter=sample_filter, per_turn=also.get("per_turn", False)
+        )
         self._stateful_credit = credit if isinstance(credit, Stateful) else None
         self._dynamic_sampling = dynamic_sampling
         self._policy = None if seat is None else seat.policy

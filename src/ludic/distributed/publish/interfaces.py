@@ -6,8 +6,8 @@ from ludic.plugins import forward
 from ludic.types import PolicyPublisher
 
 if TYPE_CHECKING:
-    from ludic_vllm.publish.interfaces import ControlPlane, TensorCommunicator
+    from ludic_vllm.publish.broadcast import ControlPlane, TensorCommunicator
 
 __all__ = ["ControlPlane", "PolicyPublisher", "TensorCommunicator"]
 
-__getattr__ = forward(__name__, "ludic_vllm.publish.interfaces")
+__getattr__ = forward(__name__, "ludic_vllm.publish.broadcast")

@@ -256,7 +256,8 @@ class Run:
             self._closing.callback(self.generation.close)
         elif self.generation is None:
             stored = self.config.stored is not None
-            kind = PreferenceGeneration if stored else engine_of(self.config).generation_class()
+            usual = PreferenceGeneration if stored else engine_of(self.config).generation_class()
+            kind = self.resolved.parts.generation or usual
             kind.check(self.resolved)  # what is wrong is named before a large model is loaded
             if to_train:
                 kind.open(self.resolved)

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ludic.cli.args import need_extras, parse
-from ludic.http.address import check_port, require_port
-from ludic.http.stopping import DRAIN_S, serve_until_stopped
+from ludic.http.address import DRAIN_S, check_port, require_port, serve_until_stopped
 from ludic.http.tokens import find_token
 from ludic.run.config.entries import at_least
 from ludic.types import ConfigError

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ludic.http.stopping import serve_until_stopped
+from ludic.http.address import serve_until_stopped
 from ludic.types import ConfigError
 from ludic.util import stop
 from ludic_tinker.command import serve_tinker

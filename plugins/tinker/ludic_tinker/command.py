@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ludic.cli.args import Switch, need_extras, parse
-from ludic.http.address import check_host, check_port, require_port
-from ludic.http.stopping import DRAIN_S, serve_until_stopped
+from ludic.http.address import DRAIN_S, check_host, check_port, require_port, serve_until_stopped
 from ludic.run.config.entries import at_least
 from ludic.run.config.model import Dtype
 from ludic.types import ConfigError

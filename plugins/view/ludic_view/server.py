@@ -14,9 +14,8 @@ import msgspec
 from aiohttp import web
 
 from ludic.http.address import check_host
-from ludic.http.app import AppServer, guard
+from ludic.http.app import AppServer, ServerLimits, guard
 from ludic.http.errors import describe_error
-from ludic.http.limits import ServerLimits
 from ludic.http.tokens import bearer_of
 from ludic.util.urls import is_same_secret
 from ludic_view import api

@@ -31,8 +31,7 @@ from ludic_serve.request import parse_object
 try:
     from aiohttp import web
 
-    from ludic.http.app import AppServer, guard
-    from ludic.http.limits import Load, ServerLimits, allow_many_files, answering
+    from ludic.http.app import AppServer, Load, ServerLimits, allow_many_files, answering, guard
 except ImportError as error:
     raise MissingExtra("serve", "The gateway") from error
 

@@ -44,7 +44,7 @@ CLIENTS = [
 WITHOUT_TOOLS = "openai_chat_without_tools"
 TALKS = [
     "openai_chat_talk", "openai_responses_talk", "anthropic_talk", "openai_agents_talk", "langchain_openai_talk",
-    "langchain_responses_talk", "langchain_anthropic_talk", "pydantic_ai_talk",
+    "langchain_anthropic_talk", "pydantic_ai_talk",
 ]  # fmt: skip
 TEMPLATES = ["smollm2", "qwen2_5", "qwen3", "qwen3_5_think"]
 """SmolLM2's writes no tools, Qwen 3's drops the thinking of earlier turns, Qwen 3.5's opens it in the prompt and has calls in XML."""

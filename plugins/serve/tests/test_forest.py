@@ -106,13 +106,11 @@ async def test_edited_arguments_fork():
     assert kinds(session) == ["new", "forked"]
 
 
-async def test_a_rewritten_system_prompt_forks_unless_the_first_one_is_kept():
-    for keep, expected in ((False, "forked"), (True, "healed")):
-        session = make_session(["one", "two"], keep_first_system=keep)
-        first = await ask(session, system("It is 9:00."), user("a"))
-        await ask(session, system("It is 9:01."), user("a"), assistant(first), user("b"))
-        assert kinds(session) == ["new", expected]
-    assert extends_parent(session.nodes[1])
+async def test_a_rewritten_system_prompt_forks():
+    session = make_session(["one", "two"])
+    first = await ask(session, system("It is 9:00."), user("a"))
+    await ask(session, system("It is 9:01."), user("a"), assistant(first), user("b"))
+    assert kinds(session) == ["new", "forked"]
 
 
 async def test_branches_become_threads_and_each_call_is_in_one():
@@ -179,13 +177,6 @@ async def test_a_previous_id_stands_for_the_history():
     assert kinds(session) == ["new", "continued"] and extends_parent(session.nodes[1])
     with pytest.raises(ConfigError, match="names no reply of this session"):
         await ask(session, user("c"), previous_id="resp_1")
-
-
-async def test_a_previous_id_with_a_rewritten_system_prompt_keeps_the_first_one():
-    session = make_session(["one", "two"], keep_first_system=True)
-    first = await ask(session, system("It is 9:00."), user("a"))
-    await ask(session, system("It is 9:01."), user("b"), previous_id=f"resp_{first.token}")
-    assert [m["role"] for m in session.nodes[1].prompt_messages] == ["system", "user", "assistant", "user"]
 
 
 async def test_a_prefilled_reply_is_refused():

@@ -40,7 +40,7 @@ class ViewArgs:
     host: str = "127.0.0.1"
     """Address to listen on; other than loopback it wants a --token."""
     token: str | None = None
-    """What a browser has to know (?token=…) and a script has to send as a bearer token. Default: $LUDIC_VIEW_TOKEN."""
+    """A secret that a browser sends in the address (?token=…) and a script as a bearer token. Default: $LUDIC_VIEW_TOKEN."""
     export: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write one HTML file of a run that opens without a server, and end. Inside are the first and the last update's best and
     worst groups, or --rollout."""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 from urllib.parse import quote
 
 import numpy as np
@@ -22,8 +22,6 @@ MAX_ZERO_SPREAD = 0.5
 MAX_TRUNCATED = 0.25
 MAX_PARSE_ERRORS = 0.25
 MAX_FAILED = 0.05
-MAX_CLIPPED = 0.3
-MIN_ESS = 0.5
 PARITY_TOLERANCE = 0.05
 """`TrainerConfig.parity_tolerance`, which a run cannot set."""
 ENTROPY_LEFT = 0.1
@@ -45,7 +43,7 @@ class Advisory:
     step: int | None = None
     """The update at which it shows best."""
     link: str | None = None
-    """Where the page shows it."""
+    """The view of the page that shows it."""
     explained_by: tuple[str, ...] = ()
     """Codes of its causes: the advisory is left out when one of them is shown, since its advice would be about a consequence."""
 
@@ -95,6 +93,9 @@ class _Run:
 
     def link(self, *parts: object, query: str = "") -> str:
         return "#/run/" + "/".join(quote(str(part), safe="") for part in (self.index.id, *parts)) + query
+
+
+Rule: TypeAlias = Callable[[_Run], Iterator[Advisory]]
 
 
 def _share(part: int, whole: int) -> float:
@@ -188,33 +189,49 @@ def _parse_errors(run: _Run) -> Iterator[Advisory]:
     )
 
 
-def _mismatch(run: _Run) -> Iterator[Advisory]:
-    recent = run.metric("train/logp_difference_abs")[-WINDOW:]
-    if recent and median(value for _, value in recent) > PARITY_TOLERANCE:
-        step, worst = max(recent, key=lambda found: found[1])
-        yield Advisory(
-            level="warning",
-            code="mismatch",
-            title=f"Sampler and trainer disagree by {worst:.3f} nats per token",
-            detail=f"More than parity_tolerance={PARITY_TOLERANCE:g}. At lag 0 the two should agree up to rounding.",
-            advice="Usual causes: another precision, a sampling temperature that samples do not record, an adapter that only one "
-            "of them has, stale samples. train/kl_actor_policy_q1 to _q4 show where in a sample they differ; --corrections masks "
-            "what is too far away.",
-            step=step,
-            link=run.link("step", step),
-        )
-    ess = run.metric("train/ess")[-WINDOW:]
-    if ess and median(value for _, value in ess) < MIN_ESS:
-        step, worst = min(ess, key=lambda found: found[1])
-        yield Advisory(
-            level="warning",
-            code="ess",
-            title=f"Only {worst:.0%} of the tokens count after importance weighting",
-            detail="The effective sample size is low: a few tokens with large ratios decide the update.",
-            advice="Lower --max-lag or --lr, or correct for it (docs/importance_sampling.md).",
-            step=step,
-            link=run.link("step", step),
-        )
+def _gauge(metric: str, limit: float, *, is_least: bool = False, title: str, **facts: Any) -> Rule:
+    """The rule that the median of a metric is at most this, or at least. `title` has {worst}, the value of the worst update."""
+
+    def rule(run: _Run) -> Iterator[Advisory]:
+        recent = run.metric(metric)[-WINDOW:]
+        middle = median(value for _, value in recent) if recent else limit
+        if middle < limit if is_least else middle > limit:
+            step, worst = (min if is_least else max)(recent, key=lambda found: found[1])
+            yield Advisory(title=title.format(worst=worst), step=step, link=run.link("step", step), **facts)
+
+    return rule
+
+
+_mismatch = _gauge(
+    "train/logp_difference_abs",
+    PARITY_TOLERANCE,
+    level="warning",
+    code="mismatch",
+    title="Sampler and trainer disagree by {worst:.3f} nats per token",
+    detail=f"More than parity_tolerance={PARITY_TOLERANCE:g}. At lag 0 the two should agree up to rounding.",
+    advice="Usual causes: another precision, a sampling temperature that samples do not record, an adapter that only one of them "
+    "has, stale samples. train/kl_actor_policy_q1 to _q4 show where in a sample they differ; --corrections masks what is too far "
+    "away.",
+)
+_ess = _gauge(
+    "train/ess",
+    0.5,
+    is_least=True,
+    level="warning",
+    code="ess",
+    title="Only {worst:.0%} of the tokens count after importance weighting",
+    detail="The effective sample size is low: a few tokens with large ratios decide the update.",
+    advice="Lower --max-lag or --lr, or correct for it (docs/importance_sampling.md).",
+)
+_clipping = _gauge(
+    "train/clip_frac",
+    0.3,
+    level="info",
+    code="clipping",
+    title="The loss clips {worst:.0%} of the tokens",
+    detail="Clipped tokens get no gradient.",
+    advice="Lower --lr or --max-lag, so that the policy moves less between sampling and training.",
+)
 
 
 def _entropy(run: _Run) -> Iterator[Advisory]:
@@ -235,22 +252,6 @@ def _entropy(run: _Run) -> Iterator[Advisory]:
         explained_by=("solved",),
         step=values[-1][0],
         link=run.link("metrics"),
-    )
-
-
-def _clipping(run: _Run) -> Iterator[Advisory]:
-    recent = run.metric("train/clip_frac")[-WINDOW:]
-    if not recent or median(value for _, value in recent) <= MAX_CLIPPED:
-        return
-    step, worst = max(recent, key=lambda found: found[1])
-    yield Advisory(
-        level="info",
-        code="clipping",
-        title=f"The loss clips {worst:.0%} of the tokens",
-        detail="Clipped tokens get no gradient.",
-        advice="Lower --lr or --max-lag, so that the policy moves less between sampling and training.",
-        step=step,
-        link=run.link("step", step),
     )
 
 
@@ -364,15 +365,16 @@ def _damaged(run: _Run) -> Iterator[Advisory]:
     )
 
 
-RULES: Sequence[Callable[[_Run], Iterator[Advisory]]] = (
+RULES: Sequence[Rule] = (
     _failed_run,
     _no_gradient,
     _zero_spread,
     _truncation,
     _parse_errors,
     _mismatch,
-    _entropy,
+    _ess,
     _clipping,
+    _entropy,
     _failures,
     _stragglers,
     _lag,

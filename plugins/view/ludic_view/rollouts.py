@@ -357,7 +357,7 @@ def _grow(
 
 
 def _common_end(branch: Sequence[tuple[int, np.ndarray, np.ndarray]], start: int) -> int:
-    """Where the first of these paths differs from another, in id or kind, or ends."""
+    """The place at which the first of these paths differs from another, in id or kind, or ends."""
     _, ids, mask = branch[0]
     end = len(ids)
     for _, other, other_mask in branch[1:]:
@@ -369,7 +369,7 @@ def _common_end(branch: Sequence[tuple[int, np.ndarray, np.ndarray]], start: int
 
 
 def _run_end(mask: np.ndarray, start: int) -> int:
-    """Where the tokens after `start` change between sampled and given."""
+    """The place after `start` at which tokens change between sampled and given."""
     found = np.flatnonzero(mask[start:] != mask[start])
     return start + int(found[0]) if len(found) else len(mask)
 

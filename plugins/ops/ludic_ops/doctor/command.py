@@ -64,7 +64,7 @@ ABILITIES = (
 
 
 def findings_of(ability: Ability, machine: dict[str, Finding]) -> Finding:
-    """Whether it works here, and if not, why and how to repair it."""
+    """Checks one ability: it works here, or the finding names the reason and the repair."""
     needed = [machine.get(name) or Finding(name=name, status="missing", says=_UNCHECKED) for name in ability.needs]
     for finding in needed:
         if finding.status == "missing" and not finding.repair:  # no GPU: no package makes up for it

@@ -1,4 +1,4 @@
-"""What this machine has: each check returns one `Finding`. No check imports torch, and none raises.
+"""Checks of this machine. Each returns one `Finding`. No check imports torch, and none raises.
 
 Programs are asked side by side, each in a thread; one that does not answer in time is reported as such.
 """
@@ -66,7 +66,7 @@ def ask_all(checks: Mapping[str, Callable[[], Finding]], wait_s: float) -> list[
 
 
 def _output(*command: str) -> str:
-    """What a program prints; empty if it is not there or fails."""
+    """The output of a program; empty if it is not there or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.CalledProcessError):

@@ -47,7 +47,7 @@ class GatewayArgs:
     max_idle_s: float = 3600.0
     """Close sessions without a call for so long; those with a reward are saved."""
     temperature: float = 1.0
-    """Of sampling, whatever an agent asks for: what is recorded can be trained on."""
+    """Sampling temperature, which overrides the agent's, so that samples can be trained on."""
     max_tokens: int = 1024
     """Tokens of one reply at most."""
     lenient: bool = False

@@ -97,7 +97,6 @@ class GatewayProtocol(InteractionProtocol):
         failed_reward: float | None = None,
         system_prompt: str | None = None,
         parser: Parser | None = None,
-        pin_sampling: bool = True,
         lenient: bool = False,
     ) -> None:
         self.agent = agent if isinstance(agent, OutsideAgent) else AgentFunction(agent)
@@ -113,7 +112,7 @@ class GatewayProtocol(InteractionProtocol):
         self._failed_reward = failed_reward
         self._system_prompt = system_prompt
         self._parser = parser
-        self._pin_sampling, self._lenient = pin_sampling, lenient
+        self._lenient = lenient
         self._session: Session | None = None
         self._meta: dict[str, Any] = {}
 
@@ -159,7 +158,6 @@ class GatewayProtocol(InteractionProtocol):
             sampling_seed=sampling_seed,
             limits=self._limits,
             timeout_s=timeout_s,
-            pin_sampling=self._pin_sampling,
             lenient=self._lenient,
             tools=[as_tool(tool) for tool in env.episode_tools(agent_id)],
         )

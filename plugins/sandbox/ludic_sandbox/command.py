@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ludic.cli.args import need_extras, parse
-from ludic.http.address import DRAIN_S, check_port, require_port, serve_until_stopped
+from ludic.http.address import check_port, require_port
 from ludic.http.tokens import find_token
 from ludic.run.config.entries import at_least
 from ludic.types import ConfigError
+from ludic.util.stop import DRAIN_S, serve_until_stopped
 from ludic_sandbox.backends import check_backend, make_pool
 
 _TOKEN_VARIABLE = "LUDIC_SANDBOX_TOKEN"

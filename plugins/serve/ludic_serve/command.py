@@ -9,11 +9,12 @@ from typing import Any, Literal, NoReturn, Protocol
 from ludic import plugins
 from ludic.cli import commands
 from ludic.cli.args import Switch, need_extras, parse
-from ludic.http.address import DRAIN_S, check_host, check_port, require_port, serve_until_stopped
+from ludic.http.address import check_host, check_port, require_port
 from ludic.models import SMOLLM2, TINY
 from ludic.run.config.entries import at_least
 from ludic.run.config.model import Dtype
 from ludic.types import ConfigError
+from ludic.util.stop import DRAIN_S, serve_until_stopped
 
 
 class ServerEngine(Protocol):

@@ -19,9 +19,10 @@ from rich.text import Text
 
 from ludic.cli.args import Switch, parse
 from ludic.cli.terminal.colour import harmless, make_console
-from ludic.http.address import require_port, serve_until_stopped
+from ludic.http.address import require_port
 from ludic.types import ConfigError, MissingExtra
 from ludic.types.messages import text_of
+from ludic.util.stop import serve_until_stopped
 from ludic_view import api
 from ludic_view.index import RunIndex, Runs
 

@@ -1,14 +1,9 @@
-"""The address of a server, checked before anything is loaded; and the signals that end a command which serves."""
+"""The address of a server: checks of host and port before anything is loaded, and the URL of a listener."""
 
 import asyncio
-import contextlib
-import signal
 import socket
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 from ludic.types import ConfigError
-from ludic.util.stop import StopRequests
 from ludic.util.urls import is_loopback
 
 _WITHOUT_KEY = (
@@ -53,35 +48,3 @@ def url_of(host: str, listener: asyncio.Server) -> str:
     """The address of a server; its port, if any free one was asked for."""
     shown = f"[{host}]" if ":" in host else host
     return f"http://{shown}:{listener.sockets[0].getsockname()[1]}"
-
-
-DRAIN_S = 25.0
-"""Seconds for requests in progress, unless the command is told otherwise. Kubernetes kills after 30 s, `preStop` included."""
-
-
-async def serve_until_stopped(
-    serving: Coroutine[Any, Any, None], *, hears_signals: Callable[[], bool] = lambda: False
-) -> None:
-    """Run a server. A request to stop cancels it, and a second one (5 s later: see StopRequests) cancels it again, while it drains.
-
-    `hears_signals`: whether something in it, a trainer, handles the signal itself just now.
-    """
-    task, requests = asyncio.create_task(serving), StopRequests()
-
-    def on_signal() -> None:
-        if requests.hear() and not hears_signals():
-            task.cancel()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C raises KeyboardInterrupt instead
-            loop.add_signal_handler(number, on_signal)
-    try:
-        await task
-    except asyncio.CancelledError:
-        if not requests.num:
-            raise
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            with contextlib.suppress(NotImplementedError):
-                loop.remove_signal_handler(number)

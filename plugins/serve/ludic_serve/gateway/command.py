@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic.cli.args import need_extras, parse
-from ludic.http.address import DRAIN_S, check_port, require_port, serve_until_stopped
+from ludic.http.address import check_port, require_port
 from ludic.http.tokens import CONTROL_HEADER, CONTROL_VARIABLE, find_token
 from ludic.run.config.entries import at_least
 from ludic.run.config.model import Dtype, ModelSettings
@@ -17,6 +17,7 @@ from ludic.run.names import CONFIG, METRICS
 from ludic.tasks import long_lived_objects_exempt
 from ludic.types import ConfigError, InferenceSpec, ReturnSpec, Rollout, SamplingParams
 from ludic.types.rollout_files import save_rollouts
+from ludic.util.stop import DRAIN_S, serve_until_stopped
 from ludic.util.urls import PUT_LOGIN, refuse_login
 from ludic_serve.command import find_engine
 

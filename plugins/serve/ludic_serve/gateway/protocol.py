@@ -147,7 +147,7 @@ class GatewayProtocol(InteractionProtocol):
         opening = opening_for(env, agent_id, await self._call_env(env, "reset", env.async_reset(seed=env_seed)))
         if opening is None:
             raise EnvContractError(f"{type(env).__name__}.reset gave {agent_id!r} no observation, so there is no task.")
-        task = opening[0]
+        task: Any = opening[0]
         if isinstance(env, TaskEnv):
             if self._reward is None:
                 raise ConfigError("TaskEnv grades nothing: give reward=, as ludic.gateway.train takes it.")

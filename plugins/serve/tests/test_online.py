@@ -8,6 +8,7 @@ import pytest
 
 from ludic.training.credit_assignment import EpisodeCredit, GroupNormalizedReturn, MonteCarloReturn
 from ludic.types import ConfigError
+from ludic.types.errors import RunComplete
 from ludic.util.metrics_file import read_metrics
 from ludic_serve.gateway.command import GatewayArgs, prepared, serve_sessions, training_run
 from ludic_serve.gateway.online import SessionBatchSource
@@ -121,7 +122,9 @@ async def trained(folder, steps, **settings):
 async def test_a_checkpoint_is_written_and_training_goes_on_from_it(tmp_path, wrote_config):
     groups = {"sessions_per_update": 4, "algo": "grpo", "algo_set": {"group_size": 4}}
     assert len(await trained(tmp_path / "out", 1, **groups)) == 1
-    assert [path.name for path in (tmp_path / "out/checkpoints").glob("step_*")]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.toml", "metrics.jsonl", "checkpoints"}
+    with pytest.raises(RunComplete, match="ludic gateway --model tiny --train"):
+        await trained(tmp_path / "out", 1, **groups, resume=True)
     with pytest.raises(ConfigError, match="Go on with --resume"):
         await trained(tmp_path / "out", 2, **groups)
     if not wrote_config:

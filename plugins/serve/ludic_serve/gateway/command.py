@@ -196,12 +196,17 @@ def training_run(given: GatewayArgs) -> "Run":
         temperature=given.temperature,
         checkpoint_every=given.checkpoint_every,
         save_rollouts=False,
+        save_tokens="off",
         name=given.out.name,
         runs=given.out.parent,
         logger=PrintLogger(keys=_SHOWN),
     )
     command = f"ludic gateway --model {given.model} --train --out {given.out}"
-    run.resolved = replace(run.resolved, parts=replace(run.resolved.parts, generation=Generation, command=command))
+    run.resolved = replace(
+        run.resolved,
+        parts=replace(run.resolved.parts, generation=Generation, command=command),
+        trainer=replace(run.resolved.trainer, max_lag=given.max_lag),  # 0 is a limit too: samples come at any time
+    )
     if has_run and not (given.out / CONFIG).exists():  # ludic 0.2.0 wrote none
         write_config(run.resolved)
     run.starting_point(resume=given.resume)

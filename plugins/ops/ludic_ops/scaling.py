@@ -186,7 +186,7 @@ def training_memory(shape: ModelShape, setup: TrainingSetup) -> TrainingMemory:
     weights, optimizer, gradients = held * (frozen_shard + shard), (8 + fp32_copies) * shard, held * shard
     is_one_batch = not is_sharded and setup.micro_batches == 1
     here = 0 if setup.offload else 1
-    moved = moved_activations(shape, setup) if setup.offload_activations else 0
+    moved = _moved_activations(shape, setup) if setup.offload_activations else 0
     return TrainingMemory(
         weights=here * weights,
         optimizer=here * optimizer,
@@ -243,7 +243,7 @@ def kept_activations(shape: ModelShape, setup: TrainingSetup) -> int:
     return setup.micro_tokens * (shape.layers * block + last_norm + rotary + ids) + setup.num_actions * per_action
 
 
-def moved_activations(shape: ModelShape, setup: TrainingSetup) -> int:
+def _moved_activations(shape: ModelShape, setup: TrainingSetup) -> int:
     """Bytes that offload moves to the host. In the fused pass the output of attention stays, unless it is recomputed."""
     w = WIDTHS[setup.computed]
     if setup.checkpointing:

@@ -87,7 +87,7 @@ def _export(runs: Runs, file: Path, chosen: Sequence[str]) -> int:
         raise ConfigError(f"--export takes one run; {runs.root} has: {', '.join(runs.ids()) or 'none'}.")
     index = runs.get(runs.ids()[0])
     index.refresh(FOREVER)
-    ids = [_rollout_id(index, id) for id in chosen] or typical_rollouts(index)
+    ids = [_rollout_id(index, id) for id in chosen] or _typical_rollouts(index)
     if not ids:
         raise ConfigError(f"{index.folder} holds no rollouts to export.")
     page = export_page(partial(api.answer, runs), index.id, ids)
@@ -99,7 +99,7 @@ def _export(runs: Runs, file: Path, chosen: Sequence[str]) -> int:
     return 0
 
 
-def typical_rollouts(index: RunIndex) -> list[str]:
+def _typical_rollouts(index: RunIndex) -> list[str]:
     """The groups with the best and the worst mean reward of the first and of the last update."""
     steps = [row["step"] for row in api.steps(index)["steps"]]
     ids: list[str] = []
@@ -126,7 +126,7 @@ def find_runs(place: Path) -> Runs:
     raise ConfigError(f"There is no {place}.{hint} Runs in {parent}: {', '.join(known[:20]) or 'none'}.")
 
 
-def find_run(place: Path) -> RunIndex:
+def _find_run(place: Path) -> RunIndex:
     """One run, or one file of rollouts, all of it read."""
     if place.is_file():
         return _file_of_rollouts(place)
@@ -188,7 +188,7 @@ class ShowArgs:
 
 def show(args: list[str]) -> int:
     given = parse(ShowArgs, args, prog="ludic show")
-    index, console = find_run(given.run), make_console(soft_wrap=not sys.stdout.isatty())
+    index, console = _find_run(given.run), make_console(soft_wrap=not sys.stdout.isatty())
     if not api.live(index):
         raise ConfigError(f"{index.folder} holds no rollouts yet (or was run with --no-save-rollouts).")
     if given.task is not None:

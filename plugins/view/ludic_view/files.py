@@ -146,7 +146,7 @@ def strict_json(text: str | bytes) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
-def make_card(text: bytes, line: Line) -> Card:
+def _make_card(text: bytes, line: Line) -> Card:
     """The card of a stored rollout; msgspec.DecodeError or ValueError if the line is not one."""
     try:
         head = _decode_head(text)
@@ -316,7 +316,7 @@ class RolloutFile:
             return
         self.num_decoded += 1
         try:
-            self.cards.append(make_card(text, line))
+            self.cards.append(_make_card(text, line))
         except (msgspec.DecodeError, ValueError, TypeError, AttributeError, RecursionError):
             self.num_damaged += 1
 
@@ -328,7 +328,7 @@ class RolloutFile:
     @property
     def _cache(self) -> Path:
         name = hashlib.blake2b(str(self.path.resolve()).encode(), digest_size=12).hexdigest()
-        return cache_folder() / f"{name}.v{_CACHE_VERSION}.msgpack"
+        return _cache_folder() / f"{name}.v{_CACHE_VERSION}.msgpack"
 
     def _save(self) -> None:
         content = _Cached(self._identity, self._start, self._num_seen, self.cards)
@@ -362,6 +362,6 @@ class _Cached(msgspec.Struct, array_like=True):
     cards: list[Card]
 
 
-def cache_folder() -> Path:
+def _cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "ludic" / "view"

@@ -9,8 +9,8 @@ import tyro
 
 from ludic.cli.args import Switch, parse
 from ludic.http.address import check_port, require_port
-from ludic.http.stopping import serve_until_stopped
 from ludic.run.config.entries import at_least
+from ludic.util.stop import serve_until_stopped
 from ludic.util.urls import is_loopback
 from ludic_envs.workers import EnvServer
 from ludic_envs.workers.server import TOKEN_VARIABLE

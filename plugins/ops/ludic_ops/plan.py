@@ -34,7 +34,7 @@ class PlanArgs:
 
     models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL…", help=f"{_KNOWN}.")] = ()
     gpus: int = 8
-    """Of all machines together."""
+    """GPUs of all machines together."""
     inference_gpus: int | None = None
     """Those of them that generate. Else half."""
     gpu_memory: float = 141.0

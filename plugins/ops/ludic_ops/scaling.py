@@ -68,7 +68,7 @@ def read_shape(source: str | Path) -> ModelShape:
 
 
 def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
-    """From the contents of a transformers config.json."""
+    """The shape in the contents of a transformers config.json."""
     kind = config.get("model_type")
     if kind not in MEMBERS:
         raise ConfigError(
@@ -86,7 +86,7 @@ def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingSetup:
-    """How a model is trained."""
+    """A way of training a model."""
 
     ranks: int = 1
     """Training GPUs. One is plain training; more is FSDP2."""
@@ -95,7 +95,7 @@ class TrainingSetup:
     micro_batches: int = 1
     """Forward passes of a rank per update."""
     action_share: float = 1.0
-    """Of the tokens, those that the policy wrote: only they reach the head."""
+    """Share of the tokens that the policy wrote: only they reach the head."""
     computed: Precision = "bf16"
     """Precision of the matrix products."""
     held: Precision = "bf16"
@@ -103,11 +103,11 @@ class TrainingSetup:
     checkpointing: bool = False
     """Keep only the input of each block, and recompute the block in backward."""
     sync_gradients: Literal["last", "every"] = "last"
-    """As in FSDPSettings: reduce after the last micro-batch only, or after every one."""
+    """Reduce after the last micro-batch only, or after every one (FSDPSettings)."""
     offload: bool = False
     """Weights, gradients and optimizer state live in the host's memory."""
     offload_activations: bool = False
-    """What blocks keep for backward waits in the host's memory."""
+    """Activations that blocks keep for backward wait in the host's memory."""
     lora_rank: int = 0
     """0 trains all weights."""
     fused: bool = True
@@ -148,15 +148,15 @@ class TrainingMemory:
     gradient_buffers: int
     """Whole gradients before they are reduced to shards."""
     activations: int
-    """What forward keeps for backward."""
+    """Tensors that forward keeps for backward."""
     working: int
     """The head or one block in backward, the larger of the two: the head is done when the first block begins."""
     step: int
-    """What the optimizer takes while it steps, when there are no activations."""
+    """Buffers of the optimizer while it steps, when there are no activations."""
     new_gradients: int
     """Gradients of a single micro-batch: they appear while activations go."""
     host: int
-    """In the host's memory, per GPU."""
+    """Bytes in the host's memory, per GPU."""
 
     @property
     def kept(self) -> int:
@@ -186,7 +186,7 @@ def training_memory(shape: ModelShape, setup: TrainingSetup) -> TrainingMemory:
     weights, optimizer, gradients = held * (frozen_shard + shard), (8 + fp32_copies) * shard, held * shard
     is_one_batch = not is_sharded and setup.micro_batches == 1
     here = 0 if setup.offload else 1
-    moved = moved_activations(shape, setup) if setup.offload_activations else 0
+    moved = _moved_activations(shape, setup) if setup.offload_activations else 0
     return TrainingMemory(
         weights=here * weights,
         optimizer=here * optimizer,
@@ -243,7 +243,7 @@ def kept_activations(shape: ModelShape, setup: TrainingSetup) -> int:
     return setup.micro_tokens * (shape.layers * block + last_norm + rotary + ids) + setup.num_actions * per_action
 
 
-def moved_activations(shape: ModelShape, setup: TrainingSetup) -> int:
+def _moved_activations(shape: ModelShape, setup: TrainingSetup) -> int:
     """Bytes that offload moves to the host. In the fused pass the output of attention stays, unless it is recomputed."""
     w = WIDTHS[setup.computed]
     if setup.checkpointing:
@@ -288,7 +288,7 @@ class ServingMemory:
 
     @property
     def tokens(self) -> int:
-        """Of all sequences together, prompts included."""
+        """Tokens of all sequences together, prompts included."""
         return max(0, self.left) // self.cache_per_token
 
 

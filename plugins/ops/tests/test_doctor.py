@@ -12,9 +12,8 @@ import pytest
 from ludic import plugins
 from ludic.types.errors import DISTRIBUTION
 from ludic.util import packages
-from ludic_ops.doctor import machine
-from ludic_ops.doctor.command import ABILITIES, findings_of
-from ludic_ops.doctor.machine import Finding, all_checks, ask_all
+from ludic_ops import doctor as machine
+from ludic_ops.doctor import ABILITIES, Answer, Finding, ability_finding, all_checks, ask_all
 from tests.unit.cli.runner import invoke
 
 ROOT = Path(__file__).parents[3]
@@ -38,7 +37,7 @@ def ability(name: str, **statuses: str) -> Finding:
     for check, status in statuses.items():
         name_of_check = check.replace("_", " ")
         found[name_of_check] = Finding(name=name_of_check, status=status, says="why", repair="do this")  # type: ignore[arg-type]
-    return findings_of(next(one for one in ABILITIES if one.name.startswith(name)), found)
+    return ability_finding(next(one for one in ABILITIES if one.name.startswith(name)), found)
 
 
 def test_json_has_every_check_and_ability_and_the_exit_code_is_0_where_the_base_works():
@@ -109,7 +108,7 @@ def test_a_redis_that_does_not_start_is_broken(tmp_path, monkeypatch):
     program(tmp_path, "redis-server", "#!/bin/sh\nexit 1\n", monkeypatch)
     assert machine.redis().status == "broken"
     program(tmp_path, "redis-server", "#!/bin/sh\necho 'Redis server v=7.2.4 sha=0 bits=64'\n", monkeypatch)
-    assert machine.redis() == Finding(name="redis-server", status="ok", says="7.2.4")
+    assert machine.redis() == Answer("ok", "7.2.4")
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     assert machine.redis().status == "missing" and "install redis" in machine.redis().repair
 
@@ -133,14 +132,14 @@ def test_torch_version_file_says_for_what_torch_is_built(tmp_path, monkeypatch):
 def test_a_check_that_hangs_or_raises_does_not_keep_the_others():
     free = threading.Event()
 
-    def hang() -> Finding:
+    def hang() -> Answer:
         free.wait()
-        return Finding(name="hangs", status="ok", says="")
+        return Answer("ok", "")
 
-    def fail() -> Finding:
+    def fail() -> Answer:
         raise OSError("no such thing")
 
-    checks = {"hangs": hang, "fails": fail, "works": lambda: Finding(name="works", status="ok", says="fine")}
+    checks = {"hangs": hang, "fails": fail, "works": lambda: Answer("ok", "fine")}
     try:
         found = ask_all(checks, wait_s=0.0)
         assert [one.name for one in found] == ["hangs", "fails", "works"]
@@ -152,13 +151,13 @@ def test_a_check_that_hangs_or_raises_does_not_keep_the_others():
 
 
 def test_abilities_follow_from_checks_and_packages(monkeypatch):
-    monkeypatch.setattr("ludic_ops.doctor.command.problems", lambda extras: [])
-    monkeypatch.setattr("ludic_ops.doctor.command.version_of", lambda package: "1")
+    monkeypatch.setattr("ludic_ops.doctor.problems", lambda extras: [])
+    monkeypatch.setattr("ludic_ops.doctor.version_of", lambda package: "1")
     assert ability("launch").status == "ok"
     broken = ability("code envs", bubblewrap="broken")
     assert (broken.status, broken.says, broken.repair) == ("broken", "bubblewrap: why", "do this")
     assert ability("--engine vllm", shared_memory="doubtful").status == "doubtful"
-    monkeypatch.setattr("ludic_ops.doctor.command.problems", lambda extras: [f"not installed: {','.join(extras)}"])
+    monkeypatch.setattr("ludic_ops.doctor.problems", lambda extras: [f"not installed: {','.join(extras)}"])
     lacking = ability("launch")
     assert lacking.status == "missing" and "train,pipeline" in lacking.repair and "not installed" in lacking.says
 
@@ -169,7 +168,7 @@ def test_a_check_of_a_plug_in_that_is_gone_is_missing_and_so_is_what_needs_it(mo
     found = {name: check() for name, check in all_checks().items() if name in ("vLLM", "python")}
     assert (found["vLLM"].status, found["vLLM"].says) == ("missing", "the plug-in ludic_nowhere is not installed")
     assert "[nowhere]" in found["vLLM"].repair and "bubblewrap" not in all_checks()
-    code_envs = findings_of(next(one for one in ABILITIES if one.name.startswith("code envs")), found)
+    code_envs = ability_finding(next(one for one in ABILITIES if one.name.startswith("code envs")), found)
     assert (code_envs.status, code_envs.says) == ("missing", "bubblewrap: no installed plug-in looks for it")
 
 

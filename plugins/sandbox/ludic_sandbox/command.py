@@ -6,10 +6,10 @@ from pathlib import Path
 
 from ludic.cli.args import need_extras, parse
 from ludic.http.address import check_port, require_port
-from ludic.http.stopping import DRAIN_S, serve_until_stopped
 from ludic.http.tokens import find_token
 from ludic.run.config.entries import at_least
 from ludic.types import ConfigError
+from ludic.util.stop import DRAIN_S, serve_until_stopped
 from ludic_sandbox.backends import check_backend, make_pool
 
 _TOKEN_VARIABLE = "LUDIC_SANDBOX_TOKEN"

@@ -2,18 +2,38 @@
 
 import asyncio
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Protocol
 
+from ludic import plugins
 from ludic.cli import commands
 from ludic.cli.args import Switch, need_extras, parse
 from ludic.http.address import check_host, check_port, require_port
-from ludic.http.stopping import DRAIN_S, serve_until_stopped
 from ludic.models import SMOLLM2, TINY
 from ludic.run.config.entries import at_least
 from ludic.run.config.model import Dtype
 from ludic.types import ConfigError
-from ludic_serve.engines import find_engine
+from ludic.util.stop import DRAIN_S, serve_until_stopped
+
+
+class ServerEngine(Protocol):
+    """An engine that is a program of its own, such as vLLM."""
+
+    def serve(self, flags: Sequence[str], *, insecure: bool) -> NoReturn:
+        """Replace this process by a server with these flags of the engine's own. Without `insecure`, other machines need a key."""
+
+    def client(self, url: str) -> Any:
+        """A client of the server at this URL, with its `servers`, `control_get` and `close`."""
+
+
+def find_engine(name: str) -> ServerEngine:
+    """The engine of that name; MissingPlugin if its plug-in is not installed."""
+    point = plugins.find("servers", name)
+    if point is None:
+        raise plugins.missing(f"ludic_{name}", f"--engine {name}")
+    engine: ServerEngine = point.load()
+    return engine
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,7 @@ from ludic_serve.response import Answer, ChatAnswer, CompletionAnswer
 try:
     from aiohttp import web
 
-    from ludic.http.app import AppServer, guard, json_error
-    from ludic.http.limits import Load, ServerLimits, answering
+    from ludic.http.app import AppServer, Load, ServerLimits, answering, guard, json_error
 except ImportError as error:
     raise MissingExtra("serve", "The HTTP server") from error
 

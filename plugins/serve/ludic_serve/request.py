@@ -103,7 +103,7 @@ ONLY_AS: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Unsupported fields, and their values without effect."""
 TAKES: Mapping[str, str] = {"role": "It is system, user, assistant or tool.", "type": "This server reads only text."}
-"""What a field takes, for errors: by its name, or with the name of the body's field that it is in (`tools.type`)."""
+"""Values that a field takes, for errors: by its name, or with the name of the body's field that it is in (`tools.type`)."""
 RequestBody = TypeVar("RequestBody", bound=Body)
 Fields = TypeVar("Fields", bound=Struct)
 

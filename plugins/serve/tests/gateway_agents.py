@@ -123,12 +123,11 @@ def chat_results(message: Any, tools: Tools) -> list[Any]:
     ]
 
 
-@agent
-async def openai_chat(ask: Ask) -> str:
-    messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
+async def chat_loop(ask: Ask, role: str, answer: Callable[[AsyncOpenAI, dict[str, Any]], Awaitable[Any]]) -> str:
+    messages: list[Any] = [{"role": role, "content": SYSTEM}, {"role": "user", "content": QUESTION}]
     async with ask.openai() as client:
         while True:
-            done = await client.chat.completions.create(model=ask.model, messages=messages, tools=CHAT_TOOLS)
+            done = await answer(client, {"model": ask.model, "messages": messages, "tools": CHAT_TOOLS})
             message = done.choices[0].message
             if not message.tool_calls:
                 return message.content or ""
@@ -136,15 +135,17 @@ async def openai_chat(ask: Ask) -> str:
 
 
 @agent
+async def openai_chat(ask: Ask) -> str:
+    return await chat_loop(ask, "system", lambda client, asked: client.chat.completions.create(**asked))
+
+
+@agent
 async def openai_chat_stream(ask: Ask) -> str:
-    messages: list[Any] = [{"role": "developer", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
-    async with ask.openai() as client:
-        while True:
-            async with client.chat.completions.stream(model=ask.model, messages=messages, tools=CHAT_TOOLS) as stream:
-                message = (await stream.get_final_completion()).choices[0].message
-            if not message.tool_calls:
-                return message.content or ""
-            messages += [message, *chat_results(message, ask.tools)]
+    async def answer(client: AsyncOpenAI, asked: dict[str, Any]) -> Any:
+        async with client.chat.completions.stream(**asked) as stream:
+            return await stream.get_final_completion()
+
+    return await chat_loop(ask, "developer", answer)
 
 
 @agent
@@ -277,38 +278,26 @@ def agents_sdk(ask: Ask, model: Any) -> agents.Agent:
     return agents.Agent(name="forecaster", instructions=SYSTEM, tools=tools, model=model)
 
 
-@agent
-async def openai_agents(ask: Ask) -> str:
-    async with ask.openai() as client:
-        model = agents.OpenAIResponsesModel(ask.model, openai_client=client)
-        return str((await agents.Runner.run(agents_sdk(ask, model), QUESTION)).final_output)
+def openai_agents(kind: type[Any], *, streams: bool) -> Callable[[Ask], Awaitable[str]]:
+    async def run(ask: Ask) -> str:
+        async with ask.openai() as client:
+            agent = agents_sdk(ask, kind(ask.model, openai_client=client))
+            if not streams:
+                return str((await agents.Runner.run(agent, QUESTION)).final_output)
+            result = agents.Runner.run_streamed(agent, QUESTION)
+            async for _ in result.stream_events():
+                pass
+            return str(result.final_output)
+
+    return run
 
 
-@agent
-async def openai_agents_stream(ask: Ask) -> str:
-    async with ask.openai() as client:
-        model = agents.OpenAIResponsesModel(ask.model, openai_client=client)
-        result = agents.Runner.run_streamed(agents_sdk(ask, model), QUESTION)
-        async for _ in result.stream_events():
-            pass
-        return str(result.final_output)
-
-
-@agent
-async def openai_agents_chat(ask: Ask) -> str:
-    async with ask.openai() as client:
-        model = agents.OpenAIChatCompletionsModel(ask.model, openai_client=client)
-        return str((await agents.Runner.run(agents_sdk(ask, model), QUESTION)).final_output)
-
-
-@agent
-async def openai_agents_chat_stream(ask: Ask) -> str:
-    async with ask.openai() as client:
-        model = agents.OpenAIChatCompletionsModel(ask.model, openai_client=client)
-        result = agents.Runner.run_streamed(agents_sdk(ask, model), QUESTION)
-        async for _ in result.stream_events():
-            pass
-        return str(result.final_output)
+AGENTS |= {
+    "openai_agents": openai_agents(agents.OpenAIResponsesModel, streams=False),
+    "openai_agents_stream": openai_agents(agents.OpenAIResponsesModel, streams=True),
+    "openai_agents_chat": openai_agents(agents.OpenAIChatCompletionsModel, streams=False),
+    "openai_agents_chat_stream": openai_agents(agents.OpenAIChatCompletionsModel, streams=True),
+}
 
 
 # --- LangGraph ---
@@ -338,29 +327,13 @@ def chat_anthropic(ask: Ask, **settings: Any) -> ChatAnthropic:
     return ChatAnthropic(model=ask.model, base_url=ask.url, api_key=ask.key, max_retries=0, **settings)
 
 
-@agent
-async def langgraph_openai(ask: Ask) -> str:
-    return await langgraph_loop(ask, chat_openai(ask))
-
-
-@agent
-async def langgraph_openai_stream(ask: Ask) -> str:
-    return await langgraph_loop(ask, chat_openai(ask, streaming=True))
-
-
-@agent
-async def langgraph_openai_responses(ask: Ask) -> str:
-    return await langgraph_loop(ask, chat_openai(ask, use_responses_api=True))
-
-
-@agent
-async def langgraph_anthropic(ask: Ask) -> str:
-    return await langgraph_loop(ask, chat_anthropic(ask))
-
-
-@agent
-async def langgraph_anthropic_stream(ask: Ask) -> str:
-    return await langgraph_loop(ask, chat_anthropic(ask, streaming=True))
+AGENTS |= {
+    "langgraph_openai": lambda ask: langgraph_loop(ask, chat_openai(ask)),
+    "langgraph_openai_stream": lambda ask: langgraph_loop(ask, chat_openai(ask, streaming=True)),
+    "langgraph_openai_responses": lambda ask: langgraph_loop(ask, chat_openai(ask, use_responses_api=True)),
+    "langgraph_anthropic": lambda ask: langgraph_loop(ask, chat_anthropic(ask)),
+    "langgraph_anthropic_stream": lambda ask: langgraph_loop(ask, chat_anthropic(ask, streaming=True)),
+}
 
 
 # --- pydantic-ai ---
@@ -371,28 +344,23 @@ async def read_on(context: Any, events: AsyncIterable[Any]) -> None:
         pass
 
 
-async def pydantic_loop(ask: Ask, model: Any) -> str:
-    return (await Agent(model, system_prompt=SYSTEM, tools=ask.tools.functions).run(QUESTION)).output
+async def pydantic_loop(ask: Ask, model: Any, **settings: Any) -> str:
+    return (await Agent(model, system_prompt=SYSTEM, tools=ask.tools.functions).run(QUESTION, **settings)).output
 
 
-@agent
-async def pydantic_ai_openai(ask: Ask) -> str:
-    async with ask.openai() as client:
-        return await pydantic_loop(ask, OpenAIChatModel(ask.model, provider=OpenAIProvider(openai_client=client)))
+def pydantic_ai(kind: type[Any], **settings: Any) -> Callable[[Ask], Awaitable[str]]:
+    async def run(ask: Ask) -> str:
+        async with ask.openai() as client:
+            return await pydantic_loop(ask, kind(ask.model, provider=OpenAIProvider(openai_client=client)), **settings)
+
+    return run
 
 
-@agent
-async def pydantic_ai_openai_stream(ask: Ask) -> str:
-    async with ask.openai() as client:
-        model = OpenAIChatModel(ask.model, provider=OpenAIProvider(openai_client=client))
-        running = Agent(model, system_prompt=SYSTEM, tools=ask.tools.functions)
-        return (await running.run(QUESTION, event_stream_handler=read_on)).output
-
-
-@agent
-async def pydantic_ai_responses(ask: Ask) -> str:
-    async with ask.openai() as client:
-        return await pydantic_loop(ask, OpenAIResponsesModel(ask.model, provider=OpenAIProvider(openai_client=client)))
+AGENTS |= {
+    "pydantic_ai_openai": pydantic_ai(OpenAIChatModel),
+    "pydantic_ai_openai_stream": pydantic_ai(OpenAIChatModel, event_stream_handler=read_on),
+    "pydantic_ai_responses": pydantic_ai(OpenAIResponsesModel),
+}
 
 
 @agent
@@ -443,54 +411,4 @@ async def anthropic_talk(ask: Ask) -> list[str]:
             message = await client.messages.create(model=ask.model, system=SYSTEM, messages=messages, max_tokens=500)
             answers.append("".join(block.text for block in message.content if block.type == "text"))
             messages.append({"role": "assistant", "content": answers[-1]})
-    return answers
-
-
-@talk
-async def openai_agents_talk(ask: Ask) -> list[str]:
-    answers: list[str] = []
-    async with ask.openai() as client:
-        model = agents.OpenAIResponsesModel(ask.model, openai_client=client)
-        items: list[Any] = []
-        for question in QUESTIONS:
-            items.append({"role": "user", "content": question})
-            result = await agents.Runner.run(agents.Agent(name="talker", instructions=SYSTEM, model=model), items)
-            answers.append(str(result.final_output))
-            items = result.to_input_list()
-    return answers
-
-
-async def langchain_talk(ask: Ask, model: Any) -> list[str]:
-    messages: list[Any] = [("system", SYSTEM)]
-    for question in QUESTIONS:
-        messages.append(("user", question))
-        messages.append(await model.ainvoke(messages))
-    return [message.text for message in messages[2::2]]
-
-
-@talk
-async def langchain_openai_talk(ask: Ask) -> list[str]:
-    return await langchain_talk(ask, chat_openai(ask))
-
-
-@talk
-async def langchain_responses_talk(ask: Ask) -> list[str]:
-    return await langchain_talk(ask, chat_openai(ask, use_responses_api=True))
-
-
-@talk
-async def langchain_anthropic_talk(ask: Ask) -> list[str]:
-    return await langchain_talk(ask, chat_anthropic(ask))
-
-
-@talk
-async def pydantic_ai_talk(ask: Ask) -> list[str]:
-    answers: list[str] = []
-    async with ask.openai() as client:
-        model = OpenAIChatModel(ask.model, provider=OpenAIProvider(openai_client=client))
-        history: list[Any] = []
-        for question in QUESTIONS:
-            result = await Agent(model, system_prompt=SYSTEM).run(question, message_history=history)
-            answers.append(result.output)
-            history = result.all_messages()
     return answers

@@ -198,12 +198,6 @@ async def test_a_non_zero_exit_code_fails_with_the_end_of_stderr(make, server, h
 
 
 @pytest.mark.parametrize("sandbox", SANDBOXES)
-async def test_a_killed_command_fails(make, server, here, sandbox):
-    with pytest.raises(RuntimeError, match=r"ended by (SIGKILL|signal 9)"):
-        await make("sh -c 'kill -9 $$'", sandbox=sandbox).answer(server.call())
-
-
-@pytest.mark.parametrize("sandbox", SANDBOXES)
 async def test_cancelling_kills_the_command_its_children_and_their_model_calls(make, server, here, sandbox):
     server.is_slow = True
     agent = make("sh -c 'python ask.py hello & python ask.py again; wait'", sandbox=sandbox)

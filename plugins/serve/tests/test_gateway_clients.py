@@ -42,10 +42,7 @@ CLIENTS = [
     "pydantic_ai_openai", "pydantic_ai_openai_stream", "pydantic_ai_responses", "pydantic_ai_anthropic",
 ]  # fmt: skip
 WITHOUT_TOOLS = "openai_chat_without_tools"
-TALKS = [
-    "openai_chat_talk", "openai_responses_talk", "anthropic_talk", "openai_agents_talk", "langchain_openai_talk",
-    "langchain_responses_talk", "langchain_anthropic_talk", "pydantic_ai_talk",
-]  # fmt: skip
+TALKS = ["openai_chat_talk", "openai_responses_talk", "anthropic_talk"]
 TEMPLATES = ["smollm2", "qwen2_5", "qwen3", "qwen3_5_think"]
 """SmolLM2's writes no tools, Qwen 3's drops the thinking of earlier turns, Qwen 3.5's opens it in the prompt and has calls in XML."""
 INFERENCE = InferenceSpec(sampling=SamplingParams(max_tokens=500), return_=ReturnSpec.for_rl())

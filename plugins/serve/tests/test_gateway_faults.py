@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from ludic.batch_gen.stitching import stitch_rollouts
-from ludic.http.limits import ServerLimits
+from ludic.http.app import ServerLimits
 from ludic.inference import (
     HFChatTemplate,
     InferenceSpec,

@@ -8,6 +8,9 @@ import pytest
 
 from ludic.training.credit_assignment import EpisodeCredit, GroupNormalizedReturn, MonteCarloReturn
 from ludic.types import ConfigError
+from ludic.types.errors import RunComplete
+from ludic.util.metrics_file import read_metrics
+from ludic_serve.gateway.command import GatewayArgs, prepared, serve_sessions, training_run
 from ludic_serve.gateway.online import SessionBatchSource
 from ludic_serve.gateway.session import Session
 from tests.unit.training.bandit import unexplained
@@ -95,19 +98,18 @@ async def agents(url, token, num_at_once, group_size, done):
 
 
 async def trained(folder, steps, **settings):
-    from ludic.training.loggers import read_metrics
-    from ludic_serve.gateway.command import GatewayArgs, _policy, _serve_until_stopped
-
     given = GatewayArgs(
         model="tiny", port=free_port(), max_tokens=4, train=True, steps=steps, lr=3e-3, max_seq_len=64, out=folder, **settings
     )  # fmt: skip
     done = asyncio.Event()
-    with _policy(given) as (policy, loaded):
+    with training_run(given) as run:
+        policy, sessions = await asyncio.to_thread(prepared, run, given)
         group_size = given.algo_set.get("group_size", 1)
         outside = asyncio.create_task(
             agents(f"http://127.0.0.1:{given.port}", "secret", given.sessions_per_update, group_size, done)
         )
-        await asyncio.wait_for(_serve_until_stopped(given, policy, loaded, "secret", "$TOKEN"), 300)
+        serving = serve_sessions(given, policy, "secret", "$TOKEN", run=run, sessions=sessions)
+        await asyncio.wait_for(serving, 300)
         done.set()
         outside.cancel()
         await asyncio.wait({outside})
@@ -116,11 +118,18 @@ async def trained(folder, steps, **settings):
     return [row["train/avg_total_reward"] for row in rows]
 
 
-async def test_a_checkpoint_is_written_and_training_goes_on_from_it(tmp_path):
-    rewards = await trained(tmp_path, 1, sessions_per_update=4, algo="grpo", algo_set={"group_size": 4})
-    assert len(rewards) == 1 and [path.name for path in (tmp_path / "checkpoints").glob("step_*")]
-    again = await trained(tmp_path, 2, sessions_per_update=4, algo="grpo", algo_set={"group_size": 4}, resume=True)
-    assert len(again) == 2
+@pytest.mark.parametrize("wrote_config", [True, False], ids=["a run", "a folder of 0.2.0"])
+async def test_a_checkpoint_is_written_and_training_goes_on_from_it(tmp_path, wrote_config):
+    groups = {"sessions_per_update": 4, "algo": "grpo", "algo_set": {"group_size": 4}}
+    assert len(await trained(tmp_path / "out", 1, **groups)) == 1
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.toml", "metrics.jsonl", "checkpoints"}
+    with pytest.raises(RunComplete, match="ludic gateway --model tiny --train"):
+        await trained(tmp_path / "out", 1, **groups, resume=True)
+    with pytest.raises(ConfigError, match="Go on with --resume"):
+        await trained(tmp_path / "out", 2, **groups)
+    if not wrote_config:
+        (tmp_path / "out/config.toml").unlink()
+    assert len(await trained(tmp_path / "out", 2, **groups, resume=True)) == 2
 
 
 @pytest.mark.slow
@@ -130,8 +139,6 @@ async def test_a_served_model_learns_from_sessions_outside(tmp_path):
 
 
 def test_training_needs_the_model_in_this_process():
-    from ludic_serve.gateway.command import GatewayArgs
-
     with pytest.raises(ConfigError, match="leave --server out"):
         GatewayArgs(model="tiny", train=True, server="http://127.0.0.1:8000")
     with pytest.raises(ConfigError, match="above 0"):

@@ -60,6 +60,16 @@ async def ask(task: Any, *, base_url: str, api_key: str, model: str) -> str:
     return answer["choices"][0]["message"]["content"]
 
 
+async def ask_twice(task: Any, *, base_url: str, api_key: str, model: str) -> str:
+    await ask(task, base_url=base_url, api_key=api_key, model=model)
+    return await ask("again", base_url=base_url, api_key=api_key, model=model)
+
+
+async def raise_after_a_call(task: Any, *, base_url: str, api_key: str, model: str) -> None:
+    await ask(task, base_url=base_url, api_key=api_key, model=model)
+    raise KeyError("tool")
+
+
 def ask_blocking(task: Any, base_url: str, api_key: str, model: str) -> str:
     return asyncio.run(ask(task, base_url=base_url, api_key=api_key, model=model))
 
@@ -100,11 +110,6 @@ async def test_an_agent_answers_and_the_env_grades(agent):
     assert rollout.stop is StopReason.TERMINATED and not rollout.is_sub_task
     assert rollout.agent_id == "agent_0" and rollout.env_seed == 3 and rollout.sampling_seed == 4
     assert rollout.policy == "small" and rollout.meta["agent_name"] == agent.__name__
-
-
-async def test_a_wrong_answer_earns_nothing():
-    (rollout,) = await play(protocol(replies=["5"]))
-    assert rollout.total_reward == 0.0 and not rollout.steps[-1].info["correct"]
 
 
 async def test_optional_arguments_are_given_by_name():
@@ -208,14 +213,6 @@ async def test_what_is_no_reward_fails_the_episode(given):
     assert rollout.stop is StopReason.FAILED and "a reward is a finite number" in rollout.failure.message
 
 
-async def test_a_reward_function_that_raises_fails_the_episode():
-    def score(task, answer, session):
-        raise ValueError("no key in task")
-
-    (rollout,) = await record(protocol(reward=score))
-    assert rollout.failure.error == "ValueError" and [step.action for step in rollout.agent_steps] == ["4"]
-
-
 async def test_tasks_need_a_reward_function():
     with pytest.raises(ConfigError, match="TaskEnv grades nothing"):
         await play(protocol(), TaskEnv("say hi"))
@@ -225,21 +222,13 @@ async def test_tasks_need_a_reward_function():
 
 
 async def test_an_agent_that_raises_fails_its_episode_and_keeps_its_calls():
-    async def agent(task, *, base_url, api_key, model):
-        await ask(task, base_url=base_url, api_key=api_key, model=model)
-        raise KeyError("tool")
-
-    (rollout,) = await record(protocol(agent))
+    (rollout,) = await record(protocol(raise_after_a_call))
     assert rollout.stop is StopReason.FAILED and rollout.failure.error == "KeyError"
     assert [step.action for step in rollout.steps] == ["4"]
 
 
 async def test_with_a_failed_reward_an_error_of_the_agent_ends_its_episode_with_that_reward():
-    async def agent(task, *, base_url, api_key, model):
-        await ask(task, base_url=base_url, api_key=api_key, model=model)
-        raise KeyError("tool")
-
-    (rollout,) = await record(protocol(agent, failed_reward=-1.0))
+    (rollout,) = await record(protocol(raise_after_a_call, failed_reward=-1.0))
     assert rollout.failure is None and rollout.stop is StopReason.TERMINATED
     call, end = rollout.steps
     assert call.action == "4" and end.reward_components == {"env": -1.0}
@@ -255,12 +244,7 @@ async def test_what_is_not_the_agents_own_error_gets_no_failed_reward():
             raise OSError("The server is gone.")
         return "4"
 
-    async def asks_again(task, *, base_url, api_key, model):
-        access = {"base_url": base_url, "api_key": api_key, "model": model}
-        await ask(task, **access)
-        await ask("again", **access)
-
-    for made in (protocol(without_a_call, failed_reward=0.0), protocol(asks_again, model_breaks, failed_reward=0.0)):
+    for made in (protocol(without_a_call, failed_reward=0.0), protocol(ask_twice, model_breaks, failed_reward=0.0)):
         (rollout,) = await record(made)
         assert rollout.stop is StopReason.FAILED and not rollout.total_reward
 
@@ -292,12 +276,7 @@ async def test_an_agent_that_ran_out_of_context_gets_its_failed_reward():
             raise PromptTooLong(9, 8)
         return "4"
 
-    async def agent(task, *, base_url, api_key, model):
-        access = {"base_url": base_url, "api_key": api_key, "model": model}
-        await ask(task, **access)
-        await ask("again", **access)
-
-    (rollout,) = await record(protocol(agent, reply, failed_reward=0.0))
+    (rollout,) = await record(protocol(ask_twice, reply, failed_reward=0.0))
     assert rollout.failure is None and "agent_error" in rollout.steps[-1].info
 
 
@@ -341,11 +320,7 @@ async def test_an_env_with_several_turns_is_refused():
 
 
 async def test_the_limits_of_a_session_hold():
-    async def agent(task, *, base_url, api_key, model):
-        answers = [await ask(task, base_url=base_url, api_key=api_key, model=model) for _ in range(2)]
-        return answers[-1]
-
-    rollouts = await play(protocol(agent, ["4", "4"], limits=SessionLimits(max_calls=1)))
+    rollouts = await play(protocol(ask_twice, ["4", "4"], limits=SessionLimits(max_calls=1)))
     assert sum(len(rollout.agent_steps) for rollout in rollouts) == 1
 
 
@@ -382,22 +357,6 @@ async def test_a_thread_that_outlives_its_episode_gets_no_more_answers():
     await record(protocol(agent), episode_timeout_s=2.0)
     assert await asyncio.to_thread(over.wait, 60)
     assert statuses in ([400], [401])
-
-
-async def test_unfinished_shows_the_calls_of_a_running_episode():
-    made = protocol(replies=["one", "two"])
-    seen: list[int] = []
-
-    async def agent(task, *, base_url, api_key, model):
-        for _ in range(2):
-            await ask(task + str(len(seen)), base_url=base_url, api_key=api_key, model=model)
-            seen.append(sum(len(rollout.agent_steps) for rollout in made.unfinished))
-        assert all(rollout.stop is None for rollout in made.unfinished)
-        return ""
-
-    made.agent = AgentFunction(agent)
-    await play(made)
-    assert seen == [1, 2]
 
 
 # --- policies ---

@@ -16,7 +16,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from ludic.http.limits import ServerLimits
+from ludic.http.app import ServerLimits
 from ludic.inference.local import LocalEngine
 from plugins.serve.tests.test_server import TOKENIZER, TOOL, serving, tiny_model
 from tests.fuzz import Fuzz

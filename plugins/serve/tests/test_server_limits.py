@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from ludic.http.limits import ServerLimits
+from ludic.http.app import ServerLimits
 from ludic.inference import ByteTemplate
 from ludic.types import ChatResponse, ConfigError, PromptTooLong
 from ludic_serve.request import check_prompt

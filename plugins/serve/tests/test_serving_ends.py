@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from ludic.http.stopping import serve_until_stopped
 from ludic.types import ConfigError
 from ludic.util import stop
+from ludic.util.stop import serve_until_stopped
 from ludic_tinker.command import serve_tinker
 from tests import forked
 

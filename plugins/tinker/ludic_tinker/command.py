@@ -10,10 +10,10 @@ from typing import Any
 
 from ludic.cli.args import Switch, need_extras, parse
 from ludic.http.address import check_host, check_port, require_port
-from ludic.http.stopping import DRAIN_S, serve_until_stopped
 from ludic.run.config.entries import at_least
 from ludic.run.config.model import Dtype
 from ludic.types import ConfigError
+from ludic.util.stop import DRAIN_S, serve_until_stopped
 
 _KEY_SHOWN = "tml-any"
 """The SDK sends no request without a key."""

@@ -20,9 +20,9 @@ from rich.text import Text
 from ludic.cli.args import Switch, parse
 from ludic.cli.terminal.colour import harmless, make_console
 from ludic.http.address import require_port
-from ludic.http.stopping import serve_until_stopped
 from ludic.types import ConfigError, MissingExtra
 from ludic.types.messages import text_of
+from ludic.util.stop import serve_until_stopped
 from ludic_view import api
 from ludic_view.index import RunIndex, Runs
 
@@ -41,7 +41,7 @@ class ViewArgs:
     host: str = "127.0.0.1"
     """Address to listen on; other than loopback it wants a --token."""
     token: str | None = None
-    """What a browser has to know (?token=…) and a script has to send as a bearer token. Default: $LUDIC_VIEW_TOKEN."""
+    """A secret that a browser sends in the address (?token=…) and a script as a bearer token. Default: $LUDIC_VIEW_TOKEN."""
     export: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write one HTML file of a run that opens without a server, and end. Inside are the first and the last update's best and
     worst groups, or --rollout."""
@@ -87,7 +87,7 @@ def _export(runs: Runs, file: Path, chosen: Sequence[str]) -> int:
         raise ConfigError(f"--export takes one run; {runs.root} has: {', '.join(runs.ids()) or 'none'}.")
     index = runs.get(runs.ids()[0])
     index.refresh(FOREVER)
-    ids = [_rollout_id(index, id) for id in chosen] or typical_rollouts(index)
+    ids = [_rollout_id(index, id) for id in chosen] or _typical_rollouts(index)
     if not ids:
         raise ConfigError(f"{index.folder} holds no rollouts to export.")
     page = export_page(partial(api.answer, runs), index.id, ids)
@@ -99,7 +99,7 @@ def _export(runs: Runs, file: Path, chosen: Sequence[str]) -> int:
     return 0
 
 
-def typical_rollouts(index: RunIndex) -> list[str]:
+def _typical_rollouts(index: RunIndex) -> list[str]:
     """The groups with the best and the worst mean reward of the first and of the last update."""
     steps = [row["step"] for row in api.steps(index)["steps"]]
     ids: list[str] = []
@@ -126,7 +126,7 @@ def find_runs(place: Path) -> Runs:
     raise ConfigError(f"There is no {place}.{hint} Runs in {parent}: {', '.join(known[:20]) or 'none'}.")
 
 
-def find_run(place: Path) -> RunIndex:
+def _find_run(place: Path) -> RunIndex:
     """One run, or one file of rollouts, all of it read."""
     if place.is_file():
         return _file_of_rollouts(place)
@@ -188,7 +188,7 @@ class ShowArgs:
 
 def show(args: list[str]) -> int:
     given = parse(ShowArgs, args, prog="ludic show")
-    index, console = find_run(given.run), make_console(soft_wrap=not sys.stdout.isatty())
+    index, console = _find_run(given.run), make_console(soft_wrap=not sys.stdout.isatty())
     if not api.live(index):
         raise ConfigError(f"{index.folder} holds no rollouts yet (or was run with --no-save-rollouts).")
     if given.task is not None:

@@ -25,7 +25,7 @@ _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w-]+)\.js";\n', flags=re.
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class) (\w+))", flags=re.MULTILINE)
 
 Answer = Callable[[str], Mapping[str, Any]]
-"""From a path of the JSON API ("/api/runs/x/rollouts/r1") to what the server would answer; it raises if there is none."""
+"""Maps a path of the JSON API ("/api/runs/x/rollouts/r1") to the server's answer; it raises if there is none."""
 
 
 def export_page(answer: Answer, run: str, rollouts: Iterable[str], *, title: str | None = None) -> str:
@@ -44,7 +44,7 @@ def evaluation_page(folder: Path) -> str:
 
 
 def answers_for(answer: Answer, run: str, rollouts: Iterable[str]) -> dict[str, Any]:
-    """What the page will ask for, by relative path, limited to these rollouts."""
+    """The answers that the page will ask for, by relative path, limited to these rollouts."""
     base = f"api/runs/{quote(run, safe='')}"
 
     def ask(rest: str) -> dict[str, Any]:

@@ -34,11 +34,11 @@ _IDENTITY_BYTES = 256
 PREVIEW_CHARS = 160
 _TRUNCATIONS = {reason.value for reason in StopReason if reason.is_truncation}
 _TASK_KEYS = ("task_id", "sample_index", "task_index")
-"""What requests call their task, in the order in which it is looked for."""
+"""Names of a task in requests, in the order in which they are looked for."""
 
 
 class Card(msgspec.Struct, array_like=True, gc=False):
-    """What lists and charts show of a rollout."""
+    """The facts of a rollout that lists and charts show."""
 
     id: str
     step: int
@@ -48,7 +48,7 @@ class Card(msgspec.Struct, array_like=True, gc=False):
     env: str | None
     agent: str | None
     model: str | None
-    """As its requests name it."""
+    """The model's name in its requests."""
     thread: str | None
     """The kind of sub-agent; None for an agent of the env."""
     reward: float
@@ -76,7 +76,7 @@ class Card(msgspec.Struct, array_like=True, gc=False):
     member: int | None
     offset: int
     length: int
-    """Where its line is."""
+    """The place of its line in the file."""
     is_trained: bool = False
     """The trainer's record names it."""
     is_abandoned: bool = False
@@ -92,7 +92,7 @@ class Card(msgspec.Struct, array_like=True, gc=False):
         return None if self.group is None else (self.group, self.agent, self.thread)
 
     def shown(self) -> dict[str, Any]:
-        """As the API has it."""
+        """The card in the form of the API."""
         hidden = ("oldest", "newest", "member", "offset", "length")
         facts = {name: getattr(self, name) for name in self.__struct_fields__ if name not in hidden}
         return facts | {"versions": None if self.oldest is None else [self.oldest, self.newest], "lag": self.lag}
@@ -146,7 +146,7 @@ def strict_json(text: str | bytes) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
-def make_card(text: bytes, line: Line) -> Card:
+def _make_card(text: bytes, line: Line) -> Card:
     """The card of a stored rollout; msgspec.DecodeError or ValueError if the line is not one."""
     try:
         head = _decode_head(text)
@@ -201,7 +201,7 @@ def _text(name: Any) -> str | None:
 
 
 def _task(facts: Rollout, prompt: bytes) -> str:
-    """What is the same for every attempt at one task: its id, its place in the data, or else its first prompt."""
+    """A name that every attempt at one task shares: its id, its place in the data, or else its first prompt."""
     env = facts.engine_facts.get("env_kind") or facts.env_name or "task"
     for key in _TASK_KEYS:
         if (given := facts.meta.get(key)) is not None:
@@ -231,7 +231,7 @@ def compared_groups(cards: Iterable[Card]) -> dict[tuple[str, str | None, str | 
 
 
 def is_zero_spread(members: Sequence[Card]) -> bool:
-    """Whether a group of several earned the same reward throughout, so that nothing is learned from it."""
+    """True if a group of several earned the same reward throughout, so that nothing is learned from it."""
     rewards = [card.reward for card in members]
     if len(rewards) < 2 or min(rewards) == max(rewards):
         return len(rewards) > 1
@@ -239,7 +239,7 @@ def is_zero_spread(members: Sequence[Card]) -> bool:
 
 
 def _is_close(rewards: Sequence[float]) -> bool:
-    """Whether they might differ by no more than rounding; all others need no exact look."""
+    """True if they might differ by no more than rounding; all others need no exact look."""
     return max(rewards) - min(rewards) < 1e-3 * max(map(abs, rewards))
 
 
@@ -256,15 +256,15 @@ class RolloutFile:
     """Lines decoded by this process, those of the cache left out."""
     num_damaged: int = 0
     num_resets: int = 0
-    """How often another file was found under its name."""
+    """Number of times that another file was found under its name."""
     _identity: tuple[int, bytes] | None = None
     """Inode and first bytes: another pair is another file under the same name."""
     _start: int = 0
-    """Where to read on: the end of the last line; in a compressed file, the start of the last member."""
+    """The place to continue at: the end of the last line; in a compressed file, the start of the last member."""
     _num_seen: int = 0
     """Bytes of that member's text that have been read."""
     _size: int = -1
-    """Of the file when all of it had been read."""
+    """Size of the file when all of it had been read."""
     _num_cached: int = 0
 
     @property
@@ -316,7 +316,7 @@ class RolloutFile:
             return
         self.num_decoded += 1
         try:
-            self.cards.append(make_card(text, line))
+            self.cards.append(_make_card(text, line))
         except (msgspec.DecodeError, ValueError, TypeError, AttributeError, RecursionError):
             self.num_damaged += 1
 
@@ -328,7 +328,7 @@ class RolloutFile:
     @property
     def _cache(self) -> Path:
         name = hashlib.blake2b(str(self.path.resolve()).encode(), digest_size=12).hexdigest()
-        return cache_folder() / f"{name}.v{_CACHE_VERSION}.msgpack"
+        return _cache_folder() / f"{name}.v{_CACHE_VERSION}.msgpack"
 
     def _save(self) -> None:
         content = _Cached(self._identity, self._start, self._num_seen, self.cards)
@@ -362,6 +362,6 @@ class _Cached(msgspec.Struct, array_like=True):
     cards: list[Card]
 
 
-def cache_folder() -> Path:
+def _cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "ludic" / "view"

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 from urllib.parse import quote
 
 import numpy as np
@@ -22,8 +22,6 @@ MAX_ZERO_SPREAD = 0.5
 MAX_TRUNCATED = 0.25
 MAX_PARSE_ERRORS = 0.25
 MAX_FAILED = 0.05
-MAX_CLIPPED = 0.3
-MIN_ESS = 0.5
 PARITY_TOLERANCE = 0.05
 """`TrainerConfig.parity_tolerance`, which a run cannot set."""
 ENTROPY_LEFT = 0.1
@@ -34,7 +32,7 @@ MAX_STRAGGLER_SHARE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Advisory:
+class _Advisory:
     """One thing to look at."""
 
     level: Literal["error", "warning", "info"]
@@ -45,7 +43,7 @@ class Advisory:
     step: int | None = None
     """The update at which it shows best."""
     link: str | None = None
-    """Where the page shows it."""
+    """The view of the page that shows it."""
     explained_by: tuple[str, ...] = ()
     """Codes of its causes: the advisory is left out when one of them is shown, since its advice would be about a consequence."""
 
@@ -57,7 +55,7 @@ def advisories(index: RunIndex) -> list[dict[str, Any]]:
     codes = {advisory.code for advisory in found}
     causes = (advisory for advisory in found if codes.isdisjoint(advisory.explained_by))
     ordered = sorted(causes, key=lambda advisory: ("error", "warning", "info").index(advisory.level))
-    return [{name: getattr(each, name) for name in Advisory.__slots__} for each in ordered]
+    return [{name: getattr(each, name) for name in _Advisory.__slots__} for each in ordered]
 
 
 class _Run:
@@ -97,14 +95,17 @@ class _Run:
         return "#/run/" + "/".join(quote(str(part), safe="") for part in (self.index.id, *parts)) + query
 
 
+Rule: TypeAlias = Callable[[_Run], Iterator[_Advisory]]
+
+
 def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
 
-def _failed_run(run: _Run) -> Iterator[Advisory]:
+def _failed_run(run: _Run) -> Iterator[_Advisory]:
     error = run.index.failure()
     if error is not None:
-        yield Advisory(
+        yield _Advisory(
             level="error",
             code="failed_run",
             title="An error has ended the run",
@@ -114,7 +115,7 @@ def _failed_run(run: _Run) -> Iterator[Advisory]:
         )
 
 
-def _zero_spread(run: _Run) -> Iterator[Advisory]:
+def _zero_spread(run: _Run) -> Iterator[_Advisory]:
     groups = {key: members for key, members in compared_groups(run.played).items() if len(members) > 1}
     zero = [members for members in groups.values() if is_zero_spread(members)]
     if _share(len(zero), len(groups)) <= MAX_ZERO_SPREAD:
@@ -125,7 +126,7 @@ def _zero_spread(run: _Run) -> Iterator[Advisory]:
     best = max(all_rewards)
     num_best = sum(members[0].reward == best for members in zero)
     if min(all_rewards) < best and _share(num_best, len(groups)) > MAX_ZERO_SPREAD:
-        yield Advisory(
+        yield _Advisory(
             level="info",
             code="solved",
             title=f"{num_best} of {len(groups)} groups earn the run's best reward, {best:g}, throughout",
@@ -135,7 +136,7 @@ def _zero_spread(run: _Run) -> Iterator[Advisory]:
             link=run.link("step", step, query="?zero_spread=1"),
         )
         return
-    yield Advisory(
+    yield _Advisory(
         level="warning",
         code="zero_spread",
         title=f"{len(zero)} of {len(groups)} groups earned one reward throughout",
@@ -149,7 +150,7 @@ def _zero_spread(run: _Run) -> Iterator[Advisory]:
     )
 
 
-def _truncation(run: _Run) -> Iterator[Advisory]:
+def _truncation(run: _Run) -> Iterator[_Advisory]:
     reads_cut = run.index.setting("agent", "cut_off") == "read" or run.index.setting("agent", "max_tokens") == 1
     by_reply = (None, "terminated", "parse_error")
     # An agent that reads replies as they are, of one token for example, wants them to be cut; but not if they cannot be read.
@@ -160,7 +161,7 @@ def _truncation(run: _Run) -> Iterator[Advisory]:
         return
     stops = Counter("max_tokens" if card.stop in by_reply else card.stop for card in cut)
     step = run.worst_step(lambda card: card.truncated)
-    yield Advisory(
+    yield _Advisory(
         level="warning",
         code="truncation",
         title=f"{_share(len(cut), len(run.played)):.0%} of the last rollouts were cut off",
@@ -172,12 +173,12 @@ def _truncation(run: _Run) -> Iterator[Advisory]:
     )
 
 
-def _parse_errors(run: _Run) -> Iterator[Advisory]:
+def _parse_errors(run: _Run) -> Iterator[_Advisory]:
     bad = [card for card in run.played if card.unreadable]
     if _share(len(bad), len(run.played)) <= MAX_PARSE_ERRORS:
         return
     step = run.worst_step(lambda card: card.unreadable > 0)
-    yield Advisory(
+    yield _Advisory(
         level="warning",
         code="parse_errors",
         title=f"{_share(len(bad), len(run.played)):.0%} of the last rollouts have replies that could not be read",
@@ -188,36 +189,52 @@ def _parse_errors(run: _Run) -> Iterator[Advisory]:
     )
 
 
-def _mismatch(run: _Run) -> Iterator[Advisory]:
-    recent = run.metric("train/logp_difference_abs")[-WINDOW:]
-    if recent and median(value for _, value in recent) > PARITY_TOLERANCE:
-        step, worst = max(recent, key=lambda found: found[1])
-        yield Advisory(
-            level="warning",
-            code="mismatch",
-            title=f"Sampler and trainer disagree by {worst:.3f} nats per token",
-            detail=f"More than parity_tolerance={PARITY_TOLERANCE:g}. At lag 0 the two should agree up to rounding.",
-            advice="Usual causes: another precision, a sampling temperature that samples do not record, an adapter that only one "
-            "of them has, stale samples. train/kl_actor_policy_q1 to _q4 show where in a sample they differ; --corrections masks "
-            "what is too far away.",
-            step=step,
-            link=run.link("step", step),
-        )
-    ess = run.metric("train/ess")[-WINDOW:]
-    if ess and median(value for _, value in ess) < MIN_ESS:
-        step, worst = min(ess, key=lambda found: found[1])
-        yield Advisory(
-            level="warning",
-            code="ess",
-            title=f"Only {worst:.0%} of the tokens count after importance weighting",
-            detail="The effective sample size is low: a few tokens with large ratios decide the update.",
-            advice="Lower --max-lag or --lr, or correct for it (docs/importance_sampling.md).",
-            step=step,
-            link=run.link("step", step),
-        )
+def _gauge(metric: str, limit: float, *, is_least: bool = False, title: str, **facts: Any) -> Rule:
+    """The rule that the median of a metric is at most this, or at least. `title` has {worst}, the value of the worst update."""
+
+    def rule(run: _Run) -> Iterator[_Advisory]:
+        recent = run.metric(metric)[-WINDOW:]
+        middle = median(value for _, value in recent) if recent else limit
+        if middle < limit if is_least else middle > limit:
+            step, worst = (min if is_least else max)(recent, key=lambda found: found[1])
+            yield _Advisory(title=title.format(worst=worst), step=step, link=run.link("step", step), **facts)
+
+    return rule
 
 
-def _entropy(run: _Run) -> Iterator[Advisory]:
+_mismatch = _gauge(
+    "train/logp_difference_abs",
+    PARITY_TOLERANCE,
+    level="warning",
+    code="mismatch",
+    title="Sampler and trainer disagree by {worst:.3f} nats per token",
+    detail=f"More than parity_tolerance={PARITY_TOLERANCE:g}. At lag 0 the two should agree up to rounding.",
+    advice="Usual causes: another precision, a sampling temperature that samples do not record, an adapter that only one of them "
+    "has, stale samples. train/kl_actor_policy_q1 to _q4 show where in a sample they differ; --corrections masks what is too far "
+    "away.",
+)
+_ess = _gauge(
+    "train/ess",
+    0.5,
+    is_least=True,
+    level="warning",
+    code="ess",
+    title="Only {worst:.0%} of the tokens count after importance weighting",
+    detail="The effective sample size is low: a few tokens with large ratios decide the update.",
+    advice="Lower --max-lag or --lr, or correct for it (docs/importance_sampling.md).",
+)
+_clipping = _gauge(
+    "train/clip_frac",
+    0.3,
+    level="info",
+    code="clipping",
+    title="The loss clips {worst:.0%} of the tokens",
+    detail="Clipped tokens get no gradient.",
+    advice="Lower --lr or --max-lag, so that the policy moves less between sampling and training.",
+)
+
+
+def _entropy(run: _Run) -> Iterator[_Advisory]:
     values = run.metric("train/entropy")
     if len(values) <= WINDOW:
         return
@@ -225,7 +242,7 @@ def _entropy(run: _Run) -> Iterator[Advisory]:
     first, last = max(value for _, value in values[:WINDOW]), median(value for _, value in values[-WINDOW:])
     if first <= 0 or last >= ENTROPY_LEFT * first:
         return
-    yield Advisory(
+    yield _Advisory(
         level="warning",
         code="entropy_collapse",
         title=f"Entropy has fallen from {first:.3g} to {last:.3g} nats per token",
@@ -238,28 +255,12 @@ def _entropy(run: _Run) -> Iterator[Advisory]:
     )
 
 
-def _clipping(run: _Run) -> Iterator[Advisory]:
-    recent = run.metric("train/clip_frac")[-WINDOW:]
-    if not recent or median(value for _, value in recent) <= MAX_CLIPPED:
-        return
-    step, worst = max(recent, key=lambda found: found[1])
-    yield Advisory(
-        level="info",
-        code="clipping",
-        title=f"The loss clips {worst:.0%} of the tokens",
-        detail="Clipped tokens get no gradient.",
-        advice="Lower --lr or --max-lag, so that the policy moves less between sampling and training.",
-        step=step,
-        link=run.link("step", step),
-    )
-
-
-def _no_gradient(run: _Run) -> Iterator[Advisory]:
+def _no_gradient(run: _Run) -> Iterator[_Advisory]:
     norms = run.metric("train/grad_norm")[-WINDOW:]
     idle = [step for step, norm in norms if norm == 0]
     if not idle or 2 * len(idle) <= len(norms):
         return
-    yield Advisory(
+    yield _Advisory(
         level="warning",
         code="no_gradient",
         title=f"The gradient was zero in {len(idle)} of the last {len(norms)} updates",
@@ -272,14 +273,14 @@ def _no_gradient(run: _Run) -> Iterator[Advisory]:
     )
 
 
-def _failures(run: _Run) -> Iterator[Advisory]:
+def _failures(run: _Run) -> Iterator[_Advisory]:
     failed = [card for card in run.cards if card.failure is not None]
     if not failed:
         return
     share = _share(len([c for c in run.recent if c.failure is not None]), len(run.recent))
     limit = run.limit("max_failed_share", 0.5) or 0.0
     common, count = Counter(card.failure or "" for card in failed).most_common(1)[0]
-    yield Advisory(
+    yield _Advisory(
         level="warning" if share > min(MAX_FAILED, limit) else "info",
         code="failed_episodes",
         title=f"{len(failed)} episodes failed, {share:.1%} of the last updates'",
@@ -291,7 +292,7 @@ def _failures(run: _Run) -> Iterator[Advisory]:
     )
 
 
-def _stragglers(run: _Run) -> Iterator[Advisory]:
+def _stragglers(run: _Run) -> Iterator[_Advisory]:
     by_step: dict[int, list[Card]] = {}
     for card in run.recent:
         if card.started_ns is not None and card.ended_ns is not None:
@@ -309,7 +310,7 @@ def _stragglers(run: _Run) -> Iterator[Advisory]:
     if worst is None:
         return
     alone, whole, step, last = worst
-    yield Advisory(
+    yield _Advisory(
         level="warning",
         code="stragglers",
         title=f"The last tenth of the episodes takes {alone:.0f} of {whole:.0f} s",
@@ -321,14 +322,14 @@ def _stragglers(run: _Run) -> Iterator[Advisory]:
     )
 
 
-def _lag(run: _Run) -> Iterator[Advisory]:
+def _lag(run: _Run) -> Iterator[_Advisory]:
     limit = run.limit("max_lag")
     stale = run.metric("train/num_stale")[-WINDOW:]
     num_stale = sum(value for _, value in stale)
     lags = run.metric("train/lag_max")[-WINDOW:]
     if num_stale:
         step = max(stale, key=lambda found: found[1])[0]
-        yield Advisory(
+        yield _Advisory(
             level="warning",
             code="stale",
             title=f"{num_stale:.0f} samples were too old and left out of the last updates",
@@ -339,7 +340,7 @@ def _lag(run: _Run) -> Iterator[Advisory]:
             link=run.link("time", query=f"?step={step}"),
         )
     elif limit and lags and min(value for _, value in lags) >= limit:
-        yield Advisory(
+        yield _Advisory(
             level="info",
             code="lag",
             title=f"Samples are as old as max_lag={limit} allows",
@@ -350,10 +351,10 @@ def _lag(run: _Run) -> Iterator[Advisory]:
         )
 
 
-def _damaged(run: _Run) -> Iterator[Advisory]:
+def _damaged(run: _Run) -> Iterator[_Advisory]:
     if not (damage := run.index.damage()):
         return
-    yield Advisory(
+    yield _Advisory(
         level="info",
         code="damaged",
         title="A part of the run's files cannot be read",
@@ -364,15 +365,16 @@ def _damaged(run: _Run) -> Iterator[Advisory]:
     )
 
 
-RULES: Sequence[Callable[[_Run], Iterator[Advisory]]] = (
+RULES: Sequence[Rule] = (
     _failed_run,
     _no_gradient,
     _zero_spread,
     _truncation,
     _parse_errors,
     _mismatch,
-    _entropy,
+    _ess,
     _clipping,
+    _entropy,
     _failures,
     _stragglers,
     _lag,

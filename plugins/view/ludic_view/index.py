@@ -41,7 +41,7 @@ class RunIndex:
         self.cards: list[Card] = []
         """In the order of the files and their lines; abandoned ones included."""
         self.is_complete = False
-        """Whether all that was there at the last `refresh` has been read."""
+        """True if all that was there at the last `refresh` has been read."""
         self.metrics: dict[int, dict[str, float | None]] = {}
         """Step -> metrics, of all lines of that step together."""
         self.times: dict[int, float] = {}
@@ -55,7 +55,7 @@ class RunIndex:
         self._metrics_read: tuple[int, int] = (-1, 0)
         self._lock = threading.Lock()
         self._joined: dict[Path, tuple[int, int]] = {}
-        """Of each file: how often it was read from its start, and the cards of it that are in `cards`."""
+        """For each file, the number of times it was read from its start, and of its cards in `cards`."""
         self._kept: dict[object, Any] = {}
         self._config: tuple[tuple[int, int], dict[str, Any]] = ((0, 0), {})
         self._config_error: str | None = None
@@ -89,7 +89,7 @@ class RunIndex:
         return table.get(name) if isinstance(table, dict) else None
 
     def damage(self) -> list[str]:
-        """What cannot be read of the run, a sentence for each file."""
+        """Sentences about what cannot be read of the run, one for each file."""
         self.config  # noqa: B018 - reads it
         numbers = {METRICS: self._num_damaged_rows, ROLLOUTS: self.num_damaged}
         found = [f"{name}: {number} lines cannot be read" for name, number in numbers.items() if number]
@@ -269,7 +269,7 @@ class RunIndex:
         self._kept = {}
 
     def kept(self, key: object, make: Callable[[], T]) -> T:
-        """What `make` returns, computed once until there are other rollouts."""
+        """The result of `make`, computed once until there are other rollouts."""
         kept = self._kept
         if key not in kept:
             kept[key] = make()

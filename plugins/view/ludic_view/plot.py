@@ -218,7 +218,7 @@ def _draw_curve(axes: Any, colour: str, label: str, several: Sequence[Rows], nam
 
 
 def _interval(rows: Rows, name: str, points: Points) -> list[list[float]] | None:
-    """How far the confidence interval reaches below and above, for metrics that have one."""
+    """Reach of the confidence interval below and above, for metrics that have one."""
     having = [row for row in rows if row.get(name) is not None]
     if not all(row.get(f"{name}_low") is not None and row.get(f"{name}_high") is not None for row in having):
         return None

@@ -1,4 +1,4 @@
-"""Which rollouts a request asks for: filters, search, order and pages. Also the parameters of a request, and its errors."""
+"""Selection of the rollouts that a request asks for: filters, search, order and pages. Also its parameters and errors."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from ludic.types import LudicError
+from ludic.http.errors import RequestRefused
 from ludic_view.files import Card, compared_groups, is_zero_spread, strict_json
 from ludic_view.index import RunIndex
 
@@ -18,12 +18,18 @@ MAX_LIMIT = 10_000
 NUM_BINS = 20
 
 
-class NotFound(LudicError):
+class NotFound(RequestRefused):
     """There is no such run, rollout, group or task."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(404, "not_found", message)
 
-class BadQuery(LudicError):
+
+class BadQuery(RequestRefused):
     """A parameter of a request cannot be used."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(400, "bad_query", message)
 
 
 def live(index: RunIndex) -> list[Card]:

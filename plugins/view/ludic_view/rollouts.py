@@ -27,7 +27,7 @@ from ludic_view.queries import (
 from ludic_view.tokens import TokenTexts, call_tokens, record_of, texts_of, trainer_columns
 
 
-def read_rollout(index: RunIndex, id: str) -> Rollout:
+def _read_rollout(index: RunIndex, id: str) -> Rollout:
     found = index.find(id)
     if found is None:
         raise NotFound(f"Run {index.id} has no rollout {id!r:.80}.")
@@ -38,7 +38,7 @@ def read_rollout(index: RunIndex, id: str) -> Rollout:
 
 
 def show_rollout(index: RunIndex, id: str, query: Query) -> JSONObject:
-    rollout = read_rollout(index, id)
+    rollout = _read_rollout(index, id)
     found = index.find(id)
     assert found is not None, "it has been read"
     card, texts = found[0], texts_of(index)
@@ -195,7 +195,7 @@ def show_group(index: RunIndex, group: str) -> JSONObject:
     members = _by_group(live(index)).get(group)
     if members is None:
         raise NotFound(f"Run {index.id} has no group {group!r:.80}.")
-    read = [read_rollout(index, card.id) for card in members]
+    read = [_read_rollout(index, card.id) for card in members]
     tree, difference = prefix_tree(read, texts_of(index))
     facts = _group_row(group, members)
     return {**facts, "cards": [c.shown() for c in members], "tree": tree, "first_difference": difference}
@@ -357,7 +357,7 @@ def _grow(
 
 
 def _common_end(branch: Sequence[tuple[int, np.ndarray, np.ndarray]], start: int) -> int:
-    """Where the first of these paths differs from another, in id or kind, or ends."""
+    """The place at which the first of these paths differs from another, in id or kind, or ends."""
     _, ids, mask = branch[0]
     end = len(ids)
     for _, other, other_mask in branch[1:]:
@@ -369,7 +369,7 @@ def _common_end(branch: Sequence[tuple[int, np.ndarray, np.ndarray]], start: int
 
 
 def _run_end(mask: np.ndarray, start: int) -> int:
-    """Where the tokens after `start` change between sampled and given."""
+    """The place after `start` at which tokens change between sampled and given."""
     found = np.flatnonzero(mask[start:] != mask[start])
     return start + int(found[0]) if len(found) else len(mask)
 

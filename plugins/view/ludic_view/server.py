@@ -14,9 +14,8 @@ import msgspec
 from aiohttp import web
 
 from ludic.http.address import check_host
-from ludic.http.app import AppServer, guard
+from ludic.http.app import AppServer, ServerLimits, guard
 from ludic.http.errors import describe_error
-from ludic.http.limits import ServerLimits
 from ludic.http.tokens import bearer_of
 from ludic.util.urls import is_same_secret
 from ludic_view import api
@@ -26,7 +25,7 @@ PORT = 7711
 PAGE = Path(__file__).parent / "page"
 POLL_S = 0.5
 _READING_S = 0.5
-"""Of a request: the page asks again while a large file is read."""
+"""Time for reading in one request: the page asks again while a large file is read."""
 _KEEP_ALIVE_S = 15.0
 _MAX_STREAMS = 64
 _COOKIE = "ludic_view"
@@ -198,11 +197,7 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
 
 
 def _answer_error(request: web.Request, error: Exception) -> web.Response:
-    if isinstance(error, api.NotFound):
-        status, message = 404, str(error)
-    elif isinstance(error, api.BadQuery):
-        status, message = 400, str(error)
-    elif isinstance(error, OSError):  # a file that a run has just removed
+    if isinstance(error, OSError):  # a file that a run has just removed
         status, message = 404, f"A file cannot be read: {error.strerror}."
     else:
         status, _, _, message = describe_error(error)

@@ -77,13 +77,13 @@ def texts_of(index: RunIndex) -> TokenTexts:
 
 
 def has_texts(index: RunIndex) -> bool:
-    """Whether there is a tokenizer for the run; it is not loaded."""
+    """True if there is a tokenizer for the run; it is not loaded."""
     model = _model_of(index)
     return bool(_tokenizer_files(index, model)) or _is_known(model)
 
 
 def _find_tokenizer(index: RunIndex) -> Any:
-    """From a checkpoint, the model's folder or the hub's cache; else as the run itself loads it. Nothing is downloaded."""
+    """The tokenizer of a checkpoint, the model's folder or the hub's cache, else the run's own; nothing is downloaded."""
     try:
         from tokenizers import Tokenizer
     except ImportError:  # a small installation, such as for `ludic eval --base-url`
@@ -98,7 +98,7 @@ def _find_tokenizer(index: RunIndex) -> Any:
 
 
 def _model_of(index: RunIndex) -> str:
-    """Of a run; of an evaluation, the first of its models."""
+    """The model of a run, or the first one of an evaluation."""
     model = index.setting("model", "model") or index.setting("policy", "model")
     return str(model[0] if isinstance(model, list) and model else model or "")
 
@@ -133,7 +133,7 @@ def _is_known(model: str) -> bool:
 
 @lru_cache(maxsize=4)
 def _known_tokenizer(model: str) -> Any:
-    """Of the models that Ludic brings along, and of GGUF files."""
+    """The tokenizer of a model that Ludic brings along, or of a GGUF file."""
     if not _is_known(model):
         return None
     try:
@@ -157,7 +157,7 @@ class TrainerRecord:
 
 
 def record_of(index: RunIndex, rollout: str, step: int) -> TrainerRecord | None:
-    """What the update with this number computed of a rollout; None if it was not recorded."""
+    """The numbers of a rollout that the update computed; None if they were not recorded."""
     segments: dict[int, dict[str, np.ndarray]] = {}
     for path in index.trained_files:
         if step_of_record(path) == step:
@@ -187,7 +187,7 @@ def trainer_columns(rollout: Rollout, record: TrainerRecord | None) -> dict[str,
 
 
 def _fits(segments: Sequence[Sequence[Step]], record: TrainerRecord) -> bool:
-    """Whether the record's samples are these segments: as long, or cut."""
+    """True if the record's samples are these segments: as long, or cut."""
     lengths = [sum(map(num_tokens, calls)) for calls in segments]
     return all(
         number < len(lengths) and len(columns["weight"]) <= lengths[number]
@@ -241,5 +241,5 @@ def _filled(values: np.ndarray | None, count: int) -> np.ndarray:
 
 
 def numbers(values: np.ndarray) -> list[float | None]:
-    """As JSON has them, with six digits: NaN and infinity are None."""
+    """The values for JSON, with six digits: NaN and infinity are None."""
     return [float(f"{value:.6g}") if abs(value) < np.inf else None for value in values.tolist()]

@@ -9,11 +9,10 @@ import pytest
 aiohttp = pytest.importorskip("aiohttp")
 from aiohttp.test_utils import TestClient, TestServer  # noqa: E402
 
-from ludic.http.address import check_host  # noqa: E402
 from ludic.types import ConfigError  # noqa: E402
 from ludic.util.line_writer import LineWriter  # noqa: E402
 from ludic_view.index import Runs  # noqa: E402
-from ludic_view.server import WITHOUT_TOKEN, make_app, serve  # noqa: E402
+from ludic_view.server import make_app, serve  # noqa: E402
 from plugins.view.tests.test_index import empty_run, line_of  # noqa: E402
 from tests.fakes import status_with_header  # noqa: E402
 
@@ -108,13 +107,9 @@ async def test_token_is_asked_for_and_kept_in_a_cookie(recorded, tmp_path):
         assert (await made.get("/api/runs", cookies={"ludic_view": "s3cret"})).status == 200
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.4", "::", "example.org"])
-def test_other_hosts_need_a_token(host):
+async def test_other_machines_need_a_token(recorded):
     with pytest.raises(ConfigError, match="--token"):
-        check_host(host, None, problem=WITHOUT_TOKEN)
-    check_host(host, "secret", problem=WITHOUT_TOKEN)
-    check_host("127.0.0.1", None, problem=WITHOUT_TOKEN)
-    check_host("::1", None, problem=WITHOUT_TOKEN)
+        await serve(Runs(recorded), "0.0.0.0")
 
 
 async def next_event(response, *kinds: str) -> dict:

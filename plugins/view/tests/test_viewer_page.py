@@ -48,11 +48,6 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 class Served:
     """The viewer's server for a folder, in its own thread."""
 
@@ -314,18 +309,6 @@ def test_names_of_tasks_that_begin_alike_keep_their_ends(chromium, tmp_path):
             )
             for end in ends
         )
-
-
-def test_tasks_are_listed_with_their_statistics(chromium, quiz):
-    with Tab(chromium, quiz.address) as tab:
-        tab.open("#/run/quiz/tasks")
-        tab.see("2 tasks")
-        row = tab.page.inner_text("a.row >> nth=0")
-        assert "quiz-0" in row and "12" in row and "step 3" in row
-        assert len(tab.page.query_selector_all("svg.trend polyline")) == 2
-        tab.page.click("text=Most failed")
-        tab.see("quiz-1")
-        assert "sort=-num_failed" in tab.page.url
 
 
 # --- live ---

@@ -1,4 +1,4 @@
-"""Where a server listens: checks of host and port before anything is loaded, and the URL of a listener."""
+"""The address of a server: checks of host and port before anything is loaded, and the URL of a listener."""
 
 import asyncio
 import socket

@@ -100,7 +100,7 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoopSession:
+class _LoopSession:
     """The session and locks of one event loop."""
 
     session: "aiohttp.ClientSession"
@@ -122,7 +122,7 @@ class HttpSessions:
         self._needed_for = needed_for
         own = {origin_of(url): login for url in given if (login := login_of(url)) is not None}
         self._logins = {**known_logins(), **own} if api_key is None else {}
-        self._by_loop: dict[asyncio.AbstractEventLoop, LoopSession] = {}
+        self._by_loop: dict[asyncio.AbstractEventLoop, _LoopSession] = {}
 
     async def ask(
         self,
@@ -193,14 +193,14 @@ class HttpSessions:
         login = self._logins.get(origin_of(url)) if self._logins else None
         return {} if login is None else {"Authorization": login}
 
-    async def for_loop(self) -> LoopSession:
+    async def for_loop(self) -> _LoopSession:
         """The session of the running loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._by_loop:
             for other in [known for known in list(self._by_loop) if known.is_closed()]:
                 self._by_loop.pop(other, None)
             life = self._session_life()
-            self._by_loop[loop] = LoopSession(session=await anext(life), life=life)
+            self._by_loop[loop] = _LoopSession(session=await anext(life), life=life)
         return self._by_loop[loop]
 
     async def close(self) -> None:

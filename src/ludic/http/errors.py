@@ -29,26 +29,28 @@ class ErrorFacts(NamedTuple):
         return {"error": {"message": self.message, "type": self.kind, "param": None, "code": self.code}}
 
 
+_BAD, _DOWN = "invalid_request_error", "server_error"
+_KNOWN: dict[type[Exception], tuple[int, str, str | None]] = {
+    PromptTooLong: (400, _BAD, "context_length_exceeded"),
+    QueueFull: (429, "rate_limit_error", "queue_full"),
+    EngineClosed: (503, _DOWN, "engine_closed"),
+    NotFinite: (500, _DOWN, "not_finite"),
+    ConfigError: (400, _BAD, None),
+    TemplateError: (400, _BAD, None),
+}
+"""Status, kind and code of errors that clients are told about; the first class that fits."""
+
+
 def describe_error(error: BaseException) -> ErrorFacts:
     """The HTTP status and the text for a client. An unexpected error is logged, and the client gets no details."""
     from aiohttp import web
 
-    message, status, kind, code = str(error), 400, "invalid_request_error", None
     if isinstance(error, RequestRefused):
-        status, code = error.status, error.code
-        kind = "rate_limit_error" if status == 429 else kind
-    elif isinstance(error, PromptTooLong):
-        code = "context_length_exceeded"
-    elif isinstance(error, QueueFull):
-        status, kind, code = 429, "rate_limit_error", "queue_full"
-    elif isinstance(error, EngineClosed):
-        status, kind, code = 503, "server_error", "engine_closed"
-    elif isinstance(error, NotFinite):
-        status, kind, code = 500, "server_error", "not_finite"
-    elif isinstance(error, web.HTTPException):
-        status, message = error.status, f"{error.reason}."
-        kind = "server_error" if status >= 500 else kind
-    elif not isinstance(error, (ConfigError, TemplateError)):
-        logger.error("a request failed", exc_info=error)
-        status, kind, message = 500, "server_error", "Internal error; the server's log says more."
-    return ErrorFacts(status, kind, code, message)
+        return ErrorFacts(error.status, "rate_limit_error" if error.status == 429 else _BAD, error.code, str(error))
+    for known, facts in _KNOWN.items():
+        if isinstance(error, known):
+            return ErrorFacts(*facts, str(error))
+    if isinstance(error, web.HTTPException):
+        return ErrorFacts(error.status, _DOWN if error.status >= 500 else _BAD, None, f"{error.reason}.")
+    logger.error("a request failed", exc_info=error)
+    return ErrorFacts(500, _DOWN, None, "Internal error; the server's log says more.")

@@ -59,7 +59,7 @@ class FoundToken(NamedTuple):
     token: str
     variable: str | None = None
     file: Path | None = None
-    """Where it was read from, unless it came from the variable."""
+    """The file that it was read from, unless it came from the variable."""
 
 
 def find_token(file: Path | None, variable: str, folder: Path) -> FoundToken:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ludic.interaction import InteractionProtocol
     from ludic.models.loading import LoadedModel
     from ludic.parsers import Parser
+    from ludic.run.session import Session
     from ludic.training import RLAlgorithm
 
 
@@ -132,6 +133,8 @@ class Parts:
     """Called with client, model and chat_template for every episode; replaces agent, context, parser and tools."""
     source: Callable[[BatchSource], BatchSource] | None = None
     """Wraps the source of fresh rollouts, e.g. by a replay buffer. Not for engine = pipeline."""
+    session: "type[Session] | None" = None
+    """Makes the batches instead of the engine of the settings."""
     reducers: Mapping[str, Reducer] = field(default_factory=dict)
     """Training metrics in addition to the usual ones."""
     command: str = ""

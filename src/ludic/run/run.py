@@ -266,7 +266,8 @@ def session_class(run: ResolvedRun) -> type[Session]:
     """The class of the run's session: engines of plug-ins have their own."""
     if run.policies:
         return SeveralPolicies
-    return StoredSession if run.config.stored is not None else engine_of(run.config).session_class()
+    usual = StoredSession if run.config.stored is not None else engine_of(run.config).session_class()
+    return run.parts.session or usual
 
 
 # --- making a run ----------------------------------------------------------------------------------------------

@@ -33,7 +33,6 @@ from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import refuse
 from ludic.training import RLAlgorithm, Trainer
 from ludic.training.critic.critic import CriticKind
-from ludic.util.stop import StopSignal
 from ludic.training.learner.token_recorder import TokenRecorder
 from ludic.training.multi_policy import PolicyTrainers
 from ludic.types import (
@@ -45,6 +44,7 @@ from ludic.types import (
     TrainingLogger,
     default_reducers,
 )
+from ludic.util.stop import StopSignal
 
 
 class TrainingLoop(Protocol):

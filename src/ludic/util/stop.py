@@ -21,6 +21,8 @@ T = TypeVar("T")
 _LOOK_EVERY_S = 0.2
 SAME_REQUEST_S = 5.0
 """Signals within this time of the first, SIGINT or SIGTERM, are the same request."""
+DRAIN_S = 25.0
+"""Seconds for requests in progress, unless the command is told otherwise. Kubernetes kills after 30 s, `preStop` included."""
 
 
 class StopRequested(Exception):
@@ -134,6 +136,34 @@ def run_sync(work: Coroutine[Any, Any, T], stop: Callable[[], StopSignal] | None
                 with contextlib.suppress(RuntimeError):  # it has just ended
                     task.get_loop().call_soon_threadsafe(task.cancel)
             raise
+
+
+async def serve_until_stopped(
+    serving: Coroutine[Any, Any, None], *, hears_signals: Callable[[], bool] = lambda: False
+) -> None:
+    """Run a server. A request to stop cancels it, and a second one (5 s later: see StopRequests) cancels it again, while it drains.
+
+    `hears_signals`: whether something in it, a trainer, handles the signal itself just now.
+    """
+    task, requests = asyncio.create_task(serving), StopRequests()
+
+    def on_signal() -> None:
+        if requests.hear() and not hears_signals():
+            task.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(NotImplementedError):  # Windows: Ctrl-C raises KeyboardInterrupt instead
+            loop.add_signal_handler(number, on_signal)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not requests.num:
+            raise
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(NotImplementedError):
+                loop.remove_signal_handler(number)
 
 
 @contextlib.contextmanager

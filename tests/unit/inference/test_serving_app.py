@@ -8,8 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from ludic.http.app import AppServer
-from ludic.http.limits import ServerLimits
+from ludic.http.app import AppServer, ServerLimits
 
 pytestmark = pytest.mark.slow
 

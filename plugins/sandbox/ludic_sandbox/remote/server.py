@@ -14,9 +14,8 @@ from dataclasses import dataclass, fields
 
 from aiohttp import web
 
-from ludic.http.app import AppServer, guard, json_error
+from ludic.http.app import AppServer, Load, ServerLimits, guard, json_error
 from ludic.http.errors import RequestRefused
-from ludic.http.limits import Load, ServerLimits
 from ludic.http.tokens import require_secret
 from ludic.types import ConfigError
 from ludic_sandbox.interface import MB, SandboxError

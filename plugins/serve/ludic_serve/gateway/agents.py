@@ -38,7 +38,7 @@ AgentSandbox: TypeAlias = Literal["bubblewrap", "none"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentCall:
-    """What an agent gets for one episode."""
+    """The task of one episode, and the address at which its agent calls the model."""
 
     task: Any
     """The env's first observation; for tasks of `ludic.gateway.train`, the task itself."""
@@ -50,9 +50,9 @@ class AgentCall:
     """The name of the trained policy."""
     session_id: str
     system_prompt: str | None = None
-    """That of the settings, else what the env suggests."""
+    """The system prompt of the settings, else of the env."""
     env_info: Info = field(default_factory=dict)
-    """What the env tells beside its first observation."""
+    """The info that came with the env's first observation."""
     sample: Any = None
     """For envs that ask about samples: the whole sample, the solution included."""
     tools: Sequence[Mapping[str, Any]] = ()
@@ -106,7 +106,7 @@ def answer_text(answer: Any) -> str:
 # --- functions ---
 
 KEYWORDS = ("base_url", "api_key", "model", "session_id", "system_prompt", "env_info", "sample", "tools", "tools_url")
-"""What a function may take beside the task; it is given those that its signature has."""
+"""Keywords that a function may take in addition to the task; it is given those that its signature has."""
 
 
 class AgentFunction(OutsideAgent):
@@ -173,7 +173,7 @@ async def in_thread(work: Callable[[], Any], what: str, on_cancel: Callable[[], 
 # --- commands ---
 
 _PORT = 8000
-"""Where a sandboxed command finds the gateway; the sandbox has its own loopback, so the port is free."""
+"""Port of the gateway for a sandboxed command; the sandbox has its own loopback, so the port is free."""
 _SOCKET = "/run/ludic/gateway.sock"
 _PLACEHOLDERS = ("task", "base_url", "api_key", "model")
 _WORD = re.compile(r"\{(\w+)\}")
@@ -186,7 +186,7 @@ _SYSTEM = tuple(map(Path, ("/usr", "/etc", "/proc", "/dev", "/tmp", "/run", "/bi
 AGENT_LIMITS = SandboxLimits(
     memory_mb=8192, max_processes=512, workspace_mb=1024, max_open_files=4096, max_output_bytes=_MAX_OUTPUT
 )
-"""Of one sandboxed command, its children included."""
+"""Limits of one sandboxed command, its children included."""
 _ADDRESS_SPACE_MB = 64 << 10
 """Limit of each process where no cgroup limits memory: Node reserves 10 GB for one instance of WebAssembly, and uses a few MB."""
 _NO_LIMIT_MB = 1 << 27  # more than any process can address

@@ -1,4 +1,4 @@
-"""From a node to its prompt, and from sampled tokens to its reply.
+"""The prompt of a node, and the reply in its sampled tokens.
 
 A prompt continues the parent's exact tokens wherever the template allows it; otherwise the whole history is rendered, and the node
 says so. The reply is split into reasoning, text and tool calls; a stream splits the growing text the same way.
@@ -108,7 +108,7 @@ def _sent_messages(node: Node, template: ChatTemplate, forest: Forest) -> list[M
 
 
 def _delta(node: Node, template: ChatTemplate, sent: list[Message]) -> TokenArray | None:
-    """What follows the parent's tokens; None if they cannot be continued."""
+    """The tokens that follow the parent's; None if those cannot be continued."""
     parent = node.parent
     if parent is None or parent.tools != node.tools:
         return None
@@ -128,7 +128,7 @@ _ANY_TOOL = {"type": "function", "function": {"name": "f", "description": "F.", 
 
 
 def _writes_tools(template: ChatTemplate) -> bool:
-    """Whether the template writes tools into the prompt."""
+    """True if the template writes tools into the prompt."""
     if template not in _WRITES_TOOLS:
         _WRITES_TOOLS[template] = shows_tools(template, [_ANY_TOOL])
     return _WRITES_TOOLS[template]

@@ -4,29 +4,30 @@ docs/gateway.md."""
 import asyncio
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic.cli.args import need_extras, parse
 from ludic.http.address import check_port, require_port
-from ludic.http.stopping import DRAIN_S, serve_until_stopped
 from ludic.http.tokens import CONTROL_HEADER, CONTROL_VARIABLE, find_token
 from ludic.run.config.entries import at_least
 from ludic.run.config.model import Dtype, ModelSettings
-from ludic.run.folder import CHECKPOINTS, METRICS
+from ludic.run.names import CONFIG, METRICS
 from ludic.tasks import long_lived_objects_exempt
 from ludic.types import ConfigError, InferenceSpec, ReturnSpec, Rollout, SamplingParams
 from ludic.types.rollout_files import save_rollouts
+from ludic.util.stop import DRAIN_S, serve_until_stopped
 from ludic.util.urls import PUT_LOGIN, refuse_login
-from ludic_serve.engines import find_engine
+from ludic_serve.command import find_engine
 
 if TYPE_CHECKING:
-    from ludic.models.loading import LoadedModel
-    from ludic.training import Trainer
+    from ludic.run import Run
     from ludic_serve.gateway import Policy, Session, SessionBatchSource
 
 _SHOWN = ("avg_total_reward", "num_waiting", "num_skipped", "loss", "grad_norm", "lag_max", "num_stale", "tokens_per_s")
+_WITHOUT_END = 2**31 - 1
+"""Updates of a run that trains until it is stopped."""
 _TOKEN_FOLDER = Path("runs/gateway")
 
 
@@ -47,7 +48,7 @@ class GatewayArgs:
     max_idle_s: float = 3600.0
     """Close sessions without a call for so long; those with a reward are saved."""
     temperature: float = 1.0
-    """Of sampling, whatever an agent asks for: what is recorded can be trained on."""
+    """Sampling temperature, which overrides the agent's, so that samples can be trained on."""
     max_tokens: int = 1024
     """Tokens of one reply at most."""
     lenient: bool = False
@@ -117,18 +118,21 @@ def gateway(args: list[str]) -> int:
     check_port(given.host, given.port)  # before a large model is loaded
     found = find_token(given.control_token_file, CONTROL_VARIABLE, _TOKEN_FOLDER)
     in_shell = f"$(cat {found.file})" if found.file else f"${found.variable}"
+    run = training_run(given) if given.train else None
     if given.save is not None:
         save_rollouts([], given.save)  # a path that cannot be written is named now
-    if given.train and not given.resume and (given.out / METRICS).exists():
-        raise ConfigError(f"There is a run in {given.out} already. Go on with --resume, or choose another --out.")
-    with _policy(given) as (policy, loaded):
-        asyncio.run(_serve_until_stopped(given, policy, loaded, found.token, in_shell))
+    with contextlib.ExitStack() as closing:
+        if run is None:
+            policy, sessions = closing.enter_context(_policy(given)), None
+        else:
+            policy, sessions = prepared(closing.enter_context(run), given)
+        asyncio.run(serve_sessions(given, policy, found.token, in_shell, run=run, sessions=sessions))
     return 0
 
 
 @contextlib.contextmanager
-def _policy(given: GatewayArgs) -> "Iterator[tuple[Policy, LoadedModel | None]]":
-    """The policy that answers, and the model if it is in this process."""
+def _policy(given: GatewayArgs) -> "Iterator[Policy]":
+    """The policy that answers, where nothing is trained."""
     from ludic.run.model import load_policy, load_tokenizer, make_template
     from ludic_serve.gateway import Policy
 
@@ -140,7 +144,7 @@ def _policy(given: GatewayArgs) -> "Iterator[tuple[Policy, LoadedModel | None]]"
         client = find_engine("vllm").client(given.server)
         try:
             served = run_sync(client.control_get(client.servers[0], "/v1/models"))["data"][0]["id"]
-            yield Policy(client=client, chat_template=template, model=served), None
+            yield Policy(client=client, chat_template=template, model=served)
         finally:
             run_sync(client.close())
         return
@@ -152,25 +156,91 @@ def _policy(given: GatewayArgs) -> "Iterator[tuple[Policy, LoadedModel | None]]"
     )
     try:
         template = make_template(loaded.tokenizer, with_tools=True)
-        yield Policy(client=engine, chat_template=template, model=loaded.name), loaded
+        yield Policy(client=engine, chat_template=template, model=loaded.name)
     finally:
         engine.close()
 
 
-async def _serve_until_stopped(
-    given: GatewayArgs, policy: "Policy", loaded: "LoadedModel | None", token: str, shown: str
+def training_run(given: GatewayArgs) -> "Run":
+    """The run of `--train`; ConfigError if its folder holds another one. Nothing is loaded."""
+    from ludic.run import RunConfig, build
+    from ludic.run.folder import write_config
+    from ludic.run.model import LONGEST_USUAL, usual_length
+    from ludic.training import PrintLogger
+    from ludic_serve.gateway.online import OutsideSession
+    from ludic_serve.gateway.protocol import TaskEnv
+
+    class Sampled(OutsideSession):
+        max_sequences, max_model_len = given.max_sequences, given.max_model_len
+
+    has_run = (given.out / METRICS).exists()
+    if has_run and not given.resume:
+        raise ConfigError(f"There is a run in {given.out} already. Go on with --resume, or choose another --out.")
+    model = ModelSettings(model=given.model, dtype=given.dtype, device=given.device, lora_rank=given.lora_rank)
+    longest = given.max_seq_len or min(usual_length(model), given.max_model_len or LONGEST_USUAL)
+    run = build(
+        RunConfig(model=model),
+        env=TaskEnv,
+        data=["The tasks are those of the agents outside."],
+        algo=given.algo,
+        algo_set=given.algo_set,
+        group_size=given.algo_set.get("group_size"),
+        correction=("none",),
+        rollouts_per_update=given.sessions_per_update,
+        steps=given.steps or _WITHOUT_END,
+        lr=given.lr,
+        max_seq_len=longest,
+        too_long="drop",
+        max_lag=given.max_lag,
+        max_tokens=min(given.max_tokens, longest - 1),
+        temperature=given.temperature,
+        checkpoint_every=given.checkpoint_every,
+        save_rollouts=False,
+        save_tokens="off",
+        name=given.out.name,
+        runs=given.out.parent,
+        logger=PrintLogger(keys=_SHOWN),
+    )
+    command = f"ludic gateway --model {given.model} --train --out {given.out}"
+    run.resolved = replace(
+        run.resolved,
+        parts=replace(run.resolved.parts, session=Sampled, command=command),
+        trainer=replace(run.resolved.trainer, max_lag=given.max_lag),  # 0 is a limit too: samples come at any time
+    )
+    if has_run and not (given.out / CONFIG).exists():  # ludic 0.2.0 wrote none
+        write_config(run.resolved)
+    run.starting_point(resume=given.resume)
+    return run
+
+
+def prepared(run: "Run", given: GatewayArgs) -> "tuple[Policy, SessionBatchSource]":
+    """The policy that the run trains, and where closed sessions go."""
+    from ludic_serve.gateway.online import OutsideSession
+
+    run.prepare(resume=given.resume)
+    assert isinstance(run.session, OutsideSession), "the run was given it"
+    return run.session.policy, run.session.sessions
+
+
+async def serve_sessions(
+    given: GatewayArgs,
+    policy: "Policy",
+    token: str,
+    shown: str,
+    *,
+    run: "Run | None" = None,
+    sessions: "SessionBatchSource | None" = None,
 ) -> None:
+    """Serve until a signal, or until the run has made its last update. `shown`: how a shell writes the token."""
     from ludic_serve.gateway import Gateway
 
-    files = contextlib.ExitStack()
-    trainer, source = (None, None) if not given.train else _trainer(given, policy, loaded, files)
     is_training = False
 
     def closed(session: "Session", rollouts: list[Rollout]) -> None:
         if given.save is not None:
             save_rollouts(rollouts, given.save)
-        if source is not None:
-            source.add(session, rollouts)
+        if sessions is not None:
+            sessions.add(session, rollouts)
 
     server = Gateway(
         {policy.model: policy},
@@ -187,12 +257,11 @@ async def _serve_until_stopped(
         await server.start(given.host, given.port)
         try:
             print(_how_to_use(server.url, policy.model, shown, given), flush=True)
-            if trainer is None:
+            if run is None:
                 await asyncio.Event().wait()
             else:
                 is_training = True
-                left = None if given.steps is None else max(0, given.steps - trainer.step)
-                await trainer.train(left)  # until a signal, or the last step; then it saves
+                await run.train_async()  # until a signal, or the last step; then it saves
         finally:
             is_training = False
             num_open = server.num_sessions
@@ -200,52 +269,8 @@ async def _serve_until_stopped(
             open_ = "1 session was" if num_open == 1 else f"{num_open} sessions were"
             print("Stopped." + (f" {open_} open; their rollouts are not saved." if num_open else ""))
 
-    with files, long_lived_objects_exempt():
+    with long_lived_objects_exempt():
         await serve_until_stopped(serve(), hears_signals=lambda: is_training)
-
-
-def _trainer(
-    given: GatewayArgs, policy: "Policy", loaded: "LoadedModel | None", files: contextlib.ExitStack
-) -> "tuple[Trainer, SessionBatchSource]":
-    """The trainer of the served weights, and the source that closed sessions go to. `files`: closes what it writes."""
-    from ludic import registry
-    from ludic.distributed import SharedWeightsPublisher
-    from ludic.inference.local import LocalEngine
-    from ludic.run.model import LONGEST_USUAL
-    from ludic.training import (
-        CheckpointConfig,
-        JSONLLogger,
-        PrintLogger,
-        TeeLogger,
-        Trainer,
-        TrainerConfig,
-        with_episode_credit,
-    )
-    from ludic_serve.gateway import SessionBatchSource
-
-    assert loaded is not None and isinstance(policy.client, LocalEngine), "--train refuses --server"
-    algo = with_episode_credit(registry.algorithms.make(given.algo, **given.algo_set))
-    longest = given.max_seq_len or min(policy.client.max_total_tokens, LONGEST_USUAL)
-    source = SessionBatchSource(algorithm=algo, sessions_per_batch=given.sessions_per_update)
-    metrics = files.enter_context(contextlib.closing(JSONLLogger(given.out / METRICS)))
-    trainer = Trainer(
-        model=loaded.model,
-        algo=algo,
-        batch_source=source,
-        cfg=TrainerConfig(
-            lr=given.lr,
-            max_seq_len=longest,
-            micro_token_budget=max(8192, longest),
-            max_lag=given.max_lag,
-            too_long="drop",
-        ),
-        publisher=SharedWeightsPublisher(policy.client),
-        checkpoint_config=CheckpointConfig(given.out / CHECKPOINTS, every_n_steps=given.checkpoint_every),
-        resume_from="latest" if given.resume else None,
-        train_logger=TeeLogger(metrics, PrintLogger(keys=_SHOWN)),
-        tokenizer=loaded.tokenizer,
-    )
-    return trainer, source
 
 
 def _how_to_use(url: str, model: str, token: str, given: GatewayArgs) -> str:

@@ -24,7 +24,7 @@ from ludic_serve.gateway.wire.canonical import (
 )
 
 Kind = Literal["new", "continued", "healed", "forked", "foreign", "retried"]
-"""How a request relates to the calls before it.
+"""The relation of a request to the calls before it.
 
 new: the first call of a conversation. continued: repeats a path and its reply word for word. healed: the same, but the client
 spelled something differently; the recorded tokens stand. forked: differs from a recorded path, or branches off one. foreign:
@@ -41,7 +41,7 @@ class Node:
     kind: Kind
     parent: "Node | None"
     messages: list[ClientMessage]
-    """What the client added after the parent's reply; everything for a root."""
+    """The messages after the parent's reply; all of them for a root."""
     tools: list[JSONObject]
     number: int
     """Order of arrival in its forest."""
@@ -51,7 +51,7 @@ class Node:
     is_superseded: bool = False
     """The client asked again and went on with a later answer."""
     difference: "Difference | None" = None
-    """Of a fork whose history is not the recorded one."""
+    """The first difference of a fork whose history is not the recorded one."""
     replaces: "Node | None" = None
     """An earlier answer to the same request."""
     ended_ns: int = 0
@@ -82,7 +82,7 @@ class Node:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and completion."""
+        """Tokens of prompt and completion."""
         assert self.trace is not None, "the call was answered"
         return len(self.trace.prompt_token_ids) + len(self.trace.completion_token_ids)
 
@@ -91,7 +91,7 @@ class Node:
         self.state, self.ended_ns = "delivered", time.time_ns()
 
     def path(self) -> list["Node"]:
-        """From the root to this node."""
+        """The nodes from the root to this one."""
         nodes, node = [], self
         while True:
             nodes.append(node)
@@ -115,12 +115,10 @@ class Difference:
 class Forest:
     """The calls of one policy in one session."""
 
-    def __init__(self, *, keep_first_system: bool = False) -> None:
-        """`keep_first_system`: a first system message that changes between calls is no difference; the recorded one stands."""
+    def __init__(self) -> None:
         self.roots: list[Node] = []
         self.nodes: list[Node] = []
         self._by_token: dict[str, Node] = {}
-        self._keep_first_system = keep_first_system
 
     def add(self, request: ModelRequest) -> Node:
         """The node of a request, open until it is answered."""
@@ -170,7 +168,7 @@ class Forest:
         if parent is None or not parent.is_delivered:
             raise ConfigError(f"previous_response_id={previous_id!r:.80} names no reply of this session.")
         is_system = bool(messages) and messages[0].role == "system"
-        repeats_system = is_system and self._same_start(parent.path()[0].messages[:1], messages[:1]) is not None
+        repeats_system = is_system and _same_start(parent.path()[0].messages[:1], messages[:1]) is not None
         return parent, messages[1:] if repeats_system else messages
 
     def _deepest(self, messages: Sequence[ClientMessage]) -> tuple[Node | None, int, bool]:
@@ -183,7 +181,7 @@ class Forest:
             end = start + len(node.messages)
             if not node.is_delivered or end >= len(messages):
                 continue
-            same = self._same_start(node.messages, messages[start:end], start)
+            same = _same_start(node.messages, messages[start:end])
             is_same_reply = None if same is None else _compare_reply(node, messages[end])
             if is_same_reply is None:
                 continue
@@ -194,26 +192,12 @@ class Forest:
             open_ += [(child, end + 1, is_exact) for child in node.children]
         return best
 
-    def _same_start(
-        self, recorded: Sequence[ClientMessage], sent: Sequence[ClientMessage], start: int = 0
-    ) -> bool | None:
-        """Whether `sent` begins with `recorded`: True word for word, False spelled differently, None if not."""
-        if len(sent) < len(recorded):
-            return None
-        is_exact = True
-        for index, (one, other) in enumerate(zip(recorded, sent, strict=False), start):
-            same = _compare(one, other)
-            if same is None and not (self._keep_first_system and index == 0 and one.role == other.role == "system"):
-                return None
-            is_exact = is_exact and bool(same)
-        return is_exact
-
     def _classify(self, node: Node, start: int, is_exact: bool) -> None:
         """Set the node's kind, and what it differs from or replaces."""
         parent, new = node.parent, node.messages
         siblings = [other for other in self._siblings(parent) if other.state != "undelivered"]
         for other in reversed(siblings):
-            is_same = self._same_start(other.messages, new, start) if other.is_delivered else None
+            is_same = _same_start(other.messages, new) if other.is_delivered else None
             if is_same is None:
                 continue
             if len(other.messages) < len(new):
@@ -243,7 +227,7 @@ class Forest:
         index = 0
         for step in node.path():
             for recorded in step.messages:
-                if index >= len(sent) or self._same_start([recorded], sent[index : index + 1], index) is None:
+                if index >= len(sent) or _same_start([recorded], sent[index : index + 1]) is None:
                     return Difference(index, _text_of(recorded), _text_of(sent[index]) if index < len(sent) else "")
                 index += 1
             if index >= len(sent) or _compare_reply(step, sent[index]) is None:
@@ -255,6 +239,18 @@ class Forest:
 # --- comparing messages: True word for word, False the same in another spelling, None different ---
 
 
+def _same_start(recorded: Sequence[ClientMessage], sent: Sequence[ClientMessage]) -> bool | None:
+    """The comparison of `recorded` with as many of the messages that were sent; None also if those are fewer."""
+    if len(sent) < len(recorded):
+        return None
+    is_exact = True
+    for one, other in zip(recorded, sent, strict=False):
+        if (same := _compare(one, other)) is None:
+            return None
+        is_exact = is_exact and same
+    return is_exact
+
+
 def _compare(recorded: ClientMessage, sent: ClientMessage) -> bool | None:
     if recorded.role != sent.role or recorded.tool_call_id != sent.tool_call_id:
         return None
@@ -263,7 +259,7 @@ def _compare(recorded: ClientMessage, sent: ClientMessage) -> bool | None:
 
 
 def _compare_reply(node: Node, sent: ClientMessage) -> bool | None:
-    """Whether an assistant message is the node's reply."""
+    """True if an assistant message is the node's reply, False if it is spelled differently, None if it is another."""
     reply = node.reply
     if sent.role != "assistant" or reply is None:
         return None

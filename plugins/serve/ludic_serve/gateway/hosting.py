@@ -30,7 +30,7 @@ class GatewayPool:
     def __init__(self, *, needs_socket: bool, on_end: Callable[[], Awaitable[None]]) -> None:
         """`needs_socket`: the agent connects over a Unix socket. `on_end` frees what the episodes of a server shared."""
         self._needs_socket, self._on_end = needs_socket, on_end
-        self._hosts: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[Any, ...], GatewayHost]] = (
+        self._hosts: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[Any, ...], _GatewayHost]] = (
             WeakKeyDictionary()
         )
 
@@ -38,13 +38,13 @@ class GatewayPool:
         """Number of gateways that run."""
         return sum(map(len, self._hosts.values()))
 
-    async def host(self, trained: Policy, policies: Mapping[str, Policy]) -> "GatewayHost":
+    async def host(self, trained: Policy, policies: Mapping[str, Policy]) -> "_GatewayHost":
         """The running gateway of these policies in this event loop."""
         loop = asyncio.get_running_loop()
         key = (id(trained.client), trained.model, *((name, id(policy)) for name, policy in policies.items()))
         of_loop = self._hosts.setdefault(loop, {})
         if key not in of_loop:
-            of_loop[key] = GatewayHost(trained, policies, needs_socket=self._needs_socket)
+            of_loop[key] = _GatewayHost(trained, policies, needs_socket=self._needs_socket)
             of_loop[key].task = task = loop.create_task(self._serve(of_loop[key], key))
             _serving.add(task)
             task.add_done_callback(_serving.discard)
@@ -52,7 +52,7 @@ class GatewayPool:
         await asyncio.shield(host.started)
         return host
 
-    async def _serve(self, host: "GatewayHost", key: tuple[Any, ...]) -> None:
+    async def _serve(self, host: "_GatewayHost", key: tuple[Any, ...]) -> None:
         loop = asyncio.get_running_loop()
         try:
             await host.serve(self._on_end)
@@ -75,7 +75,7 @@ class GatewayPool:
                         waiting.result(_CLOSE_S)
 
 
-class GatewayHost:
+class _GatewayHost:
     """One gateway and its Unix socket, served by a task of its event loop until that is cancelled."""
 
     task: asyncio.Task[None]

@@ -1,22 +1,27 @@
-"""`SessionBatchSource`: finished sessions of agents outside become batches, so the model that they use learns from them.
+"""Learning from finished sessions of agents outside: `SessionBatchSource` makes batches of them, and `OutsideSession` is where a
+run gets them that `ludic gateway --train` begins.
 
-    source = SessionBatchSource(algorithm=algorithm, sessions_per_batch=16)
-    gateway = Gateway({"policy": policy}, control_token=token, on_closed=source.add)
-    trainer = Trainer(model=model, algo=algorithm, batch_source=source, publisher=SharedWeightsPublisher(engine))
-
-`ludic gateway --train` is all of it. The gateway and the trainer run on one event loop.
+The gateway and the trainer run on one event loop.
 """
 
 import asyncio
 import logging
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 from ludic.batch_gen.build_batch import HasCreditAssigner, credit_of
 from ludic.batch_gen.stitching import stitch_rollouts
+from ludic.distributed import SharedWeightsPublisher
+from ludic.inference.local import LocalEngine
+from ludic.run.folder import ResumePoint
+from ludic.run.model import make_template
+from ludic.run.parts.algorithm import make_algorithm
+from ludic.run.resolve import ResolvedRun
+from ludic.run.session import PolicySession
+from ludic.training import with_episode_credit
 from ludic.types import ConfigError, CreditAssigner, Rollout, SAWBatch
-from ludic_serve.gateway.session import Session
+from ludic_serve.gateway.session import Policy, Session
 
 logger = logging.getLogger(__name__)
 
@@ -101,3 +106,30 @@ class SessionBatchSource:
         metrics = {name: float(value) for name, value in {**counts, **averages}.items()}
         meta: dict[str, Any] = {"source": "gateway", **counts, **averages, "rollout_metrics": metrics}
         return SAWBatch(items=items, meta=meta)
+
+
+class OutsideSession(PolicySession):
+    """An engine in this process answers the gateway's sessions; those that are closed with a reward are the samples."""
+
+    max_sequences: ClassVar[int | None] = None
+    max_model_len: ClassVar[int | None] = None
+    """Limits of the engine, as `LocalEngine` has them."""
+
+    def __init__(self, run: ResolvedRun, start: ResumePoint) -> None:
+        super().__init__(run, start)
+        loaded = self._loaded
+        engine = LocalEngine(
+            loaded.model, loaded.tokenizer, max_sequences=self.max_sequences, max_model_len=self.max_model_len
+        )
+        self._closing.callback(engine.close)
+        template = make_template(loaded.tokenizer, with_tools=True)
+        self.policy = Policy(client=engine, chat_template=template, model=loaded.name)
+        self.publisher = SharedWeightsPublisher(engine)
+        self.algorithm = with_episode_credit(make_algorithm(run))
+        self.sessions = SessionBatchSource(
+            algorithm=self.algorithm, sessions_per_batch=run.config.rollouts.rollouts_per_update
+        )
+        self.source = self.sessions
+
+    def _evaluation(self) -> NoReturn:
+        raise ConfigError("A run that learns from sessions has no tasks to evaluate on.")

@@ -4,9 +4,11 @@ model calls at the gateway; its answer is the one action.
 All episodes of an agent with one policy share one server per event loop (hosting.py).
 """
 
+import importlib.util
 import inspect
 import numbers
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -19,6 +21,9 @@ from ludic.interaction import InteractionProtocol
 from ludic.interaction.base import AnyEnv
 from ludic.interaction.env_outputs import check_outcomes, check_run, opening_for, outcome_for
 from ludic.parsers import Parser
+from ludic.run.config.env_and_agent import AgentSettings
+from ludic.run.given import Parts
+from ludic.run.protocols.agents import AgentKind
 from ludic.tools import as_tool
 from ludic.types import (
     ChatClient,
@@ -28,6 +33,7 @@ from ludic.types import (
     InferenceSpec,
     Info,
     LudicError,
+    MissingExtra,
     Observation,
     PolicyGone,
     ResetNeeded,
@@ -37,7 +43,7 @@ from ludic.types import (
     new_id,
 )
 from ludic.types.steps import MAX_REWARD
-from ludic_serve.gateway.agents import AgentCall, AgentFunction, OutsideAgent, answer_text, in_thread
+from ludic_serve.gateway.agents import AgentCall, AgentCommand, AgentFunction, OutsideAgent, answer_text, in_thread
 from ludic_serve.gateway.session import Policy, Session, SessionLimits
 from ludic_serve.gateway.threads import session_rollouts
 from ludic_serve.gateway.wire.canonical import token_in
@@ -55,12 +61,12 @@ class TaskEnv(SingleAgentEnv):
 
     def __init__(self, sample: Mapping[str, Any] | str) -> None:
         super().__init__()
-        self.task = sample
+        self.sample = sample
         self._is_open = False
 
     def env_reset(self, *, seed: int | None = None) -> tuple[Observation, Info]:
         self._is_open = True
-        return answer_text(self.task), {}
+        return answer_text(self.sample), {}
 
     def env_step(self, action: str) -> StepOutcome:
         if not self._is_open:
@@ -91,7 +97,6 @@ class GatewayProtocol(InteractionProtocol):
         failed_reward: float | None = None,
         system_prompt: str | None = None,
         parser: Parser | None = None,
-        pin_sampling: bool = True,
         lenient: bool = False,
     ) -> None:
         self.agent = agent if isinstance(agent, OutsideAgent) else AgentFunction(agent)
@@ -107,7 +112,7 @@ class GatewayProtocol(InteractionProtocol):
         self._failed_reward = failed_reward
         self._system_prompt = system_prompt
         self._parser = parser
-        self._pin_sampling, self._lenient = pin_sampling, lenient
+        self._lenient = lenient
         self._session: Session | None = None
         self._meta: dict[str, Any] = {}
 
@@ -140,18 +145,19 @@ class GatewayProtocol(InteractionProtocol):
             "agent_name": self.agent.name,
         }
         opening = opening_for(env, agent_id, await self._call_env(env, "reset", env.async_reset(seed=env_seed)))
-        if isinstance(env, TaskEnv) and self._reward is None:
-            raise ConfigError("TaskEnv grades nothing: give reward=, as ludic.gateway.train takes it.")
         if opening is None:
             raise EnvContractError(f"{type(env).__name__}.reset gave {agent_id!r} no observation, so there is no task.")
-        task = env.task if isinstance(env, TaskEnv) else opening[0]
+        task: Any = opening[0]
+        if isinstance(env, TaskEnv):
+            if self._reward is None:
+                raise ConfigError("TaskEnv grades nothing: give reward=, as ludic.gateway.train takes it.")
+            task = env.sample
         served = await self.agent.gateways.host(self._trained, self._policies)
         self._session = session = served.gateway.open_session(
             inference=inference,
             sampling_seed=sampling_seed,
             limits=self._limits,
             timeout_s=timeout_s,
-            pin_sampling=self._pin_sampling,
             lenient=self._lenient,
             tools=[as_tool(tool) for tool in env.episode_tools(agent_id)],
         )
@@ -201,7 +207,7 @@ class GatewayProtocol(InteractionProtocol):
             system_prompt=env.suggested_sysprompt if self._system_prompt is None else self._system_prompt,
             env_info=info,
             tools=tuple(tool.schema for tool in session.tools.values()),
-            sample=env.task if isinstance(env, TaskEnv) else vars(env).get("sample"),
+            sample=vars(env).get("sample"),
         )
 
     async def _score(self, env: AnyEnv, agent_id: str, task: Any, answer: str, session: Session) -> list[Rollout]:
@@ -264,3 +270,52 @@ def _number(given: Any, where: str) -> float:
             "or a dict of numbers by name or by the id of a model call."
         )
     return float(number)
+
+
+# --- for a run ---
+
+
+class GatewayAgents(AgentKind[OutsideAgent]):
+    """Agents that make their model calls over HTTP, at a gateway in this process."""
+
+    def make(self, settings: AgentSettings, function: Callable[..., Any] | None) -> OutsideAgent:
+        if importlib.util.find_spec("aiohttp") is None:
+            raise MissingExtra("serve", "An agent that is a function or a command")
+        if settings.agent_command is None:
+            assert function is not None, "the settings name a function or a command"
+            return AgentFunction(function, settings.agent_set)
+        return AgentCommand(
+            settings.agent_command,
+            sandbox=settings.agent_sandbox,
+            binds=settings.agent_bind,
+            memory_mb=settings.agent_memory,
+        )
+
+    def protocol(
+        self,
+        agent: OutsideAgent,
+        settings: AgentSettings,
+        parts: Parts,
+        parser: Parser,
+        template: ChatTemplate,
+        model: str,
+        closing: ExitStack,
+    ) -> Callable[[ChatClient], InteractionProtocol]:
+        closing.callback(agent.gateways.close)
+        return lambda client: GatewayProtocol(
+            agent,
+            client=client,
+            model=model,
+            chat_template=template,
+            reward=parts.reward,
+            policies=parts.policies,
+            limits=SessionLimits(max_calls=settings.agent_max_calls, max_tokens=settings.agent_max_tokens),
+            failed_reward=settings.failed_reward,
+            system_prompt=settings.system_prompt,
+            parser=parser,
+            lenient=settings.lenient,
+        )
+
+
+GATEWAY = GatewayAgents()
+"""The entry `gateway` of the group `ludic.agent_kinds`."""

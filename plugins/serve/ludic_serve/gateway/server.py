@@ -31,8 +31,7 @@ from ludic_serve.request import parse_object
 try:
     from aiohttp import web
 
-    from ludic.http.app import AppServer, guard
-    from ludic.http.limits import Load, ServerLimits, allow_many_files, answering
+    from ludic.http.app import AppServer, Load, ServerLimits, allow_many_files, answering, guard
 except ImportError as error:
     raise MissingExtra("serve", "The gateway") from error
 
@@ -42,6 +41,8 @@ OnClosed = Callable[[Session, list[Rollout]], None]
 PING_S = 3.0
 """A stream in which nothing happens for this long gets a sign of life; clients and proxies give up on silent connections."""
 MAX_IDLE_S = 3600.0
+_MAX_FORK_RATE = 0.1
+"""Share of calls with a changed history above which a session logs a warning."""
 _MAX_GROUP = 256
 _MAX_CONNECTIONS = 1 << 16
 """Every episode has at least one."""
@@ -61,7 +62,6 @@ class Gateway:
         control_token: str | None = None,
         inference: InferenceSpec | None = None,
         limits: ServerLimits | None = None,
-        max_fork_rate: float = 0.1,
         on_closed: OnClosed | None = None,
         max_idle_s: float | None = MAX_IDLE_S,
         lenient: bool = False,
@@ -69,8 +69,7 @@ class Gateway:
         """`policies`: by the names that requests give; `default` answers every other name. `control_token` turns the control
         endpoints on; `inference` is for sessions that are opened without one; `on_closed` gets the rollouts of each session that
         the control endpoints close. Sessions of the control endpoints that are not used for `max_idle_s` are closed; their rollouts
-        are kept if they have a reward. A session in which a larger share of calls than `max_fork_rate` comes with a changed history
-        logs a warning. `lenient` is for all sessions (`Session.lenient`)."""
+        are kept if they have a reward. `lenient` is for all sessions (`Session.lenient`)."""
         if not policies or (default is not None and default not in policies):
             raise ConfigError(
                 f"The gateway's default policy is {default!r}; there are {', '.join(policies) or 'none'}."
@@ -82,12 +81,11 @@ class Gateway:
         self._inference = inference or InferenceSpec()
         self._limits = limits or ServerLimits(max_connections=_MAX_CONNECTIONS)
         self._load = Load(self._limits)
-        self._max_fork_rate = max_fork_rate
         self._on_closed = on_closed
         self._sessions: dict[str, Session] = {}
-        """By API key."""
+        """Open sessions by API key."""
         self._rewards: dict[str, JSONObject] = {}
-        """Of open sessions, by id."""
+        """Rewards of open sessions, by id."""
         self._max_idle_s = max_idle_s
         self._lenient = lenient
         self._opened_by_control: set[Session] = set()
@@ -128,8 +126,6 @@ class Gateway:
         sampling_seed: int | None = None,
         limits: SessionLimits | None = None,
         timeout_s: float | None = None,
-        pin_sampling: bool = True,
-        keep_first_system: bool = False,
         lenient: bool = False,
         group: str | None = None,
         tools: Sequence[Tool] = (),
@@ -141,8 +137,6 @@ class Gateway:
             sampling_seed=sampling_seed,
             limits=limits or SessionLimits(),
             timeout_s=timeout_s,
-            pin_sampling=pin_sampling,
-            keep_first_system=keep_first_system,
             lenient=lenient or self._lenient,
             base_url=f"{self.url}/v1",
             group=group,
@@ -164,7 +158,7 @@ class Gateway:
         self._rewards.pop(session.id, None)
         self._opened_by_control.discard(session)
         differing = [node.difference for node in session.nodes if node.difference is not None]
-        if len(differing) > self._max_fork_rate * len(session.nodes):
+        if len(differing) > _MAX_FORK_RATE * len(session.nodes):
             self._num_warnings += 1
             if self._num_warnings & (self._num_warnings - 1) == 0:  # the 1st, 2nd, 4th, 8th …
                 logger.warning(
@@ -255,7 +249,7 @@ class Gateway:
         return web.json_response({"content": answer.content, "is_error": answer.is_error})
 
     def _session(self, request: web.Request) -> Session:
-        """By the key in the headers or the path."""
+        """The session whose key is in the headers or the path."""
         keys = [bearer_of(request.headers), *(request.headers.get(name) for name in _KEY_HEADERS)]
         keys.append(request.match_info.get("key"))
         for key in keys:
@@ -431,7 +425,7 @@ def _answer_error(http: web.Request, error: Exception) -> web.Response:
 
 
 def _is_gone(http: web.Request) -> bool:
-    """Whether the client has hung up."""
+    """True if the client has hung up."""
     return http.transport is None or http.transport.is_closing()
 
 

@@ -47,14 +47,14 @@ from ludic_serve.gateway.wire.canonical import ModelRequest, PieceKind, Reply, R
 logger = logging.getLogger(__name__)
 
 RETRY_GRACE_S = 1.0
-"""How long a call goes on after its client has hung up: a retry of the SDK may join it."""
+"""Seconds that a call continues after its client has hung up: a retry of the SDK may join it."""
 _LONG_CONTEXT = 1 << 18
 _BRANCH_SEEDS = 0xB4A9C  # separates the seeds of branches from those of the first chain
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """What a model name stands for."""
+    """The client, template and model that answer for a model name."""
 
     client: ChatClient
     chat_template: ChatTemplate
@@ -148,13 +148,11 @@ class Session:
     default: str | None
     """The policy of requests that name no known model; None refuses them."""
     inference: InferenceSpec = field(default_factory=InferenceSpec)
+    """Temperature, top_p and the like stand, whatever a request says; it may give stop texts and fewer tokens."""
     sampling_seed: int | None = None
     limits: SessionLimits = SessionLimits()
     timeout_s: float | None = None
     """For each model call."""
-    pin_sampling: bool = True
-    """Temperature, top_p and the like are the session's, whatever a request says; its stop texts and max_tokens stand."""
-    keep_first_system: bool = False
     lenient: bool = False
     """Accept formats of the answer and forced tools, which have no effect yet, rather than refuse them."""
     base_url: str = ""
@@ -176,7 +174,7 @@ class Session:
     """The env's tools of the episode, which the agent may call at the gateway."""
 
     def __post_init__(self) -> None:
-        self.forests = {name: Forest(keep_first_system=self.keep_first_system) for name in self.policies}
+        self.forests = {name: Forest() for name in self.policies}
         self.nodes: list[Node] = []
         self.num_tokens = 0
         self._num_reserved = 0
@@ -184,7 +182,7 @@ class Session:
         self.last_used = time.monotonic()
         """When the agent was last heard of, or the control endpoints were asked for this session."""
         self._calls: dict[str, Call] = {}
-        """By digests of the body and the idempotency key."""
+        """Calls by the digest of body and idempotency key."""
         self._num_tool_calls = 0
         self._seen_prompts: Counter[int] = Counter()
         self._was_told = False
@@ -194,7 +192,7 @@ class Session:
 
     @property
     def is_answering(self) -> bool:
-        """Whether a call is in progress."""
+        """True while a call is in progress."""
         return bool(self._running)
 
     @property
@@ -356,15 +354,13 @@ class Session:
     def _sampling(self, request: ModelRequest) -> SamplingParams:
         own = self.inference.sampling
         max_tokens = own.max_tokens if request.max_tokens is None else min(own.max_tokens, max(request.max_tokens, 1))
-        changes = {} if self.pin_sampling else request.sampling
-        if not changes and not request.stop and max_tokens == own.max_tokens:
+        if not request.stop and max_tokens == own.max_tokens:
             return own
-        sampling = replace(own, **changes)
         stops = (own.stop,) if isinstance(own.stop, str) else tuple(own.stop or ())
         return replace(
-            sampling,
+            own,
             max_tokens=max_tokens,
-            min_tokens=min(sampling.min_tokens, max_tokens),
+            min_tokens=min(own.min_tokens, max_tokens),
             stop=tuple(dict.fromkeys((*stops, *request.stop))) or None,
         )
 

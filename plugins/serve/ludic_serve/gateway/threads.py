@@ -1,4 +1,4 @@
-"""From the calls of a session to rollouts.
+"""Rollouts of the calls of a session.
 
 A thread is a chain of calls in which each continues the one before it. The first continuation of a call stays in its thread, every
 other one starts a new thread. Each recorded call is in exactly one thread, so each sampled token is trained once; what a thread

@@ -43,7 +43,7 @@ def train(
     name, or numbers by the id of a model call. `settings` are all those of `ludic train`, with underscores.
     """
     settings = {"group_size": group_size, "steps": steps, **settings}
-    with task_run(agent, tasks, reward, model, algo, eval_tasks, policies, settings) as run:
+    with _task_run(agent, tasks, reward, model, algo, eval_tasks, policies, settings) as run:
         return run.resume() if resume else run.train()
 
 
@@ -59,11 +59,11 @@ def evaluate(
     """Play each task once (`eval_pass_k` times) and report the rewards. Nothing is written."""
     tasks = _read(tasks)
     settings = {"eval_episodes": len(tasks), **settings}
-    with task_run(agent, tasks, reward, model, None, tasks, policies, settings) as run:
+    with _task_run(agent, tasks, reward, model, None, tasks, policies, settings) as run:
         return run.evaluate()
 
 
-def task_run(
+def _task_run(
     agent: Callable[..., Any] | str | None,
     tasks: Tasks,
     reward: RewardFunction,

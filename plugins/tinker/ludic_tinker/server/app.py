@@ -26,9 +26,8 @@ from ludic_tinker.server.wire import bodies, messages
 try:
     from aiohttp import web
 
-    from ludic.http.app import AppServer, guard
+    from ludic.http.app import AppServer, Load, ServerLimits, allow_many_files, guard
     from ludic.http.errors import describe_error
-    from ludic.http.limits import Load, ServerLimits, allow_many_files
 except ImportError as error:
     raise MissingExtra("serve", "The HTTP server") from error
 

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -31,13 +31,13 @@ class ClientMessage:
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     reasoning: str = ""
-    """Of an assistant message; empty if the client does not send it back."""
+    """Reasoning of an assistant message; empty if the client does not send it back."""
     tool_calls: list[ToolCall] = field(default_factory=list)
     """In the OpenAI chat format; ids and arguments (JSON text) as the client sent them."""
     tool_call_id: str | None = None
-    """Of a tool message: the call that it answers."""
+    """The call that a tool message answers."""
     ids: tuple[str, ...] = ()
-    """Of an assistant message: every id in it, those of its tool calls included, which the gateway may have made."""
+    """Every id in an assistant message, those of its tool calls included; the gateway may have made them."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,7 +55,7 @@ class ModelRequest:
     seed: int | None = None
     stream: bool = False
     include_usage: bool = True
-    """Whether the events of a stream end with the token counts."""
+    """The events of a stream end with the token counts."""
     previous_id: str | None = None
     """The id of the reply that `messages` follow (`previous_response_id` of the Responses API)."""
     without_effect: tuple[str, ...] = ()
@@ -87,52 +87,13 @@ class Reply:
 
 @dataclass(kw_only=True, slots=True)
 class ReplyHead:
-    """What is known of a reply before its first token."""
+    """The facts of a reply that are known before its first token."""
 
     token: str
     model: str
     created: int
     num_prompt_tokens: int = 0
     """0 until the prompt is rendered."""
-
-
-class EventStream(Protocol):
-    """Writes one streamed reply as server-sent events, in a dialect."""
-
-    PING: ClassVar[bytes]
-    """An event (or a comment) that clients ignore; sent while the model is silent."""
-
-    def begin(self) -> bytes:
-        """Events before the first text."""
-        ...
-
-    def push(self, kind: PieceKind, text: str) -> bytes:
-        """The next piece of text. All reasoning comes before all content."""
-        ...
-
-    def end(self, reply: Reply) -> bytes:
-        """The text that was not pushed, the tool calls, the counts and everything that closes the stream."""
-        ...
-
-    def fail(self, error: ErrorFacts) -> bytes:
-        """An error in the middle of the stream; nothing follows."""
-        ...
-
-
-class Dialect(Protocol):
-    """One API: reads its bodies, writes its replies and errors."""
-
-    name: ClassVar[str]
-
-    def read(self, body: JSONObject) -> ModelRequest:
-        """ConfigError for a wrong or unsupported field, by name."""
-        ...
-
-    def whole(self, reply: Reply, request: ModelRequest) -> JSONObject: ...
-
-    def stream(self, head: ReplyHead, request: ModelRequest) -> EventStream: ...
-
-    def error(self, error: ErrorFacts) -> JSONObject: ...
 
 
 # --- ids ---
@@ -213,6 +174,36 @@ class Fields(Struct, kw_only=True):
         named = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         return named | {"top_k": 0} if self.top_k == -1 else named  # vLLM's way to say "all"
 
+    def request(
+        self,
+        messages: list[ClientMessage],
+        functions: Sequence["Function"],
+        without_effect: list[str],
+        *,
+        where: str,
+        stop: str | tuple[str, ...],
+        **more: Any,
+    ) -> ModelRequest:
+        """The request of the body; `where` is the field with the messages. ConfigError if names and ids in it are no text."""
+        made = ModelRequest(
+            messages=messages,
+            model=self.model,
+            tools=_read_tools(functions, self.tool_choice, without_effect),
+            stop=(stop,) if isinstance(stop, str) else stop,
+            sampling=self.sampling(),
+            seed=self.seed,
+            stream=self.stream,
+            without_effect=tuple(without_effect),
+            **more,
+        )
+        check_count(messages, where)
+        named = [(message.ids, message.tool_calls, message.tool_call_id) for message in messages]
+        try:
+            msgspec.json.encode((made.model, made.previous_id, made.stop, made.tools, named))
+        except (UnicodeEncodeError, OverflowError, RecursionError) as error:
+            raise ConfigError(f"A name, an id or a tool in the body cannot be encoded: {error}"[:300]) from error
+        return made
+
 
 class Function(Struct, kw_only=True):
     """A function that the model may call."""
@@ -232,7 +223,7 @@ class Function(Struct, kw_only=True):
 TAKES = {**SERVER_TAKES, "tools.type": "Only functions can be offered; this server runs no tools."}
 
 
-def read_tools(functions: Sequence[Function], choice: Any, without_effect: list[str]) -> list[JSONObject]:
+def _read_tools(functions: Sequence[Function], choice: Any, without_effect: list[str]) -> list[JSONObject]:
     """The tools in the OpenAI chat format; none with tool_choice "none"."""
     if isinstance(choice, dict) and choice.get("type") in ("auto", "none"):  # Anthropic's form
         choice = choice["type"]
@@ -257,17 +248,6 @@ def tool_call(id: str, name: str, arguments: str, where: str | None = None) -> T
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def checked(request: ModelRequest, where: str) -> ModelRequest:
-    """The request, if it may have so many messages and its names and ids are text."""
-    check_count(request.messages, where)
-    named = [(message.ids, message.tool_calls, message.tool_call_id) for message in request.messages]
-    try:
-        msgspec.json.encode((request.model, request.previous_id, request.stop, request.tools, named))
-    except (UnicodeEncodeError, OverflowError, RecursionError) as error:
-        raise ConfigError(f"A name, an id or a tool in the body cannot be encoded: {error}"[:300]) from error
-    return request
-
-
 # --- writing, for all dialects ---
 
 _SEPARATORS = [(text.encode(), f"\\u{ord(text):04x}".encode()) for text in "\x85\u2028\u2029"]
@@ -288,6 +268,7 @@ class EventWriter:
     """
 
     PING: ClassVar[bytes] = b": ping\n\n"
+    """An event (or a comment) that clients ignore; sent while the model is silent."""
 
     def __init__(self, head: ReplyHead, request: ModelRequest) -> None:
         self.head = head
@@ -297,14 +278,24 @@ class EventWriter:
         self._open: PieceKind | None = None
         self._pieces: dict[PieceKind, list[str]] = {}
 
+    def begin(self) -> bytes:
+        """Events before the first text."""
+        raise NotImplementedError
+
     def push(self, kind: PieceKind, text: str) -> bytes:
+        """The next piece of text. All reasoning comes before all content."""
         if not text:
             return b""
         opening = b"" if self._open == kind else self._change(kind)
         self._pieces[kind].append(text)
         return opening + self._delta(kind, text)
 
+    def fail(self, error: ErrorFacts) -> bytes:
+        """An error in the middle of the stream; nothing follows."""
+        raise NotImplementedError
+
     def end(self, reply: Reply) -> bytes:
+        """The text that was not pushed, the tool calls, the counts and everything that closes the stream."""
         events = []
         for kind, text in self._unsent(reply):
             events.append(self.push(kind, text))
@@ -351,5 +342,26 @@ class EventWriter:
 
 
 def is_cut(reply: Reply) -> bool:
-    """Whether the limit of tokens ended the reply within its text."""
+    """True if the limit of tokens ended the reply within its text."""
     return reply.finish_reason == "length" and not reply.tool_calls
+
+
+class Dialect:
+    """One API: reads its bodies, writes its replies and errors."""
+
+    name: ClassVar[str]
+    events: ClassVar[type[EventWriter]]
+
+    def read(self, body: JSONObject) -> ModelRequest:
+        """The request in a body; ConfigError for a wrong or unsupported field, by name."""
+        raise NotImplementedError
+
+    def whole(self, reply: Reply, request: ModelRequest) -> JSONObject:
+        """The body of a reply that is not streamed."""
+        raise NotImplementedError
+
+    def stream(self, head: ReplyHead, request: ModelRequest) -> EventWriter:
+        return self.events(head, request)
+
+    def error(self, error: ErrorFacts) -> JSONObject:
+        return error.openai_body()

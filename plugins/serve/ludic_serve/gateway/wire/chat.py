@@ -1,6 +1,6 @@
 """OpenAI chat completions. Reasoning is the field `reasoning_content` of a message, as vLLM writes it and most clients read it."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from msgspec import Struct
 
@@ -11,6 +11,7 @@ from ludic_serve.gateway.wire.canonical import (
     UNSUPPORTED,
     ClientMessage,
     Count,
+    Dialect,
     EventWriter,
     Fields,
     Function,
@@ -19,9 +20,7 @@ from ludic_serve.gateway.wire.canonical import (
     PieceKind,
     Reply,
     ReplyHead,
-    checked,
     flat,
-    read_tools,
     sse,
     tool_call,
 )
@@ -110,51 +109,7 @@ def _read_message(message: _Message, where: str) -> ClientMessage:
 # --- the dialect ---
 
 
-class Chat:
-    """`POST /v1/chat/completions`"""
-
-    name: ClassVar[str] = "chat"
-
-    def read(self, body: JSONObject) -> ModelRequest:
-        fields, without_effect = read_fields(body, _Fields, ACCEPTED, UNSUPPORTED, TAKES)
-        check_count(fields.messages, "messages")
-        if fields.stream_options is not None and not fields.stream:
-            without_effect.append("stream_options")
-        request = ModelRequest(
-            messages=[_read_message(message, f"messages[{i}]") for i, message in enumerate(fields.messages)],
-            model=fields.model,
-            tools=read_tools([tool.function for tool in fields.tools], fields.tool_choice, without_effect),
-            max_tokens=fields.max_completion_tokens or fields.max_tokens,
-            stop=(fields.stop,) if isinstance(fields.stop, str) else fields.stop,
-            sampling=fields.sampling(),
-            seed=fields.seed,
-            stream=fields.stream,
-            include_usage=not fields.stream or bool(fields.stream_options and fields.stream_options.include_usage),
-            without_effect=tuple(without_effect),
-        )
-        return checked(request, "messages")
-
-    def whole(self, reply: Reply, request: ModelRequest) -> JSONObject:
-        message: JSONObject = {"role": "assistant", "content": reply.content, "refusal": None}
-        if reply.reasoning:
-            message["reasoning_content"] = reply.reasoning
-        if reply.tool_calls:
-            message["content"] = reply.content or None
-            message["tool_calls"] = [
-                {"id": f"call_{reply.token}_{index}", "type": "function", "function": {**call["function"]}}
-                for index, call in enumerate(reply.tool_calls)
-            ]
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reply.finish_reason}
-        return {**_head("chat.completion", reply), "choices": [choice], "usage": _usage(reply)}
-
-    def stream(self, head: ReplyHead, request: ModelRequest) -> "ChatStream":
-        return ChatStream(head, request)
-
-    def error(self, error: ErrorFacts) -> JSONObject:
-        return error.openai_body()
-
-
-class ChatStream(EventWriter):
+class _ChatEvents(EventWriter):
     """Chunks that a client adds up, and at last `[DONE]`."""
 
     def begin(self) -> bytes:
@@ -187,6 +142,41 @@ class ChatStream(EventWriter):
     def _chunk(self, delta: JSONObject, finish_reason: str | None = None) -> bytes:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         return sse({**_head("chat.completion.chunk", self.head), "choices": [choice]})
+
+
+class Chat(Dialect):
+    """`POST /v1/chat/completions`"""
+
+    name = "chat"
+    events = _ChatEvents
+
+    def read(self, body: JSONObject) -> ModelRequest:
+        fields, without_effect = read_fields(body, _Fields, ACCEPTED, UNSUPPORTED, TAKES)
+        check_count(fields.messages, "messages")
+        if fields.stream_options is not None and not fields.stream:
+            without_effect.append("stream_options")
+        return fields.request(
+            [_read_message(message, f"messages[{i}]") for i, message in enumerate(fields.messages)],
+            [tool.function for tool in fields.tools],
+            without_effect,
+            where="messages",
+            stop=fields.stop,
+            max_tokens=fields.max_completion_tokens or fields.max_tokens,
+            include_usage=not fields.stream or bool(fields.stream_options and fields.stream_options.include_usage),
+        )
+
+    def whole(self, reply: Reply, request: ModelRequest) -> JSONObject:
+        message: JSONObject = {"role": "assistant", "content": reply.content, "refusal": None}
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if reply.tool_calls:
+            message["content"] = reply.content or None
+            message["tool_calls"] = [
+                {"id": f"call_{reply.token}_{index}", "type": "function", "function": {**call["function"]}}
+                for index, call in enumerate(reply.tool_calls)
+            ]
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reply.finish_reason}
+        return {**_head("chat.completion", reply), "choices": [choice], "usage": _usage(reply)}
 
 
 def _head(kind: str, reply: Reply | ReplyHead) -> JSONObject:

@@ -15,6 +15,7 @@ from ludic_serve.gateway.wire.canonical import (
     UNSUPPORTED,
     ClientMessage,
     Count,
+    Dialect,
     EventWriter,
     Fields,
     Function,
@@ -23,9 +24,7 @@ from ludic_serve.gateway.wire.canonical import (
     PieceKind,
     Reply,
     ReplyHead,
-    checked,
     flat,
-    read_tools,
     sse,
     tool_call,
 )
@@ -41,7 +40,7 @@ _ERROR_KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
 }  # fmt: skip
-"""By HTTP status; others are invalid_request_error below 500 and api_error from there."""
+"""Kinds of errors by HTTP status; others are invalid_request_error below 500 and api_error from there."""
 
 
 # --- fields ---
@@ -140,59 +139,7 @@ def _read_messages(messages: Sequence[_Message]) -> list[ClientMessage]:
 # --- the dialect ---
 
 
-class Messages:
-    """`POST /v1/messages` and `/v1/messages/count_tokens`"""
-
-    name: ClassVar[str] = "messages"
-
-    def read(self, body: JSONObject) -> ModelRequest:
-        fields, without_effect = read_fields(body, _Fields, ACCEPTED, UNSUPPORTED, _TAKES)
-        if fields.output_config is not None:
-            if fields.output_config.get("format") is not None:
-                raise unsupported("output_config.format", fields.output_config["format"])
-            without_effect.append("output_config")
-        messages = _read_messages(fields.messages)
-        if messages[-1].role == "assistant" and fields.max_tokens is not None:
-            raise ConfigError(
-                "messages: the last one is the assistant's, which asks to continue it; this server does not. "
-                "End with a user message."
-            )
-        if fields.system is not None:
-            messages.insert(0, ClientMessage(role="system", content=flat(fields.system)))
-        request = ModelRequest(
-            messages=messages,
-            model=fields.model,
-            tools=read_tools(fields.tools, fields.tool_choice, without_effect),
-            max_tokens=fields.max_tokens,
-            stop=fields.stop_sequences,
-            sampling=fields.sampling(),
-            seed=fields.seed,
-            stream=fields.stream,
-            without_effect=tuple(without_effect),
-        )
-        return checked(request, "messages")
-
-    def whole(self, reply: Reply, request: ModelRequest) -> JSONObject:
-        content: list[JSONObject] = []
-        if reply.reasoning:
-            content.append({"type": "thinking", "thinking": reply.reasoning, "signature": f"sig_{reply.token}"})
-        if reply.content or not reply.tool_calls:
-            content.append({"type": "text", "text": reply.content})
-        for index, call in enumerate(reply.tool_calls):
-            function = call["function"]
-            content.append(_tool_use(reply.token, index, function["name"], parse_json(function["arguments"])))
-        stop = _STOP_REASONS[reply.finish_reason]
-        return _message(reply, stop, content, _usage(reply))
-
-    def stream(self, head: ReplyHead, request: ModelRequest) -> "MessagesStream":
-        return MessagesStream(head, request)
-
-    def error(self, error: ErrorFacts) -> JSONObject:
-        kind = _ERROR_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": error.message}}
-
-
-class MessagesStream(EventWriter):
+class _MessagesEvents(EventWriter):
     """The message without content, the events of each block, then the stop reason and the counts."""
 
     PING: ClassVar[bytes] = sse({"type": "ping"}, "ping")
@@ -202,7 +149,7 @@ class MessagesStream(EventWriter):
         return _event("message_start", message=_message(self.head, None, [], usage))
 
     def fail(self, error: ErrorFacts) -> bytes:
-        return sse(Messages().error(error), "error")
+        return sse(_error(error), "error")
 
     def _opened(self, kind: PieceKind) -> bytes:
         if kind == "reasoning":
@@ -234,6 +181,56 @@ class MessagesStream(EventWriter):
 
     def _stop(self) -> bytes:
         return _event("content_block_stop", index=self.num_parts)
+
+
+class Messages(Dialect):
+    """`POST /v1/messages` and `/v1/messages/count_tokens`"""
+
+    name = "messages"
+    events = _MessagesEvents
+
+    def read(self, body: JSONObject) -> ModelRequest:
+        fields, without_effect = read_fields(body, _Fields, ACCEPTED, UNSUPPORTED, _TAKES)
+        if fields.output_config is not None:
+            if fields.output_config.get("format") is not None:
+                raise unsupported("output_config.format", fields.output_config["format"])
+            without_effect.append("output_config")
+        messages = _read_messages(fields.messages)
+        if messages[-1].role == "assistant" and fields.max_tokens is not None:
+            raise ConfigError(
+                "messages: the last one is the assistant's, which asks to continue it; this server does not. "
+                "End with a user message."
+            )
+        if fields.system is not None:
+            messages.insert(0, ClientMessage(role="system", content=flat(fields.system)))
+        return fields.request(
+            messages,
+            fields.tools,
+            without_effect,
+            where="messages",
+            stop=fields.stop_sequences,
+            max_tokens=fields.max_tokens,
+        )
+
+    def whole(self, reply: Reply, request: ModelRequest) -> JSONObject:
+        content: list[JSONObject] = []
+        if reply.reasoning:
+            content.append({"type": "thinking", "thinking": reply.reasoning, "signature": f"sig_{reply.token}"})
+        if reply.content or not reply.tool_calls:
+            content.append({"type": "text", "text": reply.content})
+        for index, call in enumerate(reply.tool_calls):
+            function = call["function"]
+            content.append(_tool_use(reply.token, index, function["name"], parse_json(function["arguments"])))
+        stop = _STOP_REASONS[reply.finish_reason]
+        return _message(reply, stop, content, _usage(reply))
+
+    def error(self, error: ErrorFacts) -> JSONObject:
+        return _error(error)
+
+
+def _error(error: ErrorFacts) -> JSONObject:
+    kind = _ERROR_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -5,7 +5,7 @@ Reasoning is an item whose summary is the whole text.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from msgspec import Struct, structs
 
@@ -17,6 +17,7 @@ from ludic_serve.gateway.wire.canonical import (
     UNSUPPORTED,
     ClientMessage,
     Count,
+    Dialect,
     EventWriter,
     Fields,
     Function,
@@ -25,10 +26,8 @@ from ludic_serve.gateway.wire.canonical import (
     PieceKind,
     Reply,
     ReplyHead,
-    checked,
     flat,
     is_cut,
-    read_tools,
     sse,
     token_in,
     tool_call,
@@ -218,72 +217,7 @@ def _read_turn(items: Sequence[_OfModel]) -> ClientMessage:
 # --- the dialect ---
 
 
-class Responses:
-    """`POST /v1/responses`"""
-
-    name: ClassVar[str] = "responses"
-
-    def read(self, body: JSONObject) -> ModelRequest:
-        items, tools = body.get("input"), body.get("tools")
-        hosted: dict[str, None] = {}
-        if isinstance(items, list):  # the type of a message may be missing
-            body = {**body, "input": [_with_type(item) for item in items]}
-        if isinstance(tools, list):
-            body = {**body, "tools": _without_hosted(tools, hosted)}
-        fields, without_effect = read_fields(body, _Fields, ACCEPTED, UNSUPPORTED, _TAKES)
-        if fields.text is not None:
-            if fields.text.get("format") not in (None, _TEXT["format"]):
-                raise unsupported("text.format", fields.text["format"])
-            without_effect.append("text")
-        if fields.include is not None:
-            if "message.output_text.logprobs" in fields.include:
-                raise unsupported("include", [*fields.include])
-            without_effect.append("include")
-        if isinstance(fields.input, str):
-            messages = [ClientMessage(role="user", content=flat(fields.input))]
-        else:
-            check_count(fields.input, "input")
-            messages = _read_items(fields.input)
-        if fields.instructions is not None:
-            messages.insert(0, ClientMessage(role="system", content=flat(fields.instructions)))
-        without_effect += hosted
-        functions, namespaces = _flat_tools(fields.tools)
-        read = read_tools(functions, fields.tool_choice, without_effect)
-        _check_names(functions)
-        request = ModelRequest(
-            messages=messages,
-            model=fields.model,
-            tools=read,
-            max_tokens=fields.max_output_tokens,
-            stop=(fields.stop,) if isinstance(fields.stop, str) else fields.stop,
-            sampling=fields.sampling(),
-            seed=fields.seed,
-            stream=fields.stream,
-            previous_id=fields.previous_response_id,
-            without_effect=tuple(without_effect),
-            namespaces=namespaces,
-        )
-        return checked(request, "input")
-
-    def whole(self, reply: Reply, request: ModelRequest) -> JSONObject:
-        status = "incomplete" if reply.finish_reason == "length" else "completed"
-        usage = {
-            "input_tokens": reply.num_prompt_tokens,
-            "input_tokens_details": {"cached_tokens": reply.num_cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": reply.num_completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},  # not counted apart
-            "total_tokens": reply.num_prompt_tokens + reply.num_completion_tokens,
-        }
-        return _response(reply, request, status, _output(reply, request.namespaces), usage)
-
-    def stream(self, head: ReplyHead, request: ModelRequest) -> "ResponsesStream":
-        return ResponsesStream(head, request)
-
-    def error(self, error: ErrorFacts) -> JSONObject:
-        return error.openai_body()
-
-
-class ResponsesStream(EventWriter):
+class _ResponsesEvents(EventWriter):
     """Numbered events: each item and each part of it is added, grows and is done; the last event has the whole response."""
 
     def __init__(self, head: ReplyHead, request: ModelRequest) -> None:
@@ -333,7 +267,7 @@ class ResponsesStream(EventWriter):
         return events + self._item("done", item)
 
     def _finish(self, reply: Reply) -> bytes:
-        response = Responses().whole(reply, self.request)
+        response = _whole(reply, self.request)
         return self._event(f"response.{response['status']}", response=response)
 
     def _item(self, what: Literal["added", "done"], item: JSONObject) -> bytes:
@@ -348,6 +282,66 @@ class ResponsesStream(EventWriter):
     def _event(self, event: str, **fields: Any) -> bytes:
         self._num_events += 1
         return sse({"type": event, "sequence_number": self._num_events - 1, **fields}, event)
+
+
+class Responses(Dialect):
+    """`POST /v1/responses`"""
+
+    name = "responses"
+    events = _ResponsesEvents
+
+    def read(self, body: JSONObject) -> ModelRequest:
+        items, tools = body.get("input"), body.get("tools")
+        hosted: dict[str, None] = {}
+        if isinstance(items, list):  # the type of a message may be missing
+            body = {**body, "input": [_with_type(item) for item in items]}
+        if isinstance(tools, list):
+            body = {**body, "tools": _without_hosted(tools, hosted)}
+        fields, without_effect = read_fields(body, _Fields, ACCEPTED, UNSUPPORTED, _TAKES)
+        if fields.text is not None:
+            if fields.text.get("format") not in (None, _TEXT["format"]):
+                raise unsupported("text.format", fields.text["format"])
+            without_effect.append("text")
+        if fields.include is not None:
+            if "message.output_text.logprobs" in fields.include:
+                raise unsupported("include", [*fields.include])
+            without_effect.append("include")
+        if isinstance(fields.input, str):
+            messages = [ClientMessage(role="user", content=flat(fields.input))]
+        else:
+            check_count(fields.input, "input")
+            messages = _read_items(fields.input)
+        if fields.instructions is not None:
+            messages.insert(0, ClientMessage(role="system", content=flat(fields.instructions)))
+        without_effect += hosted
+        functions, namespaces = _flat_tools(fields.tools)
+        request = fields.request(
+            messages,
+            functions,
+            without_effect,
+            where="input",
+            stop=fields.stop,
+            max_tokens=fields.max_output_tokens,
+            previous_id=fields.previous_response_id,
+            namespaces=namespaces,
+        )
+        _check_names(functions)
+        return request
+
+    def whole(self, reply: Reply, request: ModelRequest) -> JSONObject:
+        return _whole(reply, request)
+
+
+def _whole(reply: Reply, request: ModelRequest) -> JSONObject:
+    status = "incomplete" if reply.finish_reason == "length" else "completed"
+    usage = {
+        "input_tokens": reply.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": reply.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": reply.num_completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},  # not counted apart
+        "total_tokens": reply.num_prompt_tokens + reply.num_completion_tokens,
+    }
+    return _response(reply, request, status, _output(reply, request.namespaces), usage)
 
 
 def _output(reply: Reply, namespaces: Mapping[str, JSONObject]) -> list[JSONObject]:

@@ -17,8 +17,8 @@ from ludic.run.given import env_factory
 from ludic.run.resolve import resolve_play
 from ludic.run.settings import read_toml
 from ludic.types import load_rollouts
-from ludic_judges.prompt_search.cli.command import eval_command, read_command
-from ludic_judges.prompt_search.cli.config import PromptConfig
+from ludic_judges.prompt_search.command import eval_command, read_command
+from ludic_judges.prompt_search.config import PromptConfig
 from tests import forked
 from tests.unit.cli.runner import Result, invoke
 from tests.unit.cli.train_parts import ENV

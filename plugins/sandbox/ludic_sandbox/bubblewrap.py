@@ -23,12 +23,11 @@ from typing import Any
 
 from ludic.types import ConfigError
 from ludic_sandbox.interface import MB, Bind, SandboxError, SandboxLimits
-from ludic_sandbox.pool import BaseSandboxPool
 from ludic_sandbox.process import readable
-from ludic_sandbox.process_sandbox import BASE_ENV, ProcessSandbox
+from ludic_sandbox.process_sandbox import LauncherPool
 from ludic_sandbox.runner import seccomp
 from ludic_sandbox.runner.cgroup import MemoryGroups, memory_groups
-from ludic_sandbox.runner.runner_process import Isolation, RunnerProcess, start_runner, supervisor_command
+from ludic_sandbox.runner.runner_process import BASE_ENV, Isolation, RunnerProcess, start_runner, supervisor_command
 
 # --- the Python of the host that runs inside ---
 
@@ -271,16 +270,14 @@ class NamespaceIsolation(Isolation):
             self._groups.give_back(group)
 
 
-class BubblewrapSandboxPool(BaseSandboxPool):
+class BubblewrapSandboxPool(LauncherPool):
     """Sandboxes under bubblewrap."""
 
-    def __init__(self, config: BubblewrapConfig | None = None, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._config = config or BubblewrapConfig()
-        self._launcher = BubblewrapLauncher(self._config)
+    _launcher: BubblewrapLauncher
 
-    async def _make_sandbox(self) -> ProcessSandbox:
-        return ProcessSandbox(self._launcher, self._config.limits)
+    def __init__(self, config: BubblewrapConfig | None = None, **settings: Any) -> None:
+        config = config or BubblewrapConfig()
+        super().__init__(BubblewrapLauncher(config), config.limits, **settings)
 
     async def shutdown(self) -> None:
         await super().shutdown()

@@ -20,9 +20,9 @@ from typing import Any, Literal, NamedTuple, Self
 
 from ludic.types import ConfigError
 from ludic_sandbox.interface import MB, Bind, SandboxError, SandboxLimits
-from ludic_sandbox.pool import BaseSandboxPool
-from ludic_sandbox.process_sandbox import BASE_ENV, ProcessSandbox
+from ludic_sandbox.process_sandbox import LauncherPool
 from ludic_sandbox.runner.runner_process import (
+    BASE_ENV,
     GroupIsolation,
     Isolation,
     RunnerProcess,
@@ -180,20 +180,18 @@ class ContainerIsolation(Isolation):
         return ""
 
 
-class ContainerSandboxPool(BaseSandboxPool):
+class ContainerSandboxPool(LauncherPool):
     """Sandboxes that are containers of one engine."""
 
+    _launcher: ContainerLauncher
+
     def __init__(self, engine: Engine, config: ContainerConfig | None, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._config = config or ContainerConfig()
-        self._launcher = ContainerLauncher(engine, self._config)
+        config = config or ContainerConfig()
+        super().__init__(ContainerLauncher(engine, config), effective_limits(config), **settings)
 
     async def start(self) -> None:
         await self._launcher.remove_leftovers()
         await super().start()
-
-    async def _make_sandbox(self) -> ProcessSandbox:
-        return ProcessSandbox(self._launcher, effective_limits(self._config))
 
 
 class DockerSandboxPool(ContainerSandboxPool):
@@ -241,16 +239,12 @@ class ApptainerLauncher:
         return runner
 
 
-class ApptainerSandboxPool(BaseSandboxPool):
+class ApptainerSandboxPool(LauncherPool):
     """Sandboxes that are Apptainer containers. The command line is tested; it has not been run by Ludic's tests."""
 
     def __init__(self, config: ContainerConfig | None = None, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._config = config or ContainerConfig()
-        self._launcher = ApptainerLauncher(self._config)
-
-    async def _make_sandbox(self) -> ProcessSandbox:
-        return ProcessSandbox(self._launcher, effective_limits(self._config))
+        config = config or ContainerConfig()
+        super().__init__(ApptainerLauncher(config), effective_limits(config), **settings)
 
 
 # --- commands ---

@@ -4,7 +4,7 @@ import pytest
 
 from ludic.types import ConfigError
 from ludic_sandbox import SandboxLimits
-from ludic_sandbox.runner.runner_process import Job
+from ludic_sandbox.runner.runner_process import BASE_ENV, Job
 
 LIMITS = SandboxLimits(memory_mb=100, max_processes=7, workspace_mb=3)
 
@@ -19,7 +19,7 @@ def test_a_job_is_encoded_with_files_env_and_limits():
     job = Job(files={"main.py": b"pass"}, limits=LIMITS, timeout_s=2.0, env={"A": "b"}, stdin=b"not here")
     message = decoded(job)
     assert message["program"] == "/work/main.py" and message["cwd"] == "/work" and message["argv"] == []
-    assert message["env"] == {"HOME": "/work", "A": "b"} and message["files"] == [("main.py", b"pass")]
+    assert message["env"] == {**BASE_ENV, "HOME": "/work", "A": "b"} and message["files"] == [("main.py", b"pass")]
     assert message["rlimits"]["RLIMIT_AS"] == (100 + 64) << 20 and message["rlimits"]["RLIMIT_FSIZE"] == 3 << 20
     assert message["rlimits"]["RLIMIT_NPROC"] == 7 and message["rlimits"]["RLIMIT_CORE"] == 0
     assert "RLIMIT_NPROC" not in decoded(job, limit_processes=False)["rlimits"]

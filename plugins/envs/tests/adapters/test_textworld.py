@@ -16,8 +16,8 @@ import pytest
 from ludic import registry
 from ludic.envs import check_env
 from ludic.types import ConfigError, MissingPackage
-from ludic_envs.adapters.textworld import TextWorldEnv, games
-from ludic_envs.adapters.textworld.narrator import Fact, goals_told, sketched, told
+from ludic_envs.adapters import textworld
+from ludic_envs.adapters.textworld import Fact, TextWorldEnv, goals_told, sketched, told
 
 NAMES = {
     "r_0": "cellar", "r_1": "attic", "r_2": "shed", "c_0": "chest", "c_1": "box", "s_0": "shelf", "d_0": "hatch", "k_0": "key",
@@ -50,13 +50,13 @@ def test_episodes_that_ask_for_the_same_game_at_once_share_one(monkeypatch):
         return object()
 
     fake = types.SimpleNamespace(GameOptions=types.SimpleNamespace, make_game=generate)
-    monkeypatch.setattr(games, "_package", lambda name: fake)
-    monkeypatch.setattr(games, "Game", lambda generated: generated)
+    monkeypatch.setattr(textworld, "_package", lambda name: fake)
+    monkeypatch.setattr(textworld, "Game", lambda generated: generated)
     settings = json.dumps(
         {"level": None, "rooms": 1, "objects": 1, "quest_length": 1, "quest_breadth": "none but here"}
     )
     with ThreadPoolExecutor(8) as threads:
-        made = list(threads.map(lambda number: games.make_game(settings, number % 2), range(8)))
+        made = list(threads.map(lambda number: textworld.make_game(settings, number % 2), range(8)))
     assert sorted(asked) == [0, 1] and len(set(map(id, made))) == 2
 
 
@@ -114,7 +114,7 @@ def test_wrong_settings_are_refused(settings, text):
 @pytest.fixture
 def package():
     try:
-        games.require_package()
+        textworld.require_package()
     except MissingPackage as error:
         pytest.skip(str(error))
 

@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 from ludic.batch_gen import RolloutEngine
 from ludic.types import ConfigError, ProtocolSpec, Rollout, RolloutRequest, derive_seed, load_rollouts, save_rollouts
 from ludic.util.files import parse_json, replacing, write_json
-from ludic_judges.prompt_search.merging import Texts, merged_texts
-from ludic_judges.prompt_search.reflection import Merger, Reflector
+from ludic_judges.prompt_search.reflection import Merger, Reflector, Texts, merged_texts
 from ludic_judges.verdicts import JudgeError
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,16 @@ from ludic.http.tokens import require_secret
 from ludic.types import ConfigError
 from ludic_sandbox.interface import MB, SandboxError
 from ludic_sandbox.pool import BaseSandboxPool
-from ludic_sandbox.remote.wire import PROTOCOL, TOKEN_HEADER, Message, Result, ServerInfo, decode_message, encode
+from ludic_sandbox.requests import (
+    PROTOCOL,
+    TOKEN_HEADER,
+    Request,
+    RequestSandbox,
+    Result,
+    ServerInfo,
+    decode_request,
+    encode,
+)
 
 _LONGEST_WAIT_S = 600.0
 
@@ -46,9 +55,9 @@ class RunLimits:
             if not getattr(self, limit.name) > 0:
                 raise ConfigError(f"RunLimits.{limit.name}={getattr(self, limit.name)}; it must be above 0.")
 
-    def check(self, message: Message) -> None:
+    def check(self, request: Request) -> None:
         """ConfigError for a run that asks for more than it may."""
-        for name, value in message.asked().items():
+        for name, value in request.asked().items():
             limit = getattr(self, f"max_{name}")
             if value is not None and not value <= limit:
                 raise ConfigError(
@@ -196,17 +205,19 @@ class SandboxServer:
 
     async def _run(self, request: web.Request) -> web.Response:
         async with self._load.body(request) as data:
-            message = decode_message(data)
-            self._limits.check(message)
+            asked = decode_request(data)
+            self._limits.check(asked)
             async with self._turns.turn(request.remote or "", _wait_s(request)):
-                result = await self._result(message)
+                result = await self._result(asked)
         return web.Response(body=encode(result), content_type="application/msgpack")
 
-    async def _result(self, message: Message) -> Result:
+    async def _result(self, asked: Request) -> Result:
         await self._repair()
         sandbox = await self._pool.checkout(_LONGEST_WAIT_S)  # its turn has come: at most a reset is to be awaited
         try:
-            return await message.run(sandbox)
+            assert isinstance(sandbox, RequestSandbox), "those of every back end are"
+            result: Result = await sandbox.perform(asked)
+            return result
         finally:
             await self._pool.release(sandbox)
 

@@ -36,7 +36,7 @@ from ludic.types import ConfigError, InferenceSpec, ReturnSpec, RolloutRequest, 
 from ludic.util.files import replacing
 from ludic_judges import JudgeModel
 from ludic_judges.prompt_search import ModelReflector, PromptSearch
-from ludic_judges.prompt_search.cli.config import MAY_CHANGE_ON_RESUME, PromptConfig, resolve
+from ludic_judges.prompt_search.config import MAY_CHANGE_ON_RESUME, PromptConfig, resolve
 
 DESCRIPTION = (
     "Search for a better system prompt. A model reads episodes and rewrites the prompt; a rewrite that earns more is kept. No "

@@ -49,14 +49,14 @@ _NOT_CACHED = (Status.COMPILE_LIMIT, Status.RUN_LIMIT)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """For one program."""
+    """Limits of one program."""
 
-    compile_timeout_s: float
-    compile_memory_mb: int
-    run_timeout_s: float
-    run_memory_mb: int
-    edition: str
-    """Of the Rust language."""
+    compile_timeout_s: float = 60.0
+    compile_memory_mb: int = 2048
+    run_timeout_s: float = 10.0
+    run_memory_mb: int = 256
+    edition: str = "2021"
+    """The edition of the Rust language."""
 
     def __post_init__(self) -> None:
         if min(self.compile_timeout_s, self.compile_memory_mb, self.run_timeout_s, self.run_memory_mb) <= 0:

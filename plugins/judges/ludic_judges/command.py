@@ -37,7 +37,7 @@ RESCORED = "rescored"
 
 @dataclass(frozen=True)
 class RescoreArgs:
-    """What is scored."""
+    """The rollouts to score."""
 
     run: tyro.conf.Positional[Path]
     """A run folder, also one of `ludic eval`, or a file of rollouts (.jsonl, .jsonl.gz)."""
@@ -52,7 +52,7 @@ class RescoreArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class RescoreConfig:
-    """By what it is scored."""
+    """The scorers."""
 
     reward: RewardSettings = field(default_factory=RewardSettings)
 

@@ -31,7 +31,7 @@ class Shown(NamedTuple):
 
 @dataclass(slots=True)
 class PositionBias:
-    """How much a judge's verdicts depend on the order in which replies are shown."""
+    """The dependence of a judge's verdicts on the order in which replies are shown."""
 
     num_orders: int = 0
     """Verdicts on replies in some order."""
@@ -64,7 +64,7 @@ class PositionBias:
 
 
 class SiblingJudge(JudgeBase):
-    """What both judges of groups share: from the rollouts of groups to distinct replies, and back."""
+    """Base of both judges of groups: from the rollouts of groups to distinct replies, and back."""
 
     by_group = True
 

@@ -18,7 +18,7 @@ from ludic_judges.model import JudgeModel
 SOLVES = "The reply solves the task: it is right, complete and follows the task's instructions."
 DEFAULT_CRITERION = Criterion(name="solves", text=SOLVES, scale=(0, 10))
 Load: TypeAlias = Callable[[str], tuple[Any, HFChatTemplate, str]]
-"""From a model's place to its client, which has `close`, its chat template, and its name."""
+"""A function from a model's place to its client, which has `close`, its chat template, and its name."""
 
 
 class LazyJudge:

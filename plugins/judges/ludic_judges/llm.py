@@ -13,7 +13,7 @@ from ludic_judges.verdicts import DATA_NOTE, Case, Form, Score, Words, case_of, 
 
 COMPARED = "what the reply answers, what the right answer is, and whether the two agree"
 Show: TypeAlias = Callable[[Rollout], Case]
-"""What a judge is shown of a rollout, instead of `case_of`."""
+"""A replacement of `case_of`: the part of a rollout that a judge sees."""
 
 
 def shown_sections(case: Case, asking: Asking) -> list[str]:
@@ -26,7 +26,7 @@ def shown_sections(case: Case, asking: Asking) -> list[str]:
 
 
 class JudgeBase:
-    """What all judges share: a name, what answers their questions, what they are shown, and their metrics."""
+    """Base of all judges: a name, the model that answers, the part of a rollout that it sees, and metrics."""
 
     by_group = False
 
@@ -49,7 +49,7 @@ class JudgeBase:
         raise NotImplementedError
 
     def metrics(self) -> dict[str, float]:
-        """What the judge has cost since it was made, by the names of metrics."""
+        """The judge's cost since it was made, by the names of metrics."""
         return self.asking.cost.metrics(self.name)
 
 

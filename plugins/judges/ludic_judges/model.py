@@ -48,7 +48,7 @@ DEFAULT_SAMPLING = SamplingParams(temperature=0.0, max_tokens=512)
 
 @dataclass(slots=True)
 class JudgeCost:
-    """What a judge has cost so far."""
+    """The cost of a judge so far."""
 
     verdicts: int = 0
     """Verdicts given, cached ones included."""
@@ -120,7 +120,7 @@ class VerdictCache:
 
 @dataclass(slots=True)
 class _OfLoop:
-    """What belongs to one event loop: a judge may be used by a trainer's and by an evaluator's."""
+    """State of one event loop: a judge may be used by a trainer's and by an evaluator's."""
 
     calls: asyncio.Semaphore
     asking: "weakref.WeakValueDictionary[str, asyncio.Lock]" = field(default_factory=weakref.WeakValueDictionary)
@@ -163,7 +163,7 @@ class Asking:
         raise NotImplementedError
 
     def identity(self) -> Any:
-        """What a reply depends on beside the prompt, the model and the sampling; a part of the cache's key, as JSON."""
+        """Further facts that a reply depends on, in addition to prompt, model and sampling; a part of the cache's key, as JSON."""
         return None
 
     async def ask(self, question: str, form: Form) -> Verdict:

@@ -37,7 +37,7 @@ class RescoredRollout:
 
 @dataclass(slots=True)
 class Rescored:
-    """What rescoring has changed. Sub-tasks and rollouts that had failed before are in the new file, but not in these numbers."""
+    """The changes that rescoring has made, without sub-tasks and rollouts that had failed before; the new file holds those too."""
 
     rollouts: list[RescoredRollout] = field(default_factory=list)
     num_failed: int = 0
@@ -223,7 +223,7 @@ def agreement(scores: Sequence[float | None], correct: Sequence[bool], *, thresh
 
 
 def pair_accuracy(groups: Sequence[Sequence[tuple[float, bool]]]) -> float | None:
-    """Of the pairs of a right and a wrong sibling, the share in which the right one scores higher; a tie is half of one. This is
+    """The share of pairs of a right and a wrong sibling in which the right one scores higher; a tie is half of one. This is
     the area under the ROC curve within groups. `groups`: (score, correct) of each sibling. None if there is no such pair."""
     wins = [
         1.0 if good > bad else 0.5 if good == bad else 0.0

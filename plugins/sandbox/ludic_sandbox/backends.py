@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class SandboxBackend(StrEnum):
-    """How programs are isolated."""
+    """The ways in which programs are isolated."""
 
     AUTO = "auto"  # the first that works of bubblewrap and the container engines
     BUBBLEWRAP = "bubblewrap"

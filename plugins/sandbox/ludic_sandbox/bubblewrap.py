@@ -115,7 +115,7 @@ class BubblewrapConfig:
     python: str = "auto"
     """A version, the path of an interpreter, or "auto"; see `find_interpreter`."""
     binds: tuple[Bind, ...] = ()
-    """What every program sees of the host besides /usr, such as packages (name them in PYTHONPATH)."""
+    """Files and folders of the host that every program sees in addition to /usr, such as packages (name them in PYTHONPATH)."""
     uid: int = 64_999
     """The user that programs run as if Ludic runs as root. No other program should use it."""
     loopback: bool = False
@@ -172,7 +172,7 @@ class BubblewrapLauncher:
 
     @property
     def has_groups(self) -> bool:
-        """Whether memory is limited for all processes of a runner together."""
+        """True if memory is limited for all processes of a runner together."""
         return self._groups is not None
 
     @property

@@ -25,7 +25,7 @@ class SandboxServerArgs:
     port: int = 8002
     """Port; 0 takes a free one."""
     backend: str = "auto"
-    """How programs are isolated: bubblewrap, docker, podman, podman-hpc, apptainer; auto is the first that works."""
+    """Isolation of programs: bubblewrap, docker, podman, podman-hpc, apptainer; auto is the first that works."""
     workers: int | None = None
     """Programs that run at the same time. Default: one per core."""
     token_file: Path | None = None

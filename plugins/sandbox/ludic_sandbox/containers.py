@@ -44,9 +44,9 @@ class ContainerConfig:
     base_image: str | None = None
     """None: python:<python_version>-slim. The image must exist locally: nothing is pulled. Apptainer: a .sif file or a folder."""
     memory_limit: str = "256m"
-    """Of the container; a run that asks for more gets another container."""
+    """The container's memory; a run that asks for more gets another container."""
     cpu_quota: int | None = None
-    """Of 100,000 for one core; 0 is no limit. None: 50,000 with docker, no limit with podman."""
+    """CPU time per 100,000 of one core; 0 sets no limit. None: 50,000 with docker, no limit with podman."""
     network_disabled: bool = True
     working_dir: str = "/workspace"
     """The only writable folder. If the image has it, all users must have write permission."""
@@ -222,7 +222,7 @@ class ApptainerLauncher:
             raise SandboxError(f"The apptainer backend cannot be used: {problem}")
         self._config = config
         self._has_groups = os.geteuid() == 0 or Path("/sys/fs/cgroup/cgroup.controllers").exists()
-        """Whether Apptainer can limit memory and processes; with cgroups v1 it needs root."""
+        """True if Apptainer can limit memory and processes; with cgroups v1 it needs root."""
 
     async def start(self, limits: SandboxLimits, binds: Sequence[Bind] = ()) -> RunnerProcess:
         isolation = GroupIsolation()
@@ -347,7 +347,7 @@ def _own_names() -> str:
 
 
 def _owner_is_gone(name: str) -> bool:
-    """Whether a container's harness ran in this process namespace and has ended."""
+    """True if a container's harness ran in this process namespace and has ended."""
     prefix, pid, namespace, *_ = (*name.split("-"), "", "")
     if prefix != "ludic" or not pid.isdecimal() or namespace != str(os.stat("/proc/self/ns/pid").st_ino):
         return False
@@ -392,7 +392,7 @@ def engine_args(engine: str) -> tuple[str, ...]:
 
 
 class PodmanFacts(NamedTuple):
-    """What decides how podman is used on this host."""
+    """Facts that decide how podman is used on this host."""
 
     cgroups: str
     """v1 or v2."""
@@ -412,5 +412,5 @@ class PodmanFacts(NamedTuple):
 
     @property
     def has_limits(self) -> bool:
-        """Whether --memory and --pids-limit have an effect."""
+        """True if --memory and --pids-limit have an effect."""
         return not (self.is_rootless and self.cgroups == "v1")

@@ -57,7 +57,7 @@ class LRUCache(Generic[K, V]):
 
     @property
     def hit_rate(self) -> float:
-        """Of all lookups so far; 0 before the first."""
+        """Share of hits among all lookups so far; 0 before the first."""
         return self._counts["hits"] / max(1, self._counts["hits"] + self._counts["misses"])
 
 
@@ -110,7 +110,7 @@ class BaseSandboxPool(ABC):
 
     @property
     def has_given_up(self) -> bool:
-        """Whether the pool makes no more sandboxes until it is shut down and started again."""
+        """True if the pool makes no more sandboxes until it is shut down and started again."""
         return self._end is not None
 
     @abstractmethod
@@ -121,7 +121,7 @@ class BaseSandboxPool(ABC):
 
     @property
     def python_version(self) -> str:
-        """Of the Python inside; known once the pool has started."""
+        """Version of the Python inside; known once the pool has started."""
         return self._python_version
 
     @property

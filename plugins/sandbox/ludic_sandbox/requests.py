@@ -40,7 +40,7 @@ Result: TypeAlias = CompileResult | ExecutionResult | CommandResult
 
 
 class ServerInfo(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a client has to know of a server before its first run."""
+    """Facts that a client needs of a server before its first run."""
 
     protocol: int
     python_version: str
@@ -58,7 +58,7 @@ class Request(Struct, kw_only=True, tag=True, forbid_unknown_fields=True):
         raise NotImplementedError
 
     def asked(self) -> Mapping[str, float | None]:
-        """What it asks for, by the names of RunLimits without max_; None is the sandbox's default."""
+        """The requested amounts, by the names of RunLimits without max_; None is the sandbox's default."""
         return {"timeout_s": self.timeout_s}
 
     def failed(self, error: SandboxError) -> Any:

@@ -42,7 +42,7 @@ _LEFT_OUT = ""
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether the calls are right, and if not, why."""
+    """The grade of some calls, with the reason if they are wrong."""
 
     is_right: bool
     reason: str = ""
@@ -70,7 +70,7 @@ def grade(calls: Sequence[Call], accepted: Sequence[Accepted], functions: Sequen
 
 
 def _can_be_paired(fits: Sequence[Sequence[bool]], used: set[int]) -> bool:
-    """Whether every row can get a separate column."""
+    """True if every row can get a separate column."""
     if not fits:
         return True
     columns = (column for column, fit in enumerate(fits[0]) if fit and column not in used)
@@ -126,7 +126,7 @@ def _is_variable(value: Any, options: Sequence[Any]) -> bool:
 
 
 def accepts(option: Any, value: Any) -> bool:
-    """Whether a value is the accepted one. In an accepted object each key has a list of accepted values."""
+    """True if a value is the accepted one. In an accepted object each key has a list of accepted values."""
     if isinstance(option, Mapping) and isinstance(value, Mapping):
         return option == value or _accepts_object(option, value)
     if isinstance(option, list) and isinstance(value, list):
@@ -238,7 +238,7 @@ class BFCLEnv(SingleAgentEnv):
         ]
 
     def _record(self, name: str, /, **arguments: Any) -> str:
-        """What an agent that runs its calls (ToolAgent) gets instead of a result."""
+        """Record a call; an agent that runs its calls (ToolAgent) gets this text instead of a result."""
         self._recorded.append((name, arguments))
         return "The call is recorded. There is no result; end your turn when you have made all calls."
 

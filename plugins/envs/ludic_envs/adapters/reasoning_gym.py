@@ -138,7 +138,7 @@ _NO_NUMBER = re.compile(r"\b(?:nan|inf|infinity)[ij]?\b", re.IGNORECASE)
 
 
 def is_loophole(task: str, answer: str, entry: Entry) -> bool:
-    """Whether the answer must score 0, although the scorer may reward it."""
+    """True if the answer must score 0, although the scorer may reward it."""
     reference = str(entry["answer"])
     if _NO_NUMBER.search(answer) and not _NO_NUMBER.search(reference):
         return True

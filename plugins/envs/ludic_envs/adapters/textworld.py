@@ -169,7 +169,7 @@ class Game:
 
     @property
     def goals(self) -> list[Fact]:
-        """What makes the player win."""
+        """The facts that make the player win."""
         events = [quest.win_events[0] for quest in self.generated.quests if quest.win_events]
         return [fact for event in events for fact in as_facts(event.condition.preconditions)]
 
@@ -198,7 +198,7 @@ class Playthrough:
 
     @property
     def score(self) -> float:
-        """From 0 to 1."""
+        """The share of the highest score, from 0 to 1."""
         return float(self._progress.score) / self.game.max_score
 
     @property

@@ -1,4 +1,4 @@
-"""How a prompt changes: reflectors read rollouts and write a better prompt; merges put the changes of two candidates together.
+"""Changes of a prompt: reflectors read rollouts and write a better prompt; merges put the changes of two candidates together.
 
 GEPA's merge works on systems of several texts, and takes each text whole. In a search over one text, its sentences take their
 place; that needs no model.

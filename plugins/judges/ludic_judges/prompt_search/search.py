@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _CHOICE, _SAMPLING, _ENV, _MERGE = 0, 1, 2, 3
 STATE, _FILE = "search.json", "candidate_{:04d}.jsonl"
 Score: TypeAlias = Callable[[Sequence[Rollout]], float]
-"""From the rollouts of one episode to a number; more is better."""
+"""A function from the rollouts of one episode to a number; more is better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Candidate:
     parent: int | None = None
     """Place of the candidate that it was made from; None for a given one."""
     merged_with: int | None = None
-    """Of a merge: place of the second parent."""
+    """Place of the second parent of a merge."""
 
     @property
     def prompt(self) -> str:
@@ -95,7 +95,7 @@ class PromptSearch:
             raise ConfigError("start has no text, or prompts with different texts; give each the same names.")
         self.candidates: list[Candidate] = []
         self._rollouts: list[list[list[Rollout]]] = []
-        """Of each candidate, by task."""
+        """The rollouts of each candidate, by task."""
         self.num_episodes = self.num_reflections = self.num_rejected = self.num_merges = 0
         self._has_new = False
         """A candidate was kept since the last merge."""
@@ -280,7 +280,7 @@ class PromptSearch:
     _COUNTS = ("num_episodes", "num_reflections", "num_rejected", "num_merges")
 
     def _settings(self) -> dict[str, Any]:
-        """What makes a search this search."""
+        """Settings that a resumed search must share."""
         tasks = [[t.env.kind, dict(t.env.kwargs), t.protocol.kind, t.env_seed] for t in self._tasks]
         digest = hashlib.sha256(json.dumps(tasks, default=str, sort_keys=True).encode()).hexdigest()[:16]
         return {"start": self._start, "shown": self._shown, "seed": self._seed, "tasks": digest}

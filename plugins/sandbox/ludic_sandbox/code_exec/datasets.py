@@ -125,7 +125,7 @@ class APPSTestAdapter(TestAdapter):
 
     system_prompt = APPS_SYSTEM_PROMPT
     verifier: OutputVerifier = WhitespaceNormalizedVerifier()
-    """As on the sites that the problems come from."""
+    """The comparison of the sites that the problems come from."""
 
     def __init__(
         self,

@@ -147,7 +147,7 @@ def workspace_command(
 
 
 def needs_network(task: HarborTask) -> bool:
-    """Whether the task asks for one; Harbor's default is not counted."""
+    """True if the task asks for a network; Harbor's default is not counted."""
     return any(need.name == "network" for need in task.needs)
 
 

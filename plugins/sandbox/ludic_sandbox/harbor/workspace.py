@@ -49,10 +49,10 @@ _MAX_COMMAND = 100_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommandOutput:
-    """How one command ended."""
+    """The result of one command."""
 
     text: str
-    """What it wrote to stdout and stderr, in order."""
+    """Its stdout and stderr, in order."""
     exit_code: int | None
     """None if a signal or a limit ended it."""
     detail: str = ""
@@ -151,7 +151,7 @@ class RunnerWorkspace(Workspace):
 
     @property
     def pid(self) -> int:
-        """Of the outer process."""
+        """Number of the outer process."""
         return self._runner.pid
 
     async def _run(self, asked: WorkspaceCommand) -> CommandOutput:
@@ -190,7 +190,7 @@ class RunnerWorkspace(Workspace):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Paths:
-    """Where the folders of a workspace are. In a sandbox they are where the task says; a local workspace has them below `root`, and
+    """Locations of a workspace's folders. In a sandbox they are where the task says; a local workspace has them below `root`, and
     rewrites their names in commands and in the task's scripts, and back in what commands write."""
 
     root: str = ""

@@ -55,7 +55,7 @@ class ServerConnection:
         self.python_version = ""
         """Known after the first `info`."""
         self.is_doubtful = True
-        """Whether the server must be asked before the next run."""
+        """True if the server must be asked before the next run."""
         given = token if token is not None else next(filter(None, map(os.environ.get, TOKEN_VARIABLES)), None)
         # One connection per run: on a kept one that the server has closed meanwhile, a run may or may not have started.
         self._headers = {"Connection": "close", **({} if given is None else {TOKEN_HEADER: given})}
@@ -143,7 +143,7 @@ class ServerConnection:
 
 
 def _is_before_the_request(error: Unreachable) -> bool:
-    """Whether the connection was not made, so that no run can have started."""
+    """True if the connection was not made, so that no run can have started."""
     import aiohttp
 
     return isinstance(error.__cause__, aiohttp.ClientConnectorError)

@@ -37,7 +37,7 @@ _LONGEST_WAIT_S = 600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunLimits:
-    """What one run, one client and all clients together may ask of a server."""
+    """Limits of one run, of one client, and of all clients together."""
 
     max_timeout_s: float = 120.0
     max_memory_mb: int = 2048

@@ -78,7 +78,7 @@ class Job:
     keep: bool = False
     """The runner stays for another job; processes that this one leaves are killed, and its stdin is empty."""
     folder: str = ""
-    """Where it starts, and where its paths begin. Default: the workspace."""
+    """Its working folder, to which its paths are relative. Default: the workspace."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
@@ -128,7 +128,7 @@ class ExitFacts:
     """The supervisor's report of how the program ended."""
 
     status: int
-    """As waitpid gives it."""
+    """The wait status of waitpid."""
     run_ms: float
     cpu_ms: float
     peak: int
@@ -172,9 +172,9 @@ class RawRun:
     group_peak: int | None = None
     """Bytes of all processes together, where the kernel counts them."""
     isolation_error: str = ""
-    """How the isolation failed while the program ran, by no act of the program."""
+    """The failure of the isolation while the program ran, by no act of the program."""
     launcher_error: str = ""
-    """What the launcher or the supervisor wrote to stderr; empty in a healthy sandbox."""
+    """The last line that the launcher or the supervisor wrote to stderr; empty in a healthy sandbox."""
 
 
 # --- the process ---
@@ -238,7 +238,7 @@ class RunnerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the outer process."""
+        """Number of the outer process."""
         return self._process.pid
 
     @property
@@ -311,7 +311,7 @@ class RunnerProcess:
         raw.launcher_error = await self._last_error()
 
     async def _was_killed(self) -> bool:
-        """Whether SIGKILL has ended the outer process, after the end of its output."""
+        """True if SIGKILL has ended the outer process, after the end of its output."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SECOND_LOOK_S):
                 await self._process.wait()

@@ -144,7 +144,7 @@ def run_python(job: dict) -> None:
 
 
 def site_folders() -> list:
-    """What `import site` provides (exit(), help(), installed packages), without running .pth files."""
+    """Folders of installed packages. Like `import site`, this provides exit() and help(); .pth files are not run."""
     import site
 
     site.setquit()
@@ -186,7 +186,7 @@ def cut(text: object) -> str:
 
 
 def first_missing_import(statements: list) -> "tuple[str, int] | None":
-    """Of the imports at the beginning of the program: nothing runs before them, so a missing module is certain to fail."""
+    """The first missing module among the program's leading imports. Nothing runs before them, so the program is certain to fail."""
     for node in statements:
         kind = type(node).__name__
         if kind == "Import":

@@ -175,7 +175,7 @@ def main() -> None:
 
 
 def set_dumpable(flag: bool) -> None:
-    """Whether other processes of the user may inspect this one."""
+    """Allow or forbid other processes of the user to inspect this one."""
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, int(flag), 0, 0, 0)
 
 

@@ -13,7 +13,7 @@ from ludic_envs.workers import EnvPool
 from ludic_envs.workers.server import ServerAddress, connect, suggested_by
 
 
-class EnvWorkers(Feature):
+class _EnvWorkers(Feature):
     """Worker processes of this machine, or an env server on another."""
 
     name = "env_workers"
@@ -52,4 +52,4 @@ class EnvWorkers(Feature):
         )
 
 
-ENV_WORKERS = EnvWorkers()
+ENV_WORKERS = _EnvWorkers()

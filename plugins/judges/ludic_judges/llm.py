@@ -16,7 +16,7 @@ Show: TypeAlias = Callable[[Rollout], Case]
 """A replacement of `case_of`: the part of a rollout that a judge sees."""
 
 
-def shown_sections(case: Case, asking: Asking) -> list[str]:
+def _shown_sections(case: Case, asking: Asking) -> list[str]:
     """Task, reference and reply, quoted and delimited. The reply is last: a group shares the prompt before it."""
     task, reply = asking.quote(case.task), asking.quote(case.reply)
     parts = [section("task", task)]
@@ -76,7 +76,7 @@ class LLMJudge(JudgeBase):
 
     def question(self, case: Case) -> str:
         head = f"You grade a reply that another model gave to a task. The criterion:\n{self.criterion}\n\n{DATA_NOTE}"
-        return "\n\n".join([head, *shown_sections(case, self.asking)])
+        return "\n\n".join([head, *_shown_sections(case, self.asking)])
 
     async def grade(self, case: Case) -> float:
         verdict = await self.asking.ask(self.question(case), self.form)
@@ -134,7 +134,7 @@ class RubricJudge(JudgeBase):
         form: Form = {one.name: {"reason": Words(), "score": Score(*one.scale)} for one in self.criteria}
         listed = "\n".join(f"- {one.name}: {one.text}" for one in self.criteria)
         head = f"You grade a reply that another model gave to a task, by each of these criteria alone:\n{listed}\n\n{DATA_NOTE}"
-        found = await self.asking.ask("\n\n".join([head, *shown_sections(case, self.asking)]), form)
+        found = await self.asking.ask("\n\n".join([head, *_shown_sections(case, self.asking)]), form)
         return {one.name: Score(*one.scale).share(found[one.name]["score"]) for one in self.criteria}
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Mapping[str, float]]:

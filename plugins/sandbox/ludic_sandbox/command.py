@@ -45,7 +45,7 @@ class SandboxServerArgs:
     max_body_mb: int = 64
     """Size of one request: program, input and files."""
     drain_s: float = DRAIN_S
-    """Seconds that runs in progress may go on after SIGTERM or Ctrl-C."""
+    """Seconds that runs in progress may continue after SIGTERM or Ctrl-C."""
 
     def __post_init__(self) -> None:
         require_port(self.port)

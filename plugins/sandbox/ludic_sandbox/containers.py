@@ -114,7 +114,7 @@ _NO_SUBORDINATE_IDS = (
 )
 
 
-class ContainerState(NamedTuple):
+class _ContainerState(NamedTuple):
     """A container as the engine describes it."""
 
     id: str
@@ -151,7 +151,7 @@ class ContainerIsolation(Isolation):
         monitor = "0" if self._engine == "docker" else "{{.State.ConmonPid}}"
         shown = "{{.Id}} {{.State.Status}} {{.State.OOMKilled}} " + monitor
         try:
-            state = ContainerState.read(await _output(self._engine, "inspect", "--format", shown, name))
+            state = _ContainerState.read(await _output(self._engine, "inspect", "--format", shown, name))
             if state is not None:
                 self._was_killed_for_memory = state.was_killed_for_memory
                 self._was_running = state.status == "running"
@@ -180,7 +180,7 @@ class ContainerIsolation(Isolation):
         return ""
 
 
-class ContainerSandboxPool(LauncherPool):
+class _ContainerSandboxPool(LauncherPool):
     """Sandboxes that are containers of one engine."""
 
     _launcher: ContainerLauncher
@@ -194,14 +194,14 @@ class ContainerSandboxPool(LauncherPool):
         await super().start()
 
 
-class DockerSandboxPool(ContainerSandboxPool):
+class DockerSandboxPool(_ContainerSandboxPool):
     """Sandboxes that are Docker containers."""
 
     def __init__(self, config: ContainerConfig | None = None, **settings: Any) -> None:
         super().__init__("docker", config, **settings)
 
 
-class PodmanSandboxPool(ContainerSandboxPool):
+class PodmanSandboxPool(_ContainerSandboxPool):
     """Sandboxes that are Podman containers; `engine` may be podman-hpc."""
 
     def __init__(
@@ -214,7 +214,7 @@ class PodmanSandboxPool(ContainerSandboxPool):
         super().__init__(engine, config, **settings)
 
 
-class ApptainerLauncher:
+class _ApptainerLauncher:
     """Starts runner processes under `apptainer exec`, which has no daemon: a container is a process tree."""
 
     def __init__(self, config: ContainerConfig) -> None:
@@ -244,7 +244,7 @@ class ApptainerSandboxPool(LauncherPool):
 
     def __init__(self, config: ContainerConfig | None = None, **settings: Any) -> None:
         config = config or ContainerConfig()
-        super().__init__(ApptainerLauncher(config), effective_limits(config), **settings)
+        super().__init__(_ApptainerLauncher(config), effective_limits(config), **settings)
 
 
 # --- commands ---

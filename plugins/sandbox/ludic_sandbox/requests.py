@@ -153,7 +153,7 @@ class RequestSandbox(ABC):
         """The result; SandboxError if the sandbox fails."""
 
     async def perform(self, request: Request, binds: Sequence[Bind] = ()) -> Any:
-        """The result, of the request's `result_type`. A failure of the sandbox is one, too, except for `Compile`."""
+        """The result, of the request's `result_type`. A failure of the sandbox also gives one, except for `Compile`."""
         try:
             return await self._run(request, binds)
         except SandboxError as error:

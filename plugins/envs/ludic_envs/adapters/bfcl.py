@@ -83,7 +83,7 @@ def problem_with(call: Call, accepted: Accepted, described: Mapping[str, Mapping
     name, arguments = call
     if name not in (function, tool_name(function)):
         return f"calls {name} instead of {tool_name(function)}"
-    declared, required = parameters_of(described[function])
+    declared, required = _parameters_of(described[function])
     for key, value in arguments.items():
         if key not in declared or (key not in values and key not in required):
             return f"{key} is not expected"
@@ -93,7 +93,7 @@ def problem_with(call: Call, accepted: Accepted, described: Mapping[str, Mapping
     return next((f"{key} is missing" for key in sorted(needed) if key not in arguments), "")
 
 
-def parameters_of(function: Mapping[str, Any]) -> tuple[Mapping[str, Any], set[str]]:
+def _parameters_of(function: Mapping[str, Any]) -> tuple[Mapping[str, Any], set[str]]:
     """(declared parameters, names of the required ones)."""
     return function["parameters"].get("properties", {}), set(function["parameters"].get("required", ()))
 
@@ -147,10 +147,10 @@ def _folded(text: str) -> str:
     return _IGNORED.sub("", text).lower().replace("'", '"')
 
 
-def reference_call(accepted: Accepted, functions: Sequence[Mapping[str, Any]]) -> Call:
+def _reference_call(accepted: Accepted, functions: Sequence[Mapping[str, Any]]) -> Call:
     """A call that the grading accepts: the first value of each parameter."""
     ((function, values),) = accepted.items()
-    declared, required = parameters_of(next(each for each in functions if each["name"] == function))
+    declared, required = _parameters_of(next(each for each in functions if each["name"] == function))
     chosen = {key: value for key, value in _first_values(values).items() if key in declared}
     return tool_name(function), dict.fromkeys(sorted(required - chosen.keys()), "") | chosen
 
@@ -231,7 +231,7 @@ class BFCLEnv(SingleAgentEnv):
             tool_from_schema(
                 tool_name(function["name"]),
                 function.get("description", ""),
-                as_json_schema(function["parameters"]),
+                _as_json_schema(function["parameters"]),
                 partial(self._record, tool_name(function["name"])),
             )
             for function in self._functions
@@ -271,7 +271,7 @@ class BFCLEnv(SingleAgentEnv):
     def reference_action(self, agent_id: str) -> str | None:
         if "irrelevance" in self.category:
             return "No function fits."
-        calls = [reference_call(accepted, self._functions) for accepted in self._accepted]
+        calls = [_reference_call(accepted, self._functions) for accepted in self._accepted]
         calls = calls or [(tool_name(self._functions[0]["name"]), {})]
         return json.dumps([{"name": name, "arguments": arguments} for name, arguments in calls], ensure_ascii=False)
 
@@ -289,22 +289,22 @@ def _read_messages(question: Sequence[Sequence[Mapping[str, str]]]) -> tuple[str
 
 def _listed(functions: Sequence[Mapping[str, Any]]) -> str:
     described = (
-        {**function, "name": tool_name(function["name"]), "parameters": as_json_schema(function["parameters"])}
+        {**function, "name": tool_name(function["name"]), "parameters": _as_json_schema(function["parameters"])}
         for function in functions
     )
     return "\n".join(json.dumps(function, ensure_ascii=False) for function in described)
 
 
-def as_json_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _as_json_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """BFCL's description of a parameter as JSON schema: its types have Python's names."""
     schema = dict(parameters)
     if isinstance(schema.get("type"), str):
         schema["type"] = _JSON_TYPES.get(schema["type"], schema["type"])
     if isinstance(schema.get("properties"), Mapping):
-        schema["properties"] = {name: as_json_schema(each) for name, each in schema["properties"].items()}
+        schema["properties"] = {name: _as_json_schema(each) for name, each in schema["properties"].items()}
     for key in ("items", "additionalProperties"):
         if isinstance(schema.get(key), Mapping):
-            schema[key] = as_json_schema(schema[key])
+            schema[key] = _as_json_schema(schema[key])
     return schema
 
 

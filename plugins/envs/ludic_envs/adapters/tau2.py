@@ -103,7 +103,7 @@ def _stored_environment(domain: str) -> bytes:
     return pickle.dumps(_module(f"domains.{domain}.environment").get_environment())
 
 
-def make_environment(domain: str, solo_mode: bool = False) -> Any:
+def _make_environment(domain: str, solo_mode: bool = False) -> Any:
     """The package's environment of a domain; evaluators make more of them."""
     return pickle.loads(_stored_environment(domain))
 
@@ -111,7 +111,7 @@ def make_environment(domain: str, solo_mode: bool = False) -> Any:
 @functools.lru_cache(maxsize=len(DOMAINS))
 def _texts(domain: str) -> tuple[str, str]:
     """(the assistant's policy, the rules for the user simulator)."""
-    opened = make_environment(domain)
+    opened = _make_environment(domain)
     name = f"simulation_guidelines{'' if opened.user_tools is None else '_tools'}.md"
     rules = (package_folder() / "data" / "tau2" / "user_simulator" / name).read_text(encoding="utf-8")
     return str(opened.policy), rules.strip()
@@ -140,7 +140,7 @@ class PackageWorld:
     @property
     def _environment(self) -> Any:
         if self._opened is None:
-            self._opened = make_environment(self.domain)
+            self._opened = _make_environment(self.domain)
             start = self._task.initial_state
             self._opened.set_state(
                 initialization_data=start.initialization_data if start else None,
@@ -173,7 +173,7 @@ class PackageWorld:
     def grade(self) -> dict[str, float]:
         graders: dict[str, Callable[[], Any]] = {
             "env": lambda: _module("evaluator.evaluator_env").EnvironmentEvaluator.calculate_reward(
-                environment_constructor=functools.partial(make_environment, self.domain),
+                environment_constructor=functools.partial(_make_environment, self.domain),
                 task=self._task,
                 full_trajectory=self._messages,
             ),

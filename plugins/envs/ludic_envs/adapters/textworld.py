@@ -35,7 +35,7 @@ class Fact:
 
 
 @dataclass(slots=True)
-class Scene:
+class _Scene:
     """Facts sorted by what the narrator asks of them."""
 
     room: str = ""
@@ -47,7 +47,7 @@ class Scene:
     """Direction -> (room, door)."""
 
     @classmethod
-    def of(cls, facts: Iterable[Fact]) -> "Scene":
+    def of(cls, facts: Iterable[Fact]) -> "_Scene":
         listed = sorted(facts, key=lambda fact: (fact.name, fact.of))
         room = next(fact.of[1] for fact in listed if fact.name == "at" and fact.of[0] == _PLAYER)
         doors = {fact.of[::2]: fact.of[1] for fact in listed if fact.name == "link"}
@@ -65,7 +65,7 @@ class Scene:
 
 def told(facts: Iterable[Fact], names: Mapping[str, str]) -> str:
     """The player's surroundings in sentences."""
-    scene = Scene.of(facts)
+    scene = _Scene.of(facts)
     seen = [_described(thing, scene, names) for thing in scene.things[scene.room]]
     carried = [names[thing] for thing in scene.things[_INVENTORY]]
     ways = [
@@ -77,20 +77,20 @@ def told(facts: Iterable[Fact], names: Mapping[str, str]) -> str:
     )
 
 
-def _described(thing: str, scene: Scene, names: Mapping[str, str]) -> str:
+def _described(thing: str, scene: _Scene, names: Mapping[str, str]) -> str:
     state = scene.states.get(thing)
     held = [] if state in ("closed", "locked") else [names[each] for each in scene.things.get(thing, ())]
     details = [*([state] if state else []), *([f"with {' and '.join(held)}"] if held else [])]
     return f"{names[thing]} ({', '.join(details)})" if details else names[thing]
 
 
-def _way(direction: str, room: str, door: str | None, scene: Scene, names: Mapping[str, str]) -> str:
+def _way(direction: str, room: str, door: str | None, scene: _Scene, names: Mapping[str, str]) -> str:
     return f"{direction} through the {names[door]} ({scene.states.get(door, 'open')})" if door else direction
 
 
 def sketched(facts: Iterable[Fact], names: Mapping[str, str]) -> str:
     """The same in few characters, for small models."""
-    scene = Scene.of(facts)
+    scene = _Scene.of(facts)
     seen = [_described(thing, scene, names) for thing in scene.things[scene.room]]
     carried = [names[thing] for thing in scene.things[_INVENTORY]]
     return "\n".join(
@@ -171,10 +171,10 @@ class Game:
     def goals(self) -> list[Fact]:
         """The facts that make the player win."""
         events = [quest.win_events[0] for quest in self.generated.quests if quest.win_events]
-        return [fact for event in events for fact in as_facts(event.condition.preconditions)]
+        return [fact for event in events for fact in _as_facts(event.condition.preconditions)]
 
 
-class Playthrough:
+class _Playthrough:
     """One run through a game."""
 
     def __init__(self, game: Game) -> None:
@@ -194,7 +194,7 @@ class Playthrough:
 
     @property
     def facts(self) -> list[Fact]:
-        return as_facts(self._progress.state.facts)
+        return _as_facts(self._progress.state.facts)
 
     @property
     def score(self) -> float:
@@ -221,7 +221,7 @@ class Playthrough:
         """An adapter closes what it has opened; a playthrough holds nothing."""
 
 
-def as_facts(propositions: Sequence[Any]) -> list[Fact]:
+def _as_facts(propositions: Sequence[Any]) -> list[Fact]:
     return [Fact(each.name, tuple(argument.name for argument in each.arguments)) for each in propositions]
 
 
@@ -282,7 +282,7 @@ class TextWorldEnv(ReplayedEnv):
 
     def _begin(self, seed: int) -> dict[str, tuple[Observation, Info]]:
         number = seed if self.num_games is None else seed % self.num_games
-        self._live, self._num_moves = Playthrough(make_game(self._settings, number % 2**31)), 0
+        self._live, self._num_moves = _Playthrough(make_game(self._settings, number % 2**31)), 0
         intro = f"{self._live.game.objective}\n\n" if self.view == "full" else ""
         info: Info = {"game": number, "shortest": len(self._live.winning_commands())}
         return {"agent_0": (intro + self._shown(), info)}

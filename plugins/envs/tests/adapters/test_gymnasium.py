@@ -2,7 +2,6 @@
 
 import asyncio
 import pickle
-import sys
 
 import gymnasium
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from gymnasium import spaces
 
 from ludic.envs.check import check_env
-from ludic.types import ConfigError, MissingExtra, ResetNeeded
+from ludic.types import ConfigError, ResetNeeded
 from ludic_envs.adapters.gymnasium import AGENT, GymnasiumEnv
 
 pytestmark = pytest.mark.slow
@@ -194,9 +193,3 @@ def test_close_closes_the_env_and_a_reset_opens_it_again():
 def test_wrong_settings_are_refused_with_a_hint(settings, says):
     with pytest.raises(ConfigError, match=says):
         GymnasiumEnv(**settings)
-
-
-def test_without_the_package_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "gymnasium", None)
-    with pytest.raises(MissingExtra, match=r"ludic-rl\[gymnasium\]"):
-        GymnasiumEnv("FrozenLake-v1")

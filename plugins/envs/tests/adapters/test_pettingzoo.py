@@ -9,7 +9,7 @@ from gymnasium.spaces import Box, Discrete
 from pettingzoo import AECEnv, ParallelEnv
 
 from ludic.envs.check import check_env
-from ludic.types import ConfigError, MissingExtra, ResetNeeded, UnknownName
+from ludic.types import ConfigError, ResetNeeded, UnknownName
 from ludic_envs.adapters.pettingzoo import PettingZooEnv
 
 BOARD = "classic.tictactoe_v3"
@@ -211,12 +211,6 @@ def test_a_parallel_game_can_be_played_in_turns():
 def test_wrong_settings_are_refused_with_a_hint(settings, says):
     with pytest.raises(ConfigError, match=says):
         PettingZooEnv(**settings)
-
-
-def test_without_the_package_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pettingzoo", None)
-    with pytest.raises(MissingExtra, match=r"ludic-rl\[pettingzoo\]"):
-        PettingZooEnv(BOARD)
 
 
 def test_an_id_of_the_registry_plays_the_game_of_its_module():

@@ -2,7 +2,7 @@
 
 The candidate runs in its sandbox, makes the calls and answers with plain data. The assertions are judged without it: expressions
 outside the sandbox (`assertions`), anything more (loops, helpers, random inputs) by a test program in a separate sandbox run
-(`inside/check_program.py`). Rounds of calls go on until no judge needs another answer.
+(`inside/check_program.py`). Rounds of calls continue until no judge needs another answer.
 """
 
 import asyncio

@@ -57,7 +57,7 @@ class Setup:
 
 
 def read_dockerfile(text: str, context: Mapping[str, bytes]) -> Setup:
-    """`context` has the files beside the Dockerfile, by relative path."""
+    """`context` has the files next to the Dockerfile, by relative path."""
     setup, known = Setup(), dict[str, str]()
     has_stage = False
     for number, line in _logical_lines(text):

@@ -50,7 +50,7 @@ class HarborTask:
     image: str | None = None
     """A prebuilt image, for container workspaces."""
     context: Mapping[str, bytes] | None = None
-    """Files beside the Dockerfile and itself, for container workspaces; None without a Dockerfile."""
+    """The Dockerfile and the files next to it, for container workspaces; None without a Dockerfile."""
 
     @classmethod
     def read(cls, folder: str | Path, variables: Mapping[str, str] | None = None) -> "HarborTask":

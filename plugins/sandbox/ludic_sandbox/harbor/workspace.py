@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 WorkspaceKind: TypeAlias = Literal["bubblewrap", "podman", "docker", "unsafe-local"]
 HOME: Final = "/root"
 FOLDERS: Final = ("/app", "/logs", "/root", "/solution", "/tests", "/tmp")
-"""Writable in every workspace, beside the folders of the task."""
+"""Writable in every workspace, in addition to the folders of the task."""
 _LOCAL_UID = 64_999
 """The user of local workspaces if Ludic runs as root, as in ludic_sandbox.bubblewrap."""
 _MAX_COMMAND = 100_000
@@ -139,7 +139,7 @@ class Workspace(ABC):
 IN_FOLDER: Final = 'cd -- "$1" 2>/dev/null; exec /bin/bash -c "$2" 2>&1'
 
 
-class RunnerWorkspace(Workspace):
+class _RunnerWorkspace(Workspace):
     """A workspace behind a supervisor."""
 
     def __init__(self, runner: RunnerProcess, limits: SandboxLimits, paths: "Paths") -> None:
@@ -226,7 +226,7 @@ class _Shared:
 _shared: "WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared]" = WeakKeyDictionary()
 
 
-class BubblewrapWorkspace(RunnerWorkspace):
+class BubblewrapWorkspace(_RunnerWorkspace):
     """Folders in memory, in a sandbox. It ends with this process."""
 
     @classmethod
@@ -271,7 +271,7 @@ async def _leave(shared: _Shared) -> None:
 # --- no sandbox ---
 
 
-class LocalWorkspace(RunnerWorkspace):
+class LocalWorkspace(_RunnerWorkspace):
     """A temporary folder, and plain processes: no sandbox."""
 
     _warned = False

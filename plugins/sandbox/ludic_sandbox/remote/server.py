@@ -168,7 +168,7 @@ class SandboxServer:
             raise
 
     async def close(self, drain_s: float = 0.0) -> None:
-        """Stop listening; runs in progress may go on for `drain_s`, or until this is cancelled."""
+        """Stop listening; runs in progress may continue for `drain_s`, or until this is cancelled."""
         try:
             await self._app_server.close(drain_s)
         finally:

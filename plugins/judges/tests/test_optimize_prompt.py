@@ -235,11 +235,6 @@ def test_printed_evaluation_has_the_settings_of_the_search(flags):
     assert sampled == (searched.search.temperature, searched.search.top_p)
 
 
-def test_wrong_flag_is_answered_with_the_right_one(folder):
-    result = invoke(["optimize-prompt", "letter.py:Letter", "--max-episode", "9"])
-    assert "Did you mean --max-episodes" in str(result.exception)
-
-
 def test_env_with_several_roles_is_refused(folder):
     result = invoke(["optimize-prompt", "prisoners_dilemma", "--model", "tiny"])
     assert "searches for the prompt of one" in str(result.exception)

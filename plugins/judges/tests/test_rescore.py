@@ -209,11 +209,6 @@ def test_mistakes_are_named(args, message):
     assert isinstance(result.exception, ConfigError) and message in str(result.exception), result
 
 
-def test_a_folder_without_rollouts_is_named():
-    result = invoke(["rescore", "nothing", "--reward", "parts.py:is_digit"])
-    assert "neither a file of rollouts nor a run" in str(result.exception)
-
-
 def test_training_with_a_judge(judge: str):
     result = invoke(
         [

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from ludic_sandbox import CompileResult, CompileStatus, ExecutionResult, RunStatus
+from ludic_sandbox import CompileResult, CompileStatus, RunStatus
 from ludic_sandbox.process_sandbox import compile_verdict, run_verdict, termination
 from ludic_sandbox.runner.runner_process import ExitFacts, RawRun, read_compile_record, read_exit_facts
 
@@ -91,11 +91,3 @@ def test_frames_are_read_as_plain_values_and_nothing_else():
     assert (record.status, record.error_message, record.error_line) == (CompileStatus.SYNTAX_ERROR, "it's", 3)
     with pytest.raises(ValueError):
         read_exit_facts(b"__import__('os').abort()")
-
-
-def test_properties_of_a_result():
-    late = CompileResult(status=CompileStatus.TIMEOUT)
-    assert ExecutionResult(compile_result=late).timed_out and not ExecutionResult(compile_result=late).compiled
-    well = ExecutionResult(compile_result=GOOD, run_status=RunStatus.SUCCESS)
-    assert well.succeeded and not well.timed_out
-    assert ExecutionResult(compile_result=GOOD, run_status=RunStatus.TIMEOUT).timed_out

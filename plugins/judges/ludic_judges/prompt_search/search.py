@@ -59,7 +59,6 @@ class PromptSearch:
         reflector: Reflector,
         *,
         start: str | Texts | Sequence[str | Texts] = "",
-        argument: str = "system_prompt",
         shown: int = 3,
         max_merges: int = 0,
         score: Score | None = None,
@@ -69,7 +68,7 @@ class PromptSearch:
         folder: str | Path | None = None,
     ) -> None:
         """`start`: a prompt, or several; a dict is a prompt of several texts, by arguments of the engine's protocol factory.
-        `argument`: the one that gets a prompt that is a text. `shown`: tasks whose rollouts a reflection sees. `max_merges`: how
+        A prompt that is a text is `system_prompt`. `shown`: tasks whose rollouts a reflection sees. `max_merges`: how
         many merges are tried. `score`: instead of the sum of an episode's rewards. `folder`: the search is there after every
         round, and goes on from what is there."""
         if not tasks or not 1 <= shown <= len(tasks):
@@ -89,7 +88,7 @@ class PromptSearch:
         ]
         given = [start] if isinstance(start, (str, Mapping)) else start
         self._start: list[Texts] = []
-        for texts in ({argument: one} if isinstance(one, str) else dict(one) for one in given):
+        for texts in ({"system_prompt": one} if isinstance(one, str) else dict(one) for one in given):
             self._start += [texts] if texts not in self._start else []
         if not self._start or not self._start[0] or any(texts.keys() != self._start[0].keys() for texts in self._start):
             raise ConfigError("start has no text, or prompts with different texts; give each the same names.")

@@ -2,5 +2,5 @@
 
 Servers are in plug-ins: `ludic serve`, the gateway, Tinker's protocol, sandboxes, the viewer. Start with app.py (start, guard,
 end). address.py checks where a server listens, tokens.py who may ask, limits.py how much; errors.py says why a request is refused,
-and stopping.py hears signals. client.py sends requests.
+turns.py gives room to clients fairly, and stopping.py hears signals. client.py sends requests.
 """

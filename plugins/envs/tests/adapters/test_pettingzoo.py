@@ -190,14 +190,6 @@ def test_terminated_agents_stay_inactive_and_truncation_is_reported():
     assert (told["bob"].terminated, told["bob"].reward) == (True, 0.0)
 
 
-def test_a_parallel_game_can_be_played_in_turns():
-    env = started("classic.rps_v2", order="turns")
-    env.step({"player_0": "0"})
-    assert env.active_agents == ["player_1"]
-    told = env.step({"player_1": "1"})
-    assert {role: o.reward for role, o in told.items()} == {"player_0": -1.0, "player_1": 1.0}
-
-
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

@@ -3,7 +3,6 @@
 import importlib
 import json
 import os
-import pickle
 import random
 import subprocess
 import sys
@@ -154,15 +153,6 @@ def test_seeds_lead_to_as_many_games_as_asked_for(package):
     env = TextWorldEnv(**SMALL)
     shown = [env.reset(seed=seed)["agent_0"][0] for seed in range(6)]
     assert shown[:3] == shown[3:] and len(set(shown)) == 3
-
-
-def test_a_pickled_game_goes_on_where_it_was(package):
-    env = TextWorldEnv(rooms=3, objects=4, quest_length=3)
-    env.reset(seed=2)
-    env.step({"agent_0": env.reference_action("agent_0")})
-    copied = pickle.loads(pickle.dumps(env))
-    assert copied.legal_actions("agent_0") == env.legal_actions("agent_0")
-    assert copied.reference_action("agent_0") == env.reference_action("agent_0")
 
 
 def test_a_seed_gives_the_same_game_in_every_process(package):

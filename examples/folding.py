@@ -37,7 +37,7 @@ MEMORY: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Flags(ScriptFlags):
-    """What is remembered, for how long, and how."""
+    """The notes that are kept, for how long, and how."""
 
     memory: Literal["folding", "window", "full"] = "folding"
     """A summary after each turn, a window of one turn, or everything."""

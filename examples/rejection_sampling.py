@@ -22,7 +22,7 @@ from ludic.types import ConfigError, save_rollouts
 
 @dataclass(frozen=True)
 class Flags:
-    """What is played, and what of it is kept."""
+    """The episodes that are played, and the ones that are kept."""
 
     env: str = "tic_tac_toe"
     """Id of an env (`ludic envs`), or file.py:Class."""

@@ -23,7 +23,7 @@ from ludic.types import BatchSource, StepOutcome
 
 @dataclass(frozen=True)
 class Flags(ScriptFlags):
-    """How often what was sampled is imitated."""
+    """The length of a round."""
 
     updates_per_round: int = 2
     """Optimizer steps of one sampling."""

@@ -60,7 +60,7 @@ class Shop(DialogueEnv):
 @dataclass(frozen=True)
 class Settings:
     train: Literal["assistant", "user", "both"] = "assistant"
-    """Which role learns; the other is a script that repeats the colour it reads."""
+    """The role that learns; the other is a script that repeats the colour it reads."""
     updates: int = 60
     groups: int = 16
     """Tasks per update."""

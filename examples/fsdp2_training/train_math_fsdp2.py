@@ -43,13 +43,13 @@ from ludic_vllm.generation import serve_on_vllm
 
 @dataclass(frozen=True)
 class Flags(ScriptFlags):
-    """How the model is spread. Every rank is given the same flags; --resume is also right for a run that has not begun."""
+    """The sharding of the model. Every rank is given the same flags; --resume is also right for a run that has not begun."""
 
     cpu_offload: bool = False
     sync_gradients: Literal["last", "every"] = "last"
     """"every" needs far less memory with large models; see docs/scaling.md."""
     timeout_s: float = 7200.0
-    """How long a rank waits for another; longer than an evaluation takes."""
+    """Seconds that a rank waits for another; longer than an evaluation takes."""
 
 
 def settings(args: Sequence[str]) -> tuple[Flags, RunConfig]:
@@ -93,7 +93,7 @@ def checked(flags: Flags, config: RunConfig, ranks: Ranks) -> ResolvedRun:
 
 
 def train(run: ResolvedRun, flags: Flags, ranks: Ranks, stack: contextlib.ExitStack) -> bool:
-    """Whether all steps are done; False if the run was stopped before."""
+    """True if all steps are done; False if the run was stopped before."""
     # Only the first rank reads files: the others get their part of each weight, and the tokenizer, from it.
     loaded = load(run) if ranks.is_first else None
     tokenizer = ranks.broadcast(None if loaded is None else loaded.tokenizer)
@@ -123,7 +123,7 @@ async def until_done(trainer: Trainer, num_steps: int) -> None:
 
 
 def export(folder: Path) -> None:
-    """As a folder that everything reads, by one process and without a GPU."""
+    """Write a folder that every tool reads, in one process and without a GPU."""
     checkpoint = latest_checkpoint(folder)
     assert checkpoint is not None, "a run saves at its end"
     target = folder / f"model_{checkpoint.name}"
@@ -144,7 +144,7 @@ def load(run: ResolvedRun) -> LoadedModel:
 
 
 def serve(run: ResolvedRun, loaded: LoadedModel, stack: contextlib.ExitStack) -> ServedPolicy:
-    """What samples the policy, and what brings new weights there; on the first rank."""
+    """The client that samples the policy and the publisher that brings new weights there; on the first rank."""
     if run.config.rollouts.engine == "vllm":
         served = serve_on_vllm(run, loaded)
     else:

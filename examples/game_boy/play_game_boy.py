@@ -31,7 +31,7 @@ from ludic_game_boy.agent import MOVES, in_buttons
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is played. The script walks to the key and the door of the built-in game; elsewhere it presses at random."""
+    """The game that is played. The script walks to the key and the door of the built-in game; elsewhere it presses at random."""
 
     rom: str = "demo"
     """A cartridge file, or demo."""
@@ -90,7 +90,7 @@ async def play(settings: Settings) -> Rollout:
 
 
 def scripted_reply(request: TokenCompletionRequest) -> str:
-    """What the last message calls for: a summary, a note about the key, or buttons."""
+    """The kind of reply that the last message calls for: a summary, a note about the key, or buttons."""
     said = ByteTemplate().decode(request.prompt_token_ids)
     newest = said[max(said.rfind("<user>"), said.rfind("<tool>")) :]
     if "Before you go on" in newest:

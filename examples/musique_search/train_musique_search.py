@@ -25,7 +25,7 @@ HUB = "hub:dgslibisey/MuSiQue"
 
 @dataclass(frozen=True)
 class Flags(ScriptFlags):
-    """How much, and how long an episode is."""
+    """Amounts of training, and the length of an episode."""
 
     train_limit: int = 32
     """Questions to train on; each is asked once unless --steps says otherwise."""

@@ -64,22 +64,22 @@ class Settings:
     teacher: str = "smollm2-135m"
     """A folder, a hub id, smollm2-135m; or tiny: random weights and a token per character, to see the program run."""
     student_layers: int = 20
-    """How many of the teacher's layers the student keeps: two thirds of them from the front, the rest from the end."""
+    """Number of the teacher's layers that the student keeps: two thirds of them from the front, the rest from the end."""
     save_student: Path | None = None
     """Write the student, before any training, to this folder, for `ludic train --model`, and end."""
     kl: Literal["sampled", "reverse", "forward"] = "forward"
-    """From the sampled token alone; or over the vocabulary, in one direction or the other."""
+    """The divergence: from the sampled token alone, or over the vocabulary in one direction or the other."""
     top_k: int | None = None
     """Compare only the teacher's k likeliest tokens one by one, the others as one."""
     self_distillation: bool = False
     """The student is the whole teacher, and the teacher the same model with the hint before every prompt; kl is sampled."""
     hint: str = "Answer in one short sentence."
-    """What only the teacher is told."""
+    """A text that only the teacher is told."""
     steps: int = 16
     replies: int = 8
     """Per step."""
     max_tokens: int = 12
-    """Of a reply."""
+    """Tokens of a reply."""
     temperature: float = 1.0
     lr: float = 3e-4
     eval_every: int = 4

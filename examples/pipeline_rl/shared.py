@@ -1,4 +1,4 @@
-"""What the actor and the trainer of this folder agree on: the game, the algorithm, and where they meet."""
+"""Settings that the actor and the trainer of this folder share: the game, the algorithm, and where they meet."""
 
 from pathlib import Path
 

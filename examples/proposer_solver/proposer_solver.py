@@ -103,9 +103,9 @@ class Settings:
 
     out: Path = Path("runs/proposer_solver")
     updates: int = 100
-    """Of each policy."""
+    """Updates of each policy."""
     episodes: int = 48
-    """Of one update: as many proposals, and four attempts at each."""
+    """Proposals of one update, with four attempts at each."""
     lr: float = 1e-3
     entropy: float = 0.05
     """Weight of the proposer's entropy bonus."""

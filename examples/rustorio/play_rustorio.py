@@ -34,7 +34,7 @@ LONG_ENOUGH = InferenceSpec(sampling=SamplingParams(max_tokens=4096))
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is played. The script only knows games that bring a solution.rs."""
+    """The game that is played. The script only knows games that bring a solution.rs."""
 
     game: str = "demo"
     """Folder of the game's crate, or demo."""

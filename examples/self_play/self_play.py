@@ -101,14 +101,14 @@ class Settings:
     """Games of random legal play to warm up on."""
     warm_up_steps: int = 200
     updates: int = 80
-    """Of each player."""
+    """Updates of each player."""
     games: int = 64
-    """Of one update."""
+    """Games of one update."""
     rank: int = 16
-    """Of the adapters."""
+    """Rank of the adapters."""
     lr: float = 2e-3
     gamma: float = 0.7
-    """How much a move is credited for what came one move later: a blunder is mostly the last move's fault."""
+    """The share of credit that a move gets for what came one move later: a blunder is mostly the last move's fault."""
     kl: float = 0.02
     """Weight of the distance from the base: a player that is sure of its move too soon learns no other."""
     league: bool = False
@@ -116,7 +116,7 @@ class Settings:
     snapshot_every: int = 20
     """Updates between two members of the leagues, which the table rates."""
     rating_games: int = 40
-    """Of every pair in the table, in each of the two seatings."""
+    """Games of every pair in the table, in each of the two seatings."""
 
 
 def main(args: list[str]) -> int:
@@ -343,7 +343,7 @@ class Table:
 
 
 def legal_share(rollouts: Sequence[Rollout]) -> Estimate:
-    """Of all moves; a game is a sample of several."""
+    """The share of legal moves; a game is a sample of several."""
     moves = [[not step.info["illegal_move"] for step in r.env_steps if step.action] for r in rollouts]
     games = [legal for legal in moves if legal]
     return share_estimate([sum(legal) / len(legal) for legal in games], num_samples=sum(map(len, games)))

@@ -1,4 +1,4 @@
-"""What first_run.py shows while it works: a line now and then, and in a terminal the newest numbers below."""
+"""The display of first_run.py while it works: a line now and then, and in a terminal the newest numbers below."""
 
 from collections.abc import Mapping, Sequence
 

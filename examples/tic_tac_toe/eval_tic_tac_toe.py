@@ -1,4 +1,4 @@
-"""How well models play: results, mistakes and optimal moves, each with a 95 % confidence interval.
+"""Measures how well models play: results, mistakes and optimal moves, each with a 95 % confidence interval.
 
 Shows: `Run.play` and ludic.eval on held-out games, and your own metric (optimal moves) from the rollouts.
 Needs: a model; several are compared on the same games.

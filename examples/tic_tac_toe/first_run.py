@@ -103,7 +103,7 @@ def main(settings: Settings, *, out: Path = Path("runs/first_run"), resume: Path
 
 
 def run_folder(given: Settings, out: Path, resume: Path | None) -> tuple[Settings, Path]:
-    """Where the run is written, and the settings that it began with. An earlier run is never overwritten."""
+    """The folder of the run, and the settings that it began with. An earlier run is never overwritten."""
     if resume is None:
         folder, number = out, 1
         while folder.exists():

@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: the game, how a reply is read, and players that need no model."""
+"""Parts that the scripts of this folder share: the game, how a reply is read, and players that need no model."""
 
 import random
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from ludic.types import ChatClient, Info, Observation, Rollout, derive_seed
 
 Player = Literal["minimax", "random"]
 MAX_MOVES = 5
-"""Of the agent in one game."""
+"""Moves of the agent in one game."""
 last_cell = pattern_parser(r"\b[ABC][123]\b")
 """The last cell that a reply names is its move; a reply that names none costs what an illegal move does."""
 

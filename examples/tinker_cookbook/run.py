@@ -47,7 +47,7 @@ def know_model(name: str, renderer: str) -> None:
 
 
 def run_recipe(recipe: str, settings: list[str], *, hub: Path, renderer: str) -> None:
-    """What `python -m tinker_cookbook.recipes.RECIPE SETTINGS` does, in the folder `hub`."""
+    """Run `python -m tinker_cookbook.recipes.RECIPE SETTINGS` in the folder `hub`."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     model = next((word.partition("=")[2] for word in settings if word.startswith("model_name=")), MODEL)

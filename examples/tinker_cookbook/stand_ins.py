@@ -65,7 +65,7 @@ def _conversations() -> list[Row]:
 
 
 def _sums(number: int) -> list[Row]:
-    """What `math_rl.train env=arithmetic` asks, answered: a warm start for models that cannot add."""
+    """Answered questions of `math_rl.train env=arithmetic`: a warm start for models that cannot add."""
     rng = random.Random(0)
     pairs = [(rng.randint(0, 100), rng.randint(0, 100)) for _ in range(number)]
     return [{"messages": [*_asked(4, 5), *_asked(first, second)]} for first, second in pairs]

@@ -11,7 +11,7 @@ import os
 import time
 from pathlib import Path
 
-from ludic_sandbox.harbor import HarborFamilyEnv
+from ludic import registry
 
 
 def left_behind() -> dict[str, int]:
@@ -29,7 +29,7 @@ def left_behind() -> dict[str, int]:
 
 async def episode(kind: str, seed: int, gate: asyncio.Barrier) -> tuple[float, float]:
     """The reward, and seconds from the first observation to the grade. All workspaces are open before the first is used."""
-    env = HarborFamilyEnv(workspace=kind, max_level=4)
+    env = registry.make("env", "examples/harbor_tasks/family.py:HarborFamilyEnv", workspace=kind, max_level=4)
     await env.async_reset(seed=seed)
     await gate.wait()
     started = time.perf_counter()

@@ -18,7 +18,7 @@ from ludic.run.settings import read_pair, read_toml
 from ludic.training.checkpoint.manifest import CheckpointError, read_object
 from ludic.types import ConfigError, load_rollouts
 from ludic.util.metrics_file import read_metrics
-from ludic_envs.adapters.openenv.actions import ActionFormat, UnreadableAction
+from ludic_envs.adapters.openenv_actions import ActionFormat, UnreadableAction
 from ludic_judges.llm import read_criteria
 from ludic_ops.scaling import read_shape
 from ludic_pipeline.launch.launch import ray_resources

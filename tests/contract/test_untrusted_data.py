@@ -63,7 +63,7 @@ ALLOWED = {
     ("src/ludic/distributed/ranks.py", "broadcast_object_list"): RANKS,
     ("src/ludic/training/checkpoint/manager.py", "all_gather_object"): RANKS,
     (
-        "plugins/envs/ludic_envs/adapters/tau2/world.py",
+        "plugins/envs/ludic_envs/adapters/tau2.py",
         "pickle",
     ): "copies an environment of this process; the bytes never leave it",
     ("src/ludic/envs/check/contract.py", "pickle"): "copies an env of this process; the bytes never leave it",

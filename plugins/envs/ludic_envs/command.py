@@ -32,7 +32,7 @@ class EnvServerArgs:
     env_timeout: float = 600.0
     """Seconds after which a worker whose event loop stands still is killed; 0 is no limit."""
     env_memory_mb: int | None = None
-    """What the envs of one worker may allocate together. Default: no limit."""
+    """Memory that the envs of one worker may allocate together. Default: no limit."""
     insecure: Switch = False
     """Admit clients without a token."""
 

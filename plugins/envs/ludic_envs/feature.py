@@ -13,7 +13,7 @@ from ludic_envs.workers import EnvPool
 from ludic_envs.workers.server import ServerAddress, connect, suggested_by
 
 
-class EnvWorkers(Feature):
+class _EnvWorkers(Feature):
     """Worker processes of this machine, or an env server on another."""
 
     name = "env_workers"
@@ -22,7 +22,7 @@ class EnvWorkers(Feature):
         return bool(config.env.env_workers) or config.env.env_server is not None
 
     def pool(self, env: EnvSettings, factory: EnvFactory) -> EnvPool:
-        """What holds the envs. Workers are started by the first episode."""
+        """The pool that holds the envs. Workers are started by the first episode."""
         if env.env_server is not None:
             return EnvPool(env.id, server=env.env_server)
         return EnvPool(
@@ -52,4 +52,4 @@ class EnvWorkers(Feature):
         )
 
 
-ENV_WORKERS = EnvWorkers()
+ENV_WORKERS = _EnvWorkers()

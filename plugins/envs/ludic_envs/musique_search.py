@@ -149,7 +149,7 @@ class MuSiQueSearchEnv(SingleAgentEnv):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Paragraph:
+class _Paragraph:
     """One document of the question's knowledge base."""
 
     title: str
@@ -162,7 +162,7 @@ class Paragraph:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hop:
+class _Hop:
     """One step towards the answer."""
 
     question: str
@@ -180,8 +180,8 @@ class MuSiQueSample:
     answer: str
     aliases: tuple[str, ...]
     """Other spellings of the answer."""
-    paragraphs: tuple[Paragraph, ...]
-    hops: tuple[Hop, ...]
+    paragraphs: tuple[_Paragraph, ...]
+    hops: tuple[_Hop, ...]
     """Empty where the sample has none."""
 
     @property
@@ -215,21 +215,21 @@ def _one_of(mapping: Mapping[str, Any], sample: str, *keys: str) -> Any:
     )
 
 
-def _paragraph(paragraph: Mapping[str, Any], sample: str) -> Paragraph:
-    return Paragraph(
+def _paragraph(paragraph: Mapping[str, Any], sample: str) -> _Paragraph:
+    return _Paragraph(
         title=str(_one_of(paragraph, sample, "title")),
         text=str(_one_of(paragraph, sample, "text", "paragraph_text")),
         is_supporting=bool(paragraph.get("is_supporting", False)),
     )
 
 
-def _hops(decomposition: Sequence[Mapping[str, Any]], sample: str) -> tuple[Hop, ...]:
-    hops: list[Hop] = []
+def _hops(decomposition: Sequence[Mapping[str, Any]], sample: str) -> tuple[_Hop, ...]:
+    hops: list[_Hop] = []
     for step in decomposition:
         question = str(_one_of(step, sample, "question"))
         for number, earlier in enumerate(hops, start=1):
             question = re.sub(rf"#{number}\b", lambda _, hop=earlier: hop.answer, question)  # type: ignore[misc]
-        hops.append(Hop(question=question, answer=str(_one_of(step, sample, "answer"))))
+        hops.append(_Hop(question=question, answer=str(_one_of(step, sample, "answer"))))
     return tuple(hops)
 
 
@@ -240,7 +240,7 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
 def normalized(text: str) -> str:
-    """As SQuAD's evaluation does: lower case, without ASCII punctuation and articles, white space collapsed."""
+    """The text as SQuAD's evaluation compares it: lower case, without ASCII punctuation and articles, white space collapsed."""
     plain = text.lower().translate(_NO_PUNCTUATION)
     return " ".join((_ARTICLES.sub(" ", plain).split()) or plain.split())  # an answer that is an article stays one
 

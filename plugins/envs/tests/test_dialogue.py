@@ -3,13 +3,12 @@
 import pytest
 
 from ludic.agents import Agent
-from ludic.batch_gen import RolloutEngine, SharedRollouts, assign_roles
+from ludic.batch_gen import RolloutEngine, assign_roles
 from ludic.context import FullDialog
 from ludic.envs import check_env
 from ludic.inference import ByteTemplate, ScriptedClient
 from ludic.interaction import Policies
 from ludic.parsers import raw_parser
-from ludic.rewards import FunctionScorer, Rewards
 from ludic.types import ConfigError, EnvSpec, InferenceSpec, ProtocolSpec, ReturnSpec, RolloutRequest, StopReason
 from ludic_envs.dialogue import ASSISTANT, USER, DialogueEnv
 
@@ -96,22 +95,6 @@ def make_agent(client, name) -> Agent:
     return Agent(client=client, model=name, ctx=FullDialog(), parser=raw_parser, chat_template=ByteTemplate())
 
 
-class Talker(ScriptedClient):
-    """Says its lines in turn, by how many messages it has written."""
-
-    def __init__(self, *lines: str) -> None:
-        super().__init__(lambda request: lines[self.num_written(request) % len(lines)])
-
-    @staticmethod
-    def num_written(request) -> int:
-        return ByteTemplate().decode(request.prompt_token_ids.tolist()).count("assistant") - 1
-
-
-class Total:
-    def compute(self, rollouts):
-        return {(r.id, step.index): r.total_reward for r in rollouts for step in r.steps}
-
-
 def table(user, assistant, **settings) -> RolloutEngine:
     policies = Policies({"simulator": user, "helper": assistant}, make_agent)
     return RolloutEngine(protocol_registry={"talk": policies.protocol}, **settings)
@@ -146,25 +129,3 @@ async def test_two_scripted_agents_talk_until_the_assistant_submits():
     assert [step.action for step in roles[USER].agent_steps] == ["I need a table.", "Four, at seven."]
     assert roles[ASSISTANT].stop is StopReason.TERMINATED and roles[ASSISTANT].env_steps[-1].info["correct"]
     assert "For how many, and when?" in seen[1] and "\n\nFor how many" not in seen[1], "no blank lines for its own move"
-
-
-@pytest.mark.parametrize("trained", [["helper"], ["simulator"], ["helper", "simulator"]], ids="+".join)
-async def test_either_role_or_both_get_batches_and_the_frozen_one_none(trained):
-    engine = table(ScriptedClient(lambda r: "Four at seven."), ScriptedClient(lambda r: "SUBMIT: 4 19:00"))
-    shared = SharedRollouts(engine, requests_fn=lambda: [REQUEST] * 3, max_steps=16)
-    sources = {name: shared.batches_for(name, credit_assigner=Total()) for name in trained}
-    for name, source in sources.items():
-        batch = await source.next_batch()
-        assert {item.origin.policy for item in batch.items} == {name} and len(batch.items) == 3
-        assert {item.origin.agent_id for item in batch.items} == {USER if name == "simulator" else ASSISTANT}
-
-
-async def test_scorers_see_both_roles_and_may_score_one():
-    def brief(rollout):
-        return {"words": -float(len(rollout.agent_steps[0].action.split()))} if rollout.agent_id == ASSISTANT else {}
-
-    rewards = Rewards([FunctionScorer(brief)], {"brief": 0.1})
-    engine = table(Talker("Four at seven."), Talker("SUBMIT: 4 19:00"), rewards=rewards)
-    roles = by_role(await engine.generate_rollouts([REQUEST], max_steps=16))
-    assert roles[ASSISTANT].reward_components == {"env": 1.0, "brief/words": pytest.approx(-0.3)}
-    assert roles[USER].reward_components == {"env": 1.0}

@@ -40,13 +40,7 @@ async def use_everything(kept: list[Tool]) -> None:
     async with mcp_tools(SERVER, env={"TOLD": "a secret"}, prefix="my_", timeout_s=20) as tools:
         by_name = {tool.name: tool for tool in tools}
         assert set(by_name) == {
-            "my_add",
-            "my_geo_mirror",
-            "my_refuse",
-            "my_sleep",
-            "my_picture",
-            "my_environment",
-            "my_die",
+            f"my_{name}" for name in ["add", "geo_mirror", "refuse", "sleep", "picture", "environment", "die"]
         }
         add = by_name["my_add"]
         kept.append(add)

@@ -1,4 +1,4 @@
-"""Against the package `openenv`: our client with its server, and its training traces.
+"""Against the package `openenv`: our client with its server.
 
 It brings Gradio and pandas (92 MB of wheels) and an older `mcp` than ours, so it is not in the test environment. By hand: a virtual
 environment with `pip install openenv` and Ludic, then `python -m pytest plugins/envs/tests/test_openenv_package.py`.
@@ -19,10 +19,8 @@ from fastmcp import FastMCP
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 from openenv.core.env_server.mcp_environment import MCPEnvironment
 from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
-from openenv.core.harness.training import TrainingTrace
 from pydantic import Field
 
-from ludic.batch_gen.training_traces import read_training_traces
 from ludic.envs import check_env
 from ludic.tools import Tool
 from ludic_envs.adapters.openenv import OpenEnvEnv, OpenEnvError
@@ -162,14 +160,6 @@ async def test_typed_actions_rewards_and_state_arrive(guess):
     await env.async_close()
 
 
-async def test_an_exception_of_the_env_fails_the_episode(guess):
-    env = OpenEnvEnv(guess)
-    await env.async_reset(seed=0)
-    with pytest.raises(OpenEnvError, match="seven is broken"):
-        await env.async_step({"agent_0": "7"})
-    await env.async_close()
-
-
 async def test_a_full_server_is_waited_for():
     with served(create_fastapi_app(Guess, GuessAction, GuessObservation)) as url:  # one session
 
@@ -197,40 +187,3 @@ async def test_mcp_tools_are_the_tools_of_the_episode_and_earn_rewards(calculato
     end = (await env.async_step({"agent_0": "I have handed it in."}))["agent_0"]
     assert (end.reward, end.terminated) == (1.0, True)
     await env.async_close()
-
-
-async def test_a_tool_call_may_be_written_as_json(calculator):
-    env = OpenEnvEnv(calculator)
-    await env.async_reset(seed=0)
-    assert "submit" in env.suggested_sysprompt
-    said = '{"type": "call_tool", "tool_name": "submit", "arguments": {"answer": 42}}'
-    end = (await env.async_step({"agent_0": said}))["agent_0"]
-    assert (end.reward, end.terminated) == (1.0, True)
-    await env.async_close()
-
-
-# --- its training traces ---
-
-
-def test_its_training_trace_becomes_a_rollout(tmp_path):
-    trace = TrainingTrace.model_validate(
-        {
-            "turns": [
-                {
-                    "node_id": "a", "prompt_token_ids": [1, 2], "completion_token_ids": [3, 4],
-                    "per_token_logps": [-0.5, -0.25], "loss_mask": [0, 0, 1, 1],
-                    "request": {"messages": [{"role": "user", "content": "hi"}]},
-                    "response": {"choices": [{"message": {"role": "assistant", "content": "ho"}, "finish_reason": "stop"}]},
-                },
-                {
-                    "node_id": "b", "prompt_token_ids": [1, 2, 3, 4, 5], "completion_token_ids": [6, 7, 8],
-                    "per_token_logps": [-1.0, -2.0, -3.0], "loss_mask": [0, 0, 0, 0, 0, 1, 0, 1],
-                },
-            ]
-        }
-    )  # fmt: skip
-    path = tmp_path / "traces.jsonl"
-    path.write_text(trace.model_dump_json() + "\n")
-    (rollout,) = read_training_traces(path, rewards=[0.5])
-    assert rollout.total_reward == 0.5
-    assert [step.trace.completion_token_ids.tolist() for step in rollout.sampling_steps] == [[3, 4], [6], [8]]

@@ -1,14 +1,13 @@
 """`picture_grid`: the picture shows the marked cell, the text does not; pictures survive workers, snapshots and files."""
 
 import asyncio
-import json
 from statistics import fmean
 
 import numpy as np
 import pytest
 
 from ludic.envs import check_env
-from ludic.types import ConfigError, Image, Snapshot, images_in
+from ludic.types import ConfigError, Image, images_in
 from ludic.types.messages import text_of
 from ludic_envs.picture_grid import PictureGridEnv, draw_grid
 from ludic_envs.workers import EnvPool
@@ -60,15 +59,6 @@ def test_every_round_shows_a_new_picture_and_the_rewards_add_up_to_one():
     assert total == pytest.approx(1.0) and outcome.terminated
     assert len(hashes) == 4 and len(set(hashes)) > 1
     assert outcome.obs == "Right."
-
-
-def test_a_snapshot_as_json_restores_the_picture():
-    env, copy = PictureGridEnv(rounds=3), PictureGridEnv(rounds=3)
-    env.reset(seed=1)
-    env.step({"agent_0": "1"})
-    copy.restore(Snapshot.from_json(json.loads(json.dumps(env.snapshot().to_json()))))
-    assert copy.current_obs() == env.current_obs()
-    assert copy.step({"agent_0": "2"}) == env.step({"agent_0": "2"})
 
 
 def test_wrong_settings_are_named():

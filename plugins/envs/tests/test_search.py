@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from ludic.tools import Tool
-from ludic.types import ConfigError, MissingExtra
+from ludic.types import ConfigError
 from ludic_envs.search import DocumentSearch
 
 pytest.importorskip("bm25s", reason="the search extra is not installed")
@@ -49,12 +49,6 @@ async def test_it_is_a_tool_with_a_schema():
 def test_documents_are_required(documents):
     with pytest.raises(ConfigError, match="a list of texts"):
         DocumentSearch(documents)
-
-
-def test_without_the_package_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "bm25s", None)
-    with pytest.raises(MissingExtra, match=r"ludic-rl\[search\]"):
-        DocumentSearch(TEXTS)
 
 
 def test_jax_is_not_imported_by_a_search_and_can_be_imported_after_it(tmp_path):

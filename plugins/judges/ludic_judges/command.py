@@ -37,7 +37,7 @@ RESCORED = "rescored"
 
 @dataclass(frozen=True)
 class RescoreArgs:
-    """What is scored."""
+    """The rollouts to score."""
 
     run: tyro.conf.Positional[Path]
     """A run folder, also one of `ludic eval`, or a file of rollouts (.jsonl, .jsonl.gz)."""
@@ -52,7 +52,7 @@ class RescoreArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class RescoreConfig:
-    """By what it is scored."""
+    """The scorers."""
 
     reward: RewardSettings = field(default_factory=RewardSettings)
 
@@ -65,7 +65,7 @@ def rescore_run(args: list[str]) -> int:
     if rewards is None:
         raise ConfigError("No reward: give --reward file.py:function, --judge MODEL, or --reward-weight env=0.5.")
     paths = rollout_files(given.run)
-    out = given.out or default_out(given.run, given.name or "+".join(s.name for s in rewards.scorers) or "weights")
+    out = given.out or _default_out(given.run, given.name or "+".join(s.name for s in rewards.scorers) or "weights")
     if out.resolve() in [path.resolve() for path in paths]:
         raise ConfigError(f"--out {out} is the file that is read; give another.")
     console = make_console()
@@ -95,7 +95,7 @@ def rollout_files(run: Path) -> list[Path]:
     return sorted(found)
 
 
-def default_out(run: Path, name: str) -> Path:
+def _default_out(run: Path, name: str) -> Path:
     if run.is_file():
         stem, dot, ending = run.name.partition(".jsonl")
         return run.with_name(f"{stem}.{name}{dot}{ending}")

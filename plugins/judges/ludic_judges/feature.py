@@ -40,18 +40,7 @@ def _make(settings: RewardSettings) -> Scorer:
 
         return load_judge(model, device=settings.judge_device)
 
-    return LazyJudge(
-        settings.judge or "",
-        load=load,
-        criteria=settings.judge_criteria,
-        by=settings.judge_by,
-        reference=settings.judge_reference,
-        model=settings.judge_model,
-        key_env=settings.judge_key_env,
-        max_tokens=settings.judge_tokens,
-        concurrency=settings.judge_concurrency,
-        cache=settings.judge_cache,
-    )
+    return LazyJudge(settings, load=load)
 
 
 JUDGE = Judge()

@@ -22,7 +22,7 @@ from ludic_judges.verdicts import DATA_NOTE, Choice, Form, JudgeError, Ranking, 
 TIE = "tie"
 
 
-class Shown(NamedTuple):
+class _Shown(NamedTuple):
     """A group's task, quoted."""
 
     text: str
@@ -31,7 +31,7 @@ class Shown(NamedTuple):
 
 @dataclass(slots=True)
 class PositionBias:
-    """How much a judge's verdicts depend on the order in which replies are shown."""
+    """The dependence of a judge's verdicts on the order in which replies are shown."""
 
     num_orders: int = 0
     """Verdicts on replies in some order."""
@@ -64,7 +64,7 @@ class PositionBias:
 
 
 class SiblingJudge(JudgeBase):
-    """What both judges of groups share: from the rollouts of groups to distinct replies, and back."""
+    """Base of both judges of groups: from the rollouts of groups to distinct replies, and back."""
 
     by_group = True
 
@@ -75,7 +75,7 @@ class SiblingJudge(JudgeBase):
         self.seed = seed
         self.bias = PositionBias()
 
-    async def compare(self, task: Shown, replies: Sequence[str], rng: random.Random) -> list[float]:
+    async def compare(self, task: _Shown, replies: Sequence[str], rng: random.Random) -> list[float]:
         """A score from 0 to 1 for each of at least two different replies, which are quoted."""
         raise NotImplementedError
 
@@ -98,7 +98,7 @@ class SiblingJudge(JudgeBase):
         replies = [quote(case.reply) for case in cases]
         first = cases[0]
         reference = None if first.reference is None else quote(first.reference)
-        task = Shown(quote(first.task), reference)
+        task = _Shown(quote(first.task), reference)
         distinct = sorted(set(replies))
         if len(distinct) == 1:
             return [0.5] * len(siblings)
@@ -106,7 +106,7 @@ class SiblingJudge(JudgeBase):
         scores = dict(zip(distinct, await self.compare(task, distinct, rng), strict=True))
         return [scores[reply] for reply in replies]
 
-    def question(self, intro: str, task: Shown, labelled: Mapping[str, str]) -> str:
+    def question(self, intro: str, task: _Shown, labelled: Mapping[str, str]) -> str:
         parts = [f"{intro} The criterion:\n{self.criterion}\n\n{DATA_NOTE}", section("task", task.text)]
         if task.reference is not None:
             parts.append(section("right answer", task.reference))
@@ -121,7 +121,7 @@ class SiblingJudge(JudgeBase):
 
 
 class GroupJudge(SiblingJudge):
-    """Ranks all replies of a group in one prompt; with `orders` above 1, in so many random orders, whose scores are averaged."""
+    """Ranks all replies of a group in one prompt; with `orders` above 1, in that many random orders, whose scores are averaged."""
 
     def __init__(self, asking: Asking, criterion: str, *, orders: int = 1, **settings: Any) -> None:
         super().__init__(asking, criterion, **settings)
@@ -129,12 +129,12 @@ class GroupJudge(SiblingJudge):
             raise ConfigError(f"orders={orders}; replies are shown in at least one order.")
         self.orders = orders
 
-    async def compare(self, task: Shown, replies: Sequence[str], rng: random.Random) -> list[float]:
+    async def compare(self, task: _Shown, replies: Sequence[str], rng: random.Random) -> list[float]:
         orders = [rng.sample(range(len(replies)), len(replies)) for _ in range(self.orders)]
         found = await all_or_none(self._rank(task, replies, order) for order in orders)
         return [fmean(scores[place] for scores in found) for place in range(len(replies))]
 
-    async def _rank(self, task: Shown, replies: Sequence[str], order: Sequence[int]) -> dict[int, float]:
+    async def _rank(self, task: _Shown, replies: Sequence[str], order: Sequence[int]) -> dict[int, float]:
         """Score by place in `replies`, which are shown in this order."""
         labels = labels_for(len(order))
         form: Form = {"reason": Words(), "ranking": Ranking(tuple(labels))}
@@ -169,7 +169,7 @@ class PairwiseJudge(SiblingJudge):
         self.opponents = opponents
         self.both_orders = both_orders
 
-    async def compare(self, task: Shown, replies: Sequence[str], rng: random.Random) -> list[float]:
+    async def compare(self, task: _Shown, replies: Sequence[str], rng: random.Random) -> list[float]:
         pairs = [pair if rng.random() < 0.5 else pair[::-1] for pair in self._pairs(len(replies), rng)]
         shown = [*pairs, *(pair[::-1] for pair in pairs)] if self.both_orders else pairs
         shares = await all_or_none(self._share_of_first(task, replies, pair) for pair in shown)
@@ -191,7 +191,7 @@ class PairwiseJudge(SiblingJudge):
         reach = -(-self.opponents // 2)
         return list(dict.fromkeys((ring[i], ring[(i + d) % num]) for i in range(num) for d in range(1, reach + 1)))
 
-    async def _share_of_first(self, task: Shown, replies: Sequence[str], pair: tuple[int, int]) -> float:
+    async def _share_of_first(self, task: _Shown, replies: Sequence[str], pair: tuple[int, int]) -> float:
         """1 if the first of the pair wins, 0 if the second does, 0.5 for a tie."""
         form: Form = {"reason": Words(), "winner": Choice(("A", "B", TIE))}
         intro = "You compare two replies, A and B, that another model gave to the same task."

@@ -5,11 +5,11 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from ludic.inference import HFChatTemplate, OpenAIChatClient
 from ludic.run.config.reward import JudgeBy as JudgeBy
+from ludic.run.config.reward import RewardSettings
 from ludic.types import ConfigError, Rollout, SamplingParams
 from ludic_judges.group import GroupJudge, PairwiseJudge, SiblingJudge
 from ludic_judges.llm import Criterion, JudgeBase, LLMJudge, RubricJudge, read_criteria
@@ -18,7 +18,7 @@ from ludic_judges.model import JudgeModel
 SOLVES = "The reply solves the task: it is right, complete and follows the task's instructions."
 DEFAULT_CRITERION = Criterion(name="solves", text=SOLVES, scale=(0, 10))
 Load: TypeAlias = Callable[[str], tuple[Any, HFChatTemplate, str]]
-"""From a model's place to its client, which has `close`, its chat template, and its name."""
+"""A function from a model's place to its client, which has `close`, its chat template, and its name."""
 
 
 class LazyJudge:
@@ -26,36 +26,27 @@ class LazyJudge:
 
     name = "judge"
 
-    def __init__(
-        self,
-        place: str,
-        *,
-        load: Load,
-        criteria: Path | None = None,
-        by: JudgeBy = "reply",
-        reference: str | None = None,
-        model: str | None = None,
-        key_env: str | None = None,
-        max_tokens: int = 512,
-        concurrency: int = 64,
-        cache: Path | None = None,
-    ) -> None:
-        """`place`: the URL of an OpenAI-compatible endpoint, or what `load` loads. `model` and `key_env` are for a URL: the model's
-        name there, and the environment variable with the key. `criteria`: a TOML file."""
-        if key_env is not None and not os.environ.get(key_env):
+    def __init__(self, settings: RewardSettings, *, load: Load) -> None:
+        """`load` gets the model of a judge that is not behind a URL."""
+        if (key_env := settings.judge_key_env) is not None and not os.environ.get(key_env):
             raise ConfigError(f"judge_key_env = {key_env!r}: that environment variable is not set.")
-        self.by_group = by != "reply"
-        self._place, self._load, self._by, self._reference = place, load, by, reference
-        self._criteria = [DEFAULT_CRITERION] if criteria is None else read_criteria(criteria)
-        self._model, self._key = model, os.environ.get(key_env or "")
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        self._limits: dict[str, Any] = {"sampling": sampling, "concurrency": concurrency, "cache": cache}
+        self.by_group = settings.judge_by != "reply"
+        self._settings, self._load = settings, load
+        self._place, self._reference = settings.judge or "", settings.judge_reference
+        path = settings.judge_criteria
+        self._criteria = [DEFAULT_CRITERION] if path is None else read_criteria(path)
+        self._model, self._key = settings.judge_model, os.environ.get(key_env or "")
+        self._limits: dict[str, Any] = {
+            "sampling": SamplingParams(temperature=0.0, max_tokens=settings.judge_tokens),
+            "concurrency": settings.judge_concurrency,
+            "cache": settings.judge_cache,
+        }
         self._judge: JudgeBase | None = None
         self._making = threading.Lock()
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Mapping[str, float]]:
         if self._judge is None:
-            if self._place.startswith(("http://", "https://")):
+            if self._settings.judge_is_served:
                 self._model = self._model or await self._only_model()
             await asyncio.to_thread(self._make)
         assert self._judge is not None, "it is made"
@@ -74,7 +65,7 @@ class LazyJudge:
             asking = self._embedded() if self._model is None else self._at_endpoint(self._model)
             texts = [one.text for one in self._criteria]
             if self.by_group:
-                kind = GroupJudge if self._by == "ranking" else PairwiseJudge
+                kind = GroupJudge if self._settings.judge_by == "ranking" else PairwiseJudge
                 text = texts[0] if len(texts) == 1 else "\n".join(f"- {text}" for text in texts)
                 self._judge = kind(asking, text, name=self.name, reference=self._reference)
             elif len(self._criteria) == 1:

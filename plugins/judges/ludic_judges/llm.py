@@ -13,10 +13,10 @@ from ludic_judges.verdicts import DATA_NOTE, Case, Form, Score, Words, case_of, 
 
 COMPARED = "what the reply answers, what the right answer is, and whether the two agree"
 Show: TypeAlias = Callable[[Rollout], Case]
-"""What a judge is shown of a rollout, instead of `case_of`."""
+"""A replacement of `case_of`: the part of a rollout that a judge sees."""
 
 
-def shown_sections(case: Case, asking: Asking) -> list[str]:
+def _shown_sections(case: Case, asking: Asking) -> list[str]:
     """Task, reference and reply, quoted and delimited. The reply is last: a group shares the prompt before it."""
     task, reply = asking.quote(case.task), asking.quote(case.reply)
     parts = [section("task", task)]
@@ -26,7 +26,7 @@ def shown_sections(case: Case, asking: Asking) -> list[str]:
 
 
 class JudgeBase:
-    """What all judges share: a name, what answers their questions, what they are shown, and their metrics."""
+    """Base of all judges: a name, the model that answers, the part of a rollout that it sees, and metrics."""
 
     by_group = False
 
@@ -49,7 +49,7 @@ class JudgeBase:
         raise NotImplementedError
 
     def metrics(self) -> dict[str, float]:
-        """What the judge has cost since it was made, by the names of metrics."""
+        """The judge's cost since it was made, by the names of metrics."""
         return self.asking.cost.metrics(self.name)
 
 
@@ -76,7 +76,7 @@ class LLMJudge(JudgeBase):
 
     def question(self, case: Case) -> str:
         head = f"You grade a reply that another model gave to a task. The criterion:\n{self.criterion}\n\n{DATA_NOTE}"
-        return "\n\n".join([head, *shown_sections(case, self.asking)])
+        return "\n\n".join([head, *_shown_sections(case, self.asking)])
 
     async def grade(self, case: Case) -> float:
         verdict = await self.asking.ask(self.question(case), self.form)
@@ -134,7 +134,7 @@ class RubricJudge(JudgeBase):
         form: Form = {one.name: {"reason": Words(), "score": Score(*one.scale)} for one in self.criteria}
         listed = "\n".join(f"- {one.name}: {one.text}" for one in self.criteria)
         head = f"You grade a reply that another model gave to a task, by each of these criteria alone:\n{listed}\n\n{DATA_NOTE}"
-        found = await self.asking.ask("\n\n".join([head, *shown_sections(case, self.asking)]), form)
+        found = await self.asking.ask("\n\n".join([head, *_shown_sections(case, self.asking)]), form)
         return {one.name: Score(*one.scale).share(found[one.name]["score"]) for one in self.criteria}
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[Mapping[str, float]]:

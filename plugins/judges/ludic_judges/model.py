@@ -1,7 +1,7 @@
 """`JudgeModel`: a model that is asked for verdicts, with retries, a cache, a limit of calls at a time, and a count of its cost.
 
 Any ChatClient serves: the embedded engine or a vLLM server with the model's chat template, an OpenAI-compatible endpoint with
-`ByteTemplate`.
+`ByteTemplate`. `JudgeAgent` takes its place in every judge: an agent that may compute, search or run code before its verdict.
 """
 
 import asyncio
@@ -9,15 +9,18 @@ import hashlib
 import json
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from ludic.agents import Agent
 from ludic.inference import ByteTemplate, ChatTemplate, HFChatTemplate
 from ludic.inference.templates.conversation import encode_text
 from ludic.types import (
     ChatClient,
     ConfigError,
+    InferenceSpec,
     Info,
     Message,
     ReturnSpec,
@@ -45,7 +48,7 @@ DEFAULT_SAMPLING = SamplingParams(temperature=0.0, max_tokens=512)
 
 @dataclass(slots=True)
 class JudgeCost:
-    """What a judge has cost so far."""
+    """The cost of a judge so far."""
 
     verdicts: int = 0
     """Verdicts given, cached ones included."""
@@ -117,7 +120,7 @@ class VerdictCache:
 
 @dataclass(slots=True)
 class _OfLoop:
-    """What belongs to one event loop: a judge may be used by a trainer's and by an evaluator's."""
+    """State of one event loop: a judge may be used by a trainer's and by an evaluator's."""
 
     calls: asyncio.Semaphore
     asking: "weakref.WeakValueDictionary[str, asyncio.Lock]" = field(default_factory=weakref.WeakValueDictionary)
@@ -160,7 +163,7 @@ class Asking:
         raise NotImplementedError
 
     def identity(self) -> Any:
-        """What a reply depends on beside the prompt, the model and the sampling; a part of the cache's key, as JSON."""
+        """Further facts that a reply depends on, in addition to prompt, model and sampling; a part of the cache's key, as JSON."""
         return None
 
     async def ask(self, question: str, form: Form) -> Verdict:
@@ -276,3 +279,44 @@ class JudgeModel(Asking):
         response, info = await self.client.complete_tokens(request)
         self.count(info, len(ids), len(response.completion_token_ids))
         return begun + response.text
+
+
+AGENT_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1024)
+
+
+class JudgeAgent(Asking):
+    """Asks a new agent for each verdict; `make_agent` returns one, with its client, model, context and tools."""
+
+    def __init__(
+        self, make_agent: Callable[[], Agent], *, sampling: SamplingParams = AGENT_SAMPLING, **limits: Any
+    ) -> None:
+        """`limits`: see `Asking`."""
+        agent = make_agent()
+        super().__init__(model=agent.model, chat_template=agent.chat_template, sampling=sampling, **limits)
+        self._make_agent = make_agent
+        self._identity = {
+            "agent": type(agent).__qualname__,
+            "tools": getattr(agent, "tool_schemas", None),
+            "system_prompt": agent.ctx.default_system_prompt,
+        }
+
+    def identity(self) -> Any:
+        return self._identity
+
+    async def reply_to(self, messages: list[Message], opening: str, seed: int) -> str:
+        agent = self._make_agent()
+        agent.begin_episode()
+        try:
+            agent.reset()
+            # A new agent for each attempt: what was wrong with the last one stands below the question.
+            told = [message["content"] for message in messages if message["role"] == "user"]
+            agent.on_env_reset("\n\n".join(dict.fromkeys([told[0], told[-1]])), {})
+            inference = InferenceSpec(sampling=self.sampling, return_=ReturnSpec.for_eval())
+            result = await agent.act(inference, sampling_seed=seed)
+        finally:
+            agent.end_episode()
+        for step in result.steps:
+            self.count(step.info, len(step.trace.prompt_token_ids), len(step.trace.completion_token_ids))
+        if result.final_step.action_target != "env":
+            raise RuntimeError("The agent ended on a tool call instead of a verdict.")
+        return result.final_step.action

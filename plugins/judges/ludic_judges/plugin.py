@@ -3,7 +3,7 @@
 from ludic.cli.commands import Command
 
 OPTIMIZE_PROMPT = Command(
-    "ludic_judges.prompt_search.cli.command:optimize_prompt",
+    "ludic_judges.prompt_search.command:optimize_prompt",
     "Search for a better system prompt; no weights are changed.",
     "ludic optimize-prompt tic_tac_toe --model smollm2-135m --dry-run",
 )

@@ -33,7 +33,7 @@ class UnreadableVerdict(LudicError, ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """What a judge is shown of a rollout."""
+    """The part of a rollout that a judge sees."""
 
     task: str | Sequence[Message]
     reply: str | Sequence[Message]
@@ -227,7 +227,7 @@ def request_for(form: Form, mark: str) -> str:
 
 
 def opening_of(form: Form, mark: str) -> str:
-    """How a verdict begins, up to the value of its first field; of a text, after its quotation mark."""
+    """The beginning of a verdict, up to the value of its first field; of a text, after its quotation mark."""
     name, kind = next(iter(form.items()))
     return f'{{"mark": "{mark}", "{name}": {_QUOTE if isinstance(kind, Words) else ""}'
 

@@ -26,7 +26,7 @@ BUDGET = 36
 
 
 class Task(SingleAgentEnv):
-    """Wants the reply that the rule of its kind leads to."""
+    """Wants the reply that the rule of its kind leads to, and says so."""
 
     blocking = False
 
@@ -38,7 +38,8 @@ class Task(SingleAgentEnv):
         return self.kind, {}
 
     def env_step(self, action):
-        return StepOutcome("", float(action == "right"), terminated=True)
+        told = {"feedback": f"A rule for {self.kind} is missing."}
+        return StepOutcome("", float(action == "right"), terminated=True, info=told)
 
 
 def follows_instructions(request):
@@ -47,7 +48,7 @@ def follows_instructions(request):
     return "right" if RULES[next(k for k in RULES if kind.startswith(k))] in text else "wrong"
 
 
-def engine(reply=follows_instructions):
+def engine(reply=follows_instructions, env=Task):
     def protocol(system_prompt="", hint=""):
         said = f"{system_prompt} {hint}".strip()
         agent = Agent(
@@ -56,7 +57,7 @@ def engine(reply=follows_instructions):
         )  # fmt: skip
         return SingleAgentProtocol(agent)
 
-    return RolloutEngine(env_registry={"task": Task}, protocol_registry={"play": protocol}, max_failed_share=1.0)
+    return RolloutEngine(env_registry={"task": env}, protocol_registry={"play": protocol}, max_failed_share=1.0)
 
 
 def tasks(*kinds):
@@ -71,9 +72,11 @@ class Forgetful:
         return f"{prompt.replace(RULES['calm'], '').strip()} {RULES[kinds[0]]}" if kinds else prompt
 
 
-def make(folder=None, reflector=None, reply=follows_instructions, **settings):
+KINDS = ("calm", "shout", "count", "shout", "count", "calm")
+
+
+def make(folder=None, reflector=None, reply=follows_instructions, kinds=KINDS, **settings):
     given = {"start": START, "shown": 1, "max_merges": 3, "seed": 0} | settings
-    kinds = ("calm", "shout", "count", "shout", "count", "calm")
     return PromptSearch(engine(reply), tasks(*kinds), reflector or Forgetful(), folder=folder, **given)
 
 

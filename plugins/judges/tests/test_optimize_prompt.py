@@ -17,8 +17,8 @@ from ludic.run.given import env_factory
 from ludic.run.resolve import resolve_play
 from ludic.run.settings import read_toml
 from ludic.types import load_rollouts
-from ludic_judges.prompt_search.cli.command import eval_command, read_command
-from ludic_judges.prompt_search.cli.config import PromptConfig
+from ludic_judges.prompt_search.command import eval_command, read_command
+from ludic_judges.prompt_search.config import PromptConfig
 from tests import forked
 from tests.unit.cli.runner import Result, invoke
 from tests.unit.cli.train_parts import ENV
@@ -233,11 +233,6 @@ def test_printed_evaluation_has_the_settings_of_the_search(flags):
     assert evaluated.policy == searched.player.policy
     sampled = evaluated.measure.temperature, evaluated.measure.top_p
     assert sampled == (searched.search.temperature, searched.search.top_p)
-
-
-def test_wrong_flag_is_answered_with_the_right_one(folder):
-    result = invoke(["optimize-prompt", "letter.py:Letter", "--max-episode", "9"])
-    assert "Did you mean --max-episodes" in str(result.exception)
 
 
 def test_env_with_several_roles_is_refused(folder):

@@ -148,17 +148,8 @@ def test_a_file_is_rescored_by_a_judge(played: Path, judge: str):
 def test_a_judge_with_tools_is_a_reward(played: Path, judge: str):
     (program,) = re.findall(r"^```python\n(# checker\.py\n.*?)^```$", JUDGES_PAGE.read_text(), re.DOTALL | re.MULTILINE)
     Path("checker.py").write_text(program.replace("http://127.0.0.1:8000/v1", judge))
-    command = [
-        "rescore",
-        str(played),
-        "--reward",
-        "count=checker.py:checker",
-        "--reward-weight",
-        "env=0",
-        "--out",
-        "c.jsonl",
-    ]
-    result = invoke(command)
+    rewards = "--reward count=checker.py:checker --reward-weight env=0 --out c.jsonl"
+    result = invoke(["rescore", str(played), *rewards.split()])
     assert result.exit_code == 0, result
     found = list(load_rollouts("c.jsonl"))
     assert [r.reward_components["count"] for r in found] == [float(r.agent_steps[-1].action.isdigit()) for r in found]
@@ -209,27 +200,9 @@ def test_mistakes_are_named(args, message):
     assert isinstance(result.exception, ConfigError) and message in str(result.exception), result
 
 
-def test_a_folder_without_rollouts_is_named():
-    result = invoke(["rescore", "nothing", "--reward", "parts.py:is_digit"])
-    assert "neither a file of rollouts nor a run" in str(result.exception)
-
-
 def test_training_with_a_judge(judge: str):
-    result = invoke(
-        [
-            "train",
-            "parts.py:Letter",
-            *FLAGS,
-            "--steps",
-            "2",
-            "--name",
-            "judged",
-            "--judge",
-            judge,
-            "--reward-weight",
-            "judge=0.5",
-        ]
-    )
+    judged = f"--steps 2 --name judged --judge {judge} --reward-weight judge=0.5"
+    result = invoke(["train", "parts.py:Letter", *FLAGS, *judged.split()])
     assert result.exit_code == 0, result
     rows = [row for row in read_metrics(Path("runs/judged/metrics.jsonl")) if "train/loss" in row]
     (file,) = Path("runs/judged/rollouts").iterdir()
@@ -244,9 +217,7 @@ def test_training_with_a_judge(judge: str):
 
 
 def test_evaluating_with_a_judge(judge: str):
-    result = invoke(
-        ["eval", "parts.py:Letter", "--model", "tiny", "--max-tokens", "1", "--num-tasks", "20", "--judge", judge]
-    )
+    result = invoke(f"eval parts.py:Letter --model tiny --max-tokens 1 --num-tasks 20 --judge {judge}".split())
     assert result.exit_code == 0 and "score/judge" in result.output, result
     (file,) = Path("runs/eval").glob("*/metrics.json")
     (numbers,) = json.loads(file.read_text()).values()

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from ludic.inference import ByteTemplate
-from ludic.inference.openai_client import OpenAIChatClient
+from ludic.run.config.reward import RewardSettings
 from ludic_judges import JudgeError, JudgeModel, LLMJudge
 from ludic_judges.lazy import LazyJudge
 from plugins.judges.tests.cases import mark_in, rollout, section_in
@@ -46,15 +46,7 @@ async def test_the_url_of_a_vllm_server_judges_by_messages():
         raise AssertionError(f"{place} is a URL")
 
     async with fake(reply=grade) as server:
-        judge = LazyJudge(f"{server.url}/v1", load=load)
+        judge = LazyJudge(RewardSettings(judge=f"{server.url}/v1"), load=load)
         assert await judge.score([rollout("4"), rollout("5")]) == [{"judge": 1.0}, {"judge": 0.3}]
     assert [body["model"] for path, body in server.requests if path == "/v1/chat/completions"] == ["fake"] * 2
     assert (judge.metrics()["judge/prompt_tokens"], judge.metrics()["judge/completion_tokens"]) == (100, 18)
-
-
-async def test_a_server_that_went_away_is_the_judges_error():
-    async with fake(reply=grade) as server:
-        client = OpenAIChatClient(f"{server.url}/v1", max_retries=0)
-    with pytest.raises(JudgeError, match="EndpointError: .*cannot be reached"):
-        await LLMJudge(JudgeModel(client, model="fake"), "Is it right?").score([rollout("4")])
-    await client.close()

@@ -22,14 +22,20 @@ from ludic_sandbox.containers import (
 )
 from ludic_sandbox.interface import Bind, SandboxError, SandboxLimits
 from ludic_sandbox.pool import BaseSandboxPool
-from ludic_sandbox.process_sandbox import BASE_ENV, ProcessSandbox
-from ludic_sandbox.runner.runner_process import GroupIsolation, RunnerProcess, start_runner, supervisor_command
+from ludic_sandbox.process_sandbox import LauncherPool
+from ludic_sandbox.runner.runner_process import (
+    BASE_ENV,
+    GroupIsolation,
+    RunnerProcess,
+    start_runner,
+    supervisor_command,
+)
 
 logger = logging.getLogger(__name__)
 
 
 class SandboxBackend(StrEnum):
-    """How programs are isolated."""
+    """The ways in which programs are isolated."""
 
     AUTO = "auto"  # the first that works of bubblewrap and the container engines
     BUBBLEWRAP = "bubblewrap"
@@ -144,21 +150,22 @@ async def create_sandbox_pool(
 
 
 def _pool(chosen: SandboxBackend, config: Any, version: str, settings: dict[str, Any]) -> BaseSandboxPool:
-    given = {} if version == "auto" else {"python": version}
-    in_image = {"python_version": "{}.{}".format(*sys.version_info) if version == "auto" else version}
-    match chosen:
-        case SandboxBackend.BUBBLEWRAP:
+    if chosen in (SandboxBackend.BUBBLEWRAP, SandboxBackend.SUBPROCESS):
+        given = {} if version == "auto" else {"python": version}
+        if chosen is SandboxBackend.BUBBLEWRAP:
             return BubblewrapSandboxPool(_checked(config, BubblewrapConfig, given), **settings)
-        case SandboxBackend.SUBPROCESS:
-            return SubprocessSandboxPool(_checked(config, SubprocessConfig, given), **settings)
+        return SubprocessSandboxPool(_checked(config, SubprocessConfig, given), **settings)
+    in_image = {"python_version": "{}.{}".format(*sys.version_info) if version == "auto" else version}
+    made = _checked(config, ContainerConfig, in_image)
+    match chosen:
         case SandboxBackend.DOCKER:
-            return DockerSandboxPool(_checked(config, ContainerConfig, in_image), **settings)
-        case SandboxBackend.PODMAN:
-            return PodmanSandboxPool(_checked(config, ContainerConfig, in_image), **settings)
+            return DockerSandboxPool(made, **settings)
         case SandboxBackend.APPTAINER:
-            return ApptainerSandboxPool(_checked(config, ContainerConfig, in_image), **settings)
+            return ApptainerSandboxPool(made, **settings)
+        case SandboxBackend.PODMAN:
+            return PodmanSandboxPool(made, **settings)
         case _:
-            return PodmanSandboxPool(_checked(config, ContainerConfig, in_image), engine="podman-hpc", **settings)
+            return PodmanSandboxPool(made, engine="podman-hpc", **settings)
 
 
 def _is_address(backend: str) -> bool:
@@ -293,14 +300,10 @@ class _SubprocessLauncher:
         return runner
 
 
-class SubprocessSandboxPool(BaseSandboxPool):
+class SubprocessSandboxPool(LauncherPool):
     """Plain processes behind the interface of a sandbox pool."""
 
     def __init__(self, config: SubprocessConfig | None = None, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._config = config or SubprocessConfig()
-        self._launcher = _SubprocessLauncher(self._config)
+        config = config or SubprocessConfig()
+        super().__init__(_SubprocessLauncher(config), config.limits, **settings)
         logger.warning("The subprocess backend is not a sandbox: programs run with your rights, files and network.")
-
-    async def _make_sandbox(self) -> ProcessSandbox:
-        return ProcessSandbox(self._launcher, self._config.limits)

@@ -23,12 +23,11 @@ from typing import Any
 
 from ludic.types import ConfigError
 from ludic_sandbox.interface import MB, Bind, SandboxError, SandboxLimits
-from ludic_sandbox.pool import BaseSandboxPool
 from ludic_sandbox.process import readable
-from ludic_sandbox.process_sandbox import BASE_ENV, ProcessSandbox
+from ludic_sandbox.process_sandbox import LauncherPool
 from ludic_sandbox.runner import seccomp
 from ludic_sandbox.runner.cgroup import MemoryGroups, memory_groups
-from ludic_sandbox.runner.runner_process import Isolation, RunnerProcess, start_runner, supervisor_command
+from ludic_sandbox.runner.runner_process import BASE_ENV, Isolation, RunnerProcess, start_runner, supervisor_command
 
 # --- the Python of the host that runs inside ---
 
@@ -41,7 +40,7 @@ print(sys.base_prefix, '%d.%d' % sys.version_info[:2], MAGIC_NUMBER.hex(), sep='
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Interpreter:
+class _Interpreter:
     """A Python that can be started inside."""
 
     path: str
@@ -58,7 +57,7 @@ class Interpreter:
         return Path(self.path).is_relative_to("/usr") and Path(self.prefix).is_relative_to("/usr")
 
 
-def find_interpreter(wanted: str = "auto") -> Interpreter:
+def find_interpreter(wanted: str = "auto") -> _Interpreter:
     """`wanted`: a version like "3.11" (3.9 or newer), the path of an interpreter, or "auto": this version if the system has it.
 
     The system's Pythons come first: every user may read them, unlike one in a home folder.
@@ -86,7 +85,7 @@ def find_interpreter(wanted: str = "auto") -> Interpreter:
     )
 
 
-def _ask(path: Path) -> Interpreter | None:
+def _ask(path: Path) -> _Interpreter | None:
     if not path.exists():
         return None
     try:
@@ -95,7 +94,7 @@ def _ask(path: Path) -> Interpreter | None:
         return None
     prefix, version, magic = done.stdout.splitlines()
     base = Path(prefix, "bin", f"python{version}")  # a virtual environment's own Python is a link to this one
-    return Interpreter(path=str(base if base.exists() else path), prefix=prefix, version=version, magic=magic)
+    return _Interpreter(path=str(base if base.exists() else path), prefix=prefix, version=version, magic=magic)
 
 
 _INSIDE_ID = "65534"
@@ -116,7 +115,7 @@ class BubblewrapConfig:
     python: str = "auto"
     """A version, the path of an interpreter, or "auto"; see `find_interpreter`."""
     binds: tuple[Bind, ...] = ()
-    """What every program sees of the host besides /usr, such as packages (name them in PYTHONPATH)."""
+    """Files and folders of the host that every program sees in addition to /usr, such as packages (name them in PYTHONPATH)."""
     uid: int = 64_999
     """The user that programs run as if Ludic runs as root. No other program should use it."""
     loopback: bool = False
@@ -139,7 +138,7 @@ class BubblewrapLauncher:
         """`folders` are further writable folders in memory, of `workspace_mb` each."""
         binds = [*self._interpreter_binds(), *self._config.binds, *binds]
         _check_binds(binds)
-        isolation = NamespaceIsolation(self._groups)
+        isolation = _NamespaceIsolation(self._groups)
         passed: list[int] = []
         try:
             passed.append(isolation.open_status())
@@ -148,7 +147,7 @@ class BubblewrapLauncher:
             runner = await start_runner(
                 [
                     *_as_other_user(self._uid, isolation.procs, binds),
-                    *bubblewrap_command(limits, _reachable(binds, self._uid), *passed, folders=folders),
+                    *_bubblewrap_command(limits, _reachable(binds, self._uid), *passed, folders=folders),
                     self._interpreter.path,
                     *supervisor_command(self._interpreter.magic),
                 ],
@@ -173,7 +172,7 @@ class BubblewrapLauncher:
 
     @property
     def has_groups(self) -> bool:
-        """Whether memory is limited for all processes of a runner together."""
+        """True if memory is limited for all processes of a runner together."""
         return self._groups is not None
 
     @property
@@ -186,7 +185,7 @@ class BubblewrapLauncher:
         return [Bind(source=self._interpreter.prefix, target=self._interpreter.prefix)]
 
 
-class NamespaceIsolation(Isolation):
+class _NamespaceIsolation(Isolation):
     """A process namespace, ended through its process 1, and a memory group where there is one."""
 
     def __init__(self, groups: MemoryGroups | None) -> None:
@@ -232,7 +231,7 @@ class NamespaceIsolation(Isolation):
             os.close(status_fd)
 
     async def end(self) -> None:
-        # Also during the start: if bwrap were killed before it lets its child go on, that child would wait without end. So this
+        # Also during the start: if bwrap were killed before it lets its child continue, that child would wait without end. So this
         # waits for the child's number, and the child is killed first.
         try:
             await self.identify()
@@ -271,16 +270,14 @@ class NamespaceIsolation(Isolation):
             self._groups.give_back(group)
 
 
-class BubblewrapSandboxPool(BaseSandboxPool):
+class BubblewrapSandboxPool(LauncherPool):
     """Sandboxes under bubblewrap."""
 
-    def __init__(self, config: BubblewrapConfig | None = None, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._config = config or BubblewrapConfig()
-        self._launcher = BubblewrapLauncher(self._config)
+    _launcher: BubblewrapLauncher
 
-    async def _make_sandbox(self) -> ProcessSandbox:
-        return ProcessSandbox(self._launcher, self._config.limits)
+    def __init__(self, config: BubblewrapConfig | None = None, **settings: Any) -> None:
+        config = config or BubblewrapConfig()
+        super().__init__(BubblewrapLauncher(config), config.limits, **settings)
 
     async def shutdown(self) -> None:
         await super().shutdown()
@@ -290,7 +287,7 @@ class BubblewrapSandboxPool(BaseSandboxPool):
 # --- commands ---
 
 
-def bubblewrap_command(
+def _bubblewrap_command(
     limits: SandboxLimits,
     binds: Sequence[Bind],
     status_fd: int,
@@ -401,7 +398,7 @@ def bubblewrap_problem() -> str:
         return f"bwrap is version {version.split()[-1]}, but 0.8 or newer is needed."
     read_end, write_end = os.pipe()
     try:
-        command = bubblewrap_command(SandboxLimits(), [], write_end)
+        command = _bubblewrap_command(SandboxLimits(), [], write_end)
         uid = BubblewrapConfig().uid if os.geteuid() == 0 else None
         done = subprocess.run(
             [*_as_other_user(uid, None, []), *command, "/usr/bin/true"],

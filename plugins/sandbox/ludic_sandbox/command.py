@@ -1,7 +1,7 @@
 """`ludic sandbox-server`: sandboxes of this machine for harnesses on other machines. See docs/sandbox.md."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ludic.cli.args import need_extras, parse
@@ -25,7 +25,7 @@ class SandboxServerArgs:
     port: int = 8002
     """Port; 0 takes a free one."""
     backend: str = "auto"
-    """How programs are isolated: bubblewrap, docker, podman, podman-hpc, apptainer; auto is the first that works."""
+    """Isolation of programs: bubblewrap, docker, podman, podman-hpc, apptainer; auto is the first that works."""
     workers: int | None = None
     """Programs that run at the same time. Default: one per core."""
     token_file: Path | None = None
@@ -45,7 +45,7 @@ class SandboxServerArgs:
     max_body_mb: int = 64
     """Size of one request: program, input and files."""
     drain_s: float = DRAIN_S
-    """Seconds that runs in progress may go on after SIGTERM or Ctrl-C."""
+    """Seconds that runs in progress may continue after SIGTERM or Ctrl-C."""
 
     def __post_init__(self) -> None:
         require_port(self.port)
@@ -68,15 +68,7 @@ def sandbox_server(args: list[str]) -> int:
 async def _serve(given: SandboxServerArgs) -> None:
     from ludic_sandbox.remote.server import RunLimits, SandboxServer
 
-    limits = RunLimits(
-        max_timeout_s=given.max_timeout_s,
-        max_memory_mb=given.max_memory_mb,
-        max_processes=given.max_processes,
-        max_workspace_mb=given.max_workspace_mb,
-        max_waiting=given.max_waiting,
-        max_per_client=given.max_per_client,
-        max_body_mb=given.max_body_mb,
-    )
+    limits = RunLimits(**{limit.name: getattr(given, limit.name) for limit in fields(RunLimits)})
     found = find_token(given.token_file, _TOKEN_VARIABLE, _TOKEN_FOLDER)
     pool = make_pool(backend=given.backend, n_workers=given.workers)
     server = SandboxServer(pool, token=found.token, limits=limits)

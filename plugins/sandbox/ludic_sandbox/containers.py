@@ -20,9 +20,9 @@ from typing import Any, Literal, NamedTuple, Self
 
 from ludic.types import ConfigError
 from ludic_sandbox.interface import MB, Bind, SandboxError, SandboxLimits
-from ludic_sandbox.pool import BaseSandboxPool
-from ludic_sandbox.process_sandbox import BASE_ENV, ProcessSandbox
+from ludic_sandbox.process_sandbox import LauncherPool
 from ludic_sandbox.runner.runner_process import (
+    BASE_ENV,
     GroupIsolation,
     Isolation,
     RunnerProcess,
@@ -44,9 +44,9 @@ class ContainerConfig:
     base_image: str | None = None
     """None: python:<python_version>-slim. The image must exist locally: nothing is pulled. Apptainer: a .sif file or a folder."""
     memory_limit: str = "256m"
-    """Of the container; a run that asks for more gets another container."""
+    """The container's memory; a run that asks for more gets another container."""
     cpu_quota: int | None = None
-    """Of 100,000 for one core; 0 is no limit. None: 50,000 with docker, no limit with podman."""
+    """CPU time per 100,000 of one core; 0 sets no limit. None: 50,000 with docker, no limit with podman."""
     network_disabled: bool = True
     working_dir: str = "/workspace"
     """The only writable folder. If the image has it, all users must have write permission."""
@@ -114,7 +114,7 @@ _NO_SUBORDINATE_IDS = (
 )
 
 
-class ContainerState(NamedTuple):
+class _ContainerState(NamedTuple):
     """A container as the engine describes it."""
 
     id: str
@@ -151,7 +151,7 @@ class ContainerIsolation(Isolation):
         monitor = "0" if self._engine == "docker" else "{{.State.ConmonPid}}"
         shown = "{{.Id}} {{.State.Status}} {{.State.OOMKilled}} " + monitor
         try:
-            state = ContainerState.read(await _output(self._engine, "inspect", "--format", shown, name))
+            state = _ContainerState.read(await _output(self._engine, "inspect", "--format", shown, name))
             if state is not None:
                 self._was_killed_for_memory = state.was_killed_for_memory
                 self._was_running = state.status == "running"
@@ -180,30 +180,28 @@ class ContainerIsolation(Isolation):
         return ""
 
 
-class ContainerSandboxPool(BaseSandboxPool):
+class _ContainerSandboxPool(LauncherPool):
     """Sandboxes that are containers of one engine."""
 
+    _launcher: ContainerLauncher
+
     def __init__(self, engine: Engine, config: ContainerConfig | None, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._config = config or ContainerConfig()
-        self._launcher = ContainerLauncher(engine, self._config)
+        config = config or ContainerConfig()
+        super().__init__(ContainerLauncher(engine, config), effective_limits(config), **settings)
 
     async def start(self) -> None:
         await self._launcher.remove_leftovers()
         await super().start()
 
-    async def _make_sandbox(self) -> ProcessSandbox:
-        return ProcessSandbox(self._launcher, effective_limits(self._config))
 
-
-class DockerSandboxPool(ContainerSandboxPool):
+class DockerSandboxPool(_ContainerSandboxPool):
     """Sandboxes that are Docker containers."""
 
     def __init__(self, config: ContainerConfig | None = None, **settings: Any) -> None:
         super().__init__("docker", config, **settings)
 
 
-class PodmanSandboxPool(ContainerSandboxPool):
+class PodmanSandboxPool(_ContainerSandboxPool):
     """Sandboxes that are Podman containers; `engine` may be podman-hpc."""
 
     def __init__(
@@ -216,7 +214,7 @@ class PodmanSandboxPool(ContainerSandboxPool):
         super().__init__(engine, config, **settings)
 
 
-class ApptainerLauncher:
+class _ApptainerLauncher:
     """Starts runner processes under `apptainer exec`, which has no daemon: a container is a process tree."""
 
     def __init__(self, config: ContainerConfig) -> None:
@@ -224,7 +222,7 @@ class ApptainerLauncher:
             raise SandboxError(f"The apptainer backend cannot be used: {problem}")
         self._config = config
         self._has_groups = os.geteuid() == 0 or Path("/sys/fs/cgroup/cgroup.controllers").exists()
-        """Whether Apptainer can limit memory and processes; with cgroups v1 it needs root."""
+        """True if Apptainer can limit memory and processes; with cgroups v1 it needs root."""
 
     async def start(self, limits: SandboxLimits, binds: Sequence[Bind] = ()) -> RunnerProcess:
         isolation = GroupIsolation()
@@ -241,16 +239,12 @@ class ApptainerLauncher:
         return runner
 
 
-class ApptainerSandboxPool(BaseSandboxPool):
+class ApptainerSandboxPool(LauncherPool):
     """Sandboxes that are Apptainer containers. The command line is tested; it has not been run by Ludic's tests."""
 
     def __init__(self, config: ContainerConfig | None = None, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._config = config or ContainerConfig()
-        self._launcher = ApptainerLauncher(self._config)
-
-    async def _make_sandbox(self) -> ProcessSandbox:
-        return ProcessSandbox(self._launcher, effective_limits(self._config))
+        config = config or ContainerConfig()
+        super().__init__(_ApptainerLauncher(config), effective_limits(config), **settings)
 
 
 # --- commands ---
@@ -353,7 +347,7 @@ def _own_names() -> str:
 
 
 def _owner_is_gone(name: str) -> bool:
-    """Whether a container's harness ran in this process namespace and has ended."""
+    """True if a container's harness ran in this process namespace and has ended."""
     prefix, pid, namespace, *_ = (*name.split("-"), "", "")
     if prefix != "ludic" or not pid.isdecimal() or namespace != str(os.stat("/proc/self/ns/pid").st_ino):
         return False
@@ -398,7 +392,7 @@ def engine_args(engine: str) -> tuple[str, ...]:
 
 
 class PodmanFacts(NamedTuple):
-    """What decides how podman is used on this host."""
+    """Facts that decide how podman is used on this host."""
 
     cgroups: str
     """v1 or v2."""
@@ -418,5 +412,5 @@ class PodmanFacts(NamedTuple):
 
     @property
     def has_limits(self) -> bool:
-        """Whether --memory and --pids-limit have an effect."""
+        """True if --memory and --pids-limit have an effect."""
         return not (self.is_rootless and self.cgroups == "v1")

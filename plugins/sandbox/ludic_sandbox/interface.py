@@ -28,7 +28,7 @@ class CompileStatus(StrEnum):
 
 
 class RunStatus(StrEnum):
-    """How the run ended; `ludic_sandbox.process_sandbox` chooses it."""
+    """The end of a run; `ludic_sandbox.process_sandbox` chooses it."""
 
     SUCCESS = "success"  # it ended by itself with exit code 0
     RUNTIME_ERROR = "runtime_error"  # it ended by itself with another exit code
@@ -46,7 +46,7 @@ class CompileResult:
     status: CompileStatus
     error_message: str | None = None
     error_line: int | None = None
-    """From 1, as compilers count."""
+    """The first line is 1."""
     error_column: int | None = None
     duration_ms: float = 0.0
 
@@ -75,7 +75,7 @@ class ExecutionResult:
     total_duration_ms: float = 0.0
     """Including the wait for a fresh process."""
     peak_memory_bytes: int | None = None
-    """Of all processes together with a memory cgroup, else of the largest one; None if the backend cannot measure it."""
+    """The peak of all processes together with a memory cgroup, else of the largest one; None if the backend cannot measure it."""
     cpu_time_ms: float | None = None
     output_truncated: bool = False
     """It wrote more than the output limit, and was killed for it."""
@@ -139,7 +139,7 @@ class Sandbox(Protocol):
 
     @property
     def python_version(self) -> str:
-        """Of the Python inside, like "3.11"."""
+        """Version of the Python inside, like "3.11"."""
         ...
 
     async def reset(self) -> None:
@@ -256,15 +256,15 @@ class SandboxLimits:
     """The limits of one run. Every backend enforces them; a run may set its own time and memory."""
 
     memory_mb: int = 256
-    """Of all processes together with a memory cgroup, else of each process."""
+    """Memory of all processes together with a memory cgroup, else of each process."""
     address_space_mb: int | None = None
     """Address space of each process. Default: memory_mb; runtimes that reserve much more than they use, such as Node, need more."""
     max_processes: int = 32
     """Threads count too."""
     max_output_bytes: int = 8 * MB
-    """Of stdout and of stderr, each. A program that writes more is killed; the output until then is kept."""
+    """Bytes of stdout and of stderr, each. A program that writes more is killed; the output until then is kept."""
     max_outputs_bytes: int = 64 * MB
-    """Of all requested output files of a command."""
+    """Bytes of all requested output files of a command."""
     workspace_mb: int = 64
     """Size of the only writable folder."""
     max_open_files: int = 256

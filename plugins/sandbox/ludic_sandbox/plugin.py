@@ -78,12 +78,6 @@ HARBOR = Entry(
     example={"task": _HARBOR_SAMPLE},
     suggested=Suggested(agent="react", agent_args={"max_react_steps": 17}, max_steps=32, max_tokens=512),
 )
-HARBOR_FAMILY = Entry(
-    "ludic_sandbox.harbor:HarborFamilyEnv",
-    suggested=Suggested(
-        agent="react", agent_args={"max_react_steps": 17}, max_steps=32, max_tokens=384, unreadable="stop"
-    ),
-)
 PYTHON = Entry("ludic_sandbox.python_tool:python_tool")
 
 

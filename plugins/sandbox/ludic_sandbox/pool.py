@@ -57,7 +57,7 @@ class LRUCache(Generic[K, V]):
 
     @property
     def hit_rate(self) -> float:
-        """Of all lookups so far; 0 before the first."""
+        """Share of hits among all lookups so far; 0 before the first."""
         return self._counts["hits"] / max(1, self._counts["hits"] + self._counts["misses"])
 
 
@@ -66,7 +66,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 60.0
 """Before another attempt to make a sandbox; doubled after each."""
 
 
-class PooledSandbox(Sandbox, Protocol):
+class _PooledSandbox(Sandbox, Protocol):
     """A sandbox that can be closed."""
 
     async def close(self) -> None: ...
@@ -93,9 +93,9 @@ class BaseSandboxPool(ABC):
         self._auto_replace = auto_replace_failed
         self._max_failures = max_consecutive_failures
         self._cache: LRUCache[tuple[str, str], Any] = LRUCache(cache_size)
-        self._all: list[PooledSandbox] = []
-        self._clean: deque[PooledSandbox] = deque()
-        self._lent: list[PooledSandbox] = []
+        self._all: list[_PooledSandbox] = []
+        self._clean: deque[_PooledSandbox] = deque()
+        self._lent: list[_PooledSandbox] = []
         self._recycling: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._operations = asyncio.Semaphore(max_concurrent_ops)
@@ -110,18 +110,18 @@ class BaseSandboxPool(ABC):
 
     @property
     def has_given_up(self) -> bool:
-        """Whether the pool makes no more sandboxes until it is shut down and started again."""
+        """True if the pool makes no more sandboxes until it is shut down and started again."""
         return self._end is not None
 
     @abstractmethod
-    async def _make_sandbox(self) -> PooledSandbox:
+    async def _make_sandbox(self) -> _PooledSandbox:
         """A new sandbox; the pool resets it before a checkout."""
 
     # --- used by callers ---
 
     @property
     def python_version(self) -> str:
-        """Of the Python inside; known once the pool has started."""
+        """Version of the Python inside; known once the pool has started."""
         return self._python_version
 
     @property
@@ -171,7 +171,7 @@ class BaseSandboxPool(ABC):
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None  # they fail for the same reason
 
-    async def checkout(self, timeout_s: float = 30.0) -> PooledSandbox:
+    async def checkout(self, timeout_s: float = 30.0) -> _PooledSandbox:
         self._check_usable()
         try:
             async with asyncio.timeout(timeout_s), self._changed:
@@ -229,10 +229,10 @@ class BaseSandboxPool(ABC):
 
     # --- in the background ---
 
-    async def _recycle(self, sandbox: PooledSandbox) -> None:
+    async def _recycle(self, sandbox: _PooledSandbox) -> None:
         """Reset the sandbox, or replace it."""
         async with self._operations:
-            clean: PooledSandbox | None = sandbox
+            clean: _PooledSandbox | None = sandbox
             try:
                 await sandbox.reset()
                 self._failures = 0
@@ -247,7 +247,7 @@ class BaseSandboxPool(ABC):
             self._clean.append(clean)
             self._changed.notify_all()  # Condition loses a notify() whose waiter is cancelled
 
-    async def _replacement(self) -> PooledSandbox | None:
+    async def _replacement(self) -> _PooledSandbox | None:
         """A new sandbox, unless the pool has given up."""
         while self._end is None:
             await asyncio.sleep(retry_wait_s(self._failures, _FIRST_PAUSE_S, _LONGEST_PAUSE_S))
@@ -257,7 +257,7 @@ class BaseSandboxPool(ABC):
                 await self._count_failure(e)
         return None
 
-    async def _make_clean(self) -> PooledSandbox:
+    async def _make_clean(self) -> _PooledSandbox:
         sandbox = await self._make_sandbox()
         self._all.append(sandbox)
         try:
@@ -268,7 +268,7 @@ class BaseSandboxPool(ABC):
         self._failures = 0
         return sandbox
 
-    async def _discard(self, sandbox: PooledSandbox) -> None:
+    async def _discard(self, sandbox: _PooledSandbox) -> None:
         self._all.remove(sandbox)
         await sandbox.close()
 

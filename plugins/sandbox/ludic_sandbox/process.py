@@ -53,7 +53,7 @@ class Process:
 
     @property
     def returncode(self) -> int | None:
-        """As in `subprocess`; None before `wait`."""
+        """The return code of `subprocess`; None before `wait`."""
         return self._popen.returncode
 
     def kill(self) -> None:

@@ -8,12 +8,10 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Coroutine, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from ludic.tasks import cancel_all
-from ludic.types import ConfigError
 from ludic_sandbox.interface import (
     Bind,
     CommandResult,
@@ -24,16 +22,11 @@ from ludic_sandbox.interface import (
     SandboxError,
     SandboxLimits,
 )
-from ludic_sandbox.runner.runner_process import PROGRAM, ExitFacts, Job, RawRun, RunnerProcess
+from ludic_sandbox.pool import BaseSandboxPool
+from ludic_sandbox.requests import Request, RequestSandbox, Result
+from ludic_sandbox.runner.runner_process import ExitFacts, Job, RawRun, RunnerProcess
 
 T = TypeVar("T")
-BASE_ENV = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin",
-    "LANG": "C.UTF-8",
-    "PYTHONHASHSEED": "0",  # the order of a set must not decide whether a program passes
-    "OMP_NUM_THREADS": "1",  # numerical libraries would start a thread per core of the host
-    "OPENBLAS_NUM_THREADS": "1",
-}
 
 
 class Launcher(Protocol):
@@ -67,8 +60,8 @@ class ActiveRuns(Generic[T]):
         await cancel_all(self._tasks)
 
 
-class ProcessSandbox:
-    """Implements Sandbox and CommandSandbox of ludic_sandbox.interface."""
+class ProcessSandbox(RequestSandbox):
+    """Sandbox and CommandSandbox of ludic_sandbox.interface on the runner processes of one launcher."""
 
     def __init__(self, launcher: Launcher, limits: SandboxLimits | None = None, *, keep_spare: bool = True) -> None:
         """`keep_spare`: start the runner of the next run beforehand; a run with binds cannot use it."""
@@ -99,105 +92,21 @@ class ProcessSandbox:
         await self._runs.end()
         await self._drop_spare()
 
-    async def compile(self, code: str, *, timeout_s: float = 5.0) -> CompileResult:
-        raw = await self._run(
-            Job(files={PROGRAM: _bytes(code)}, timeout_s=timeout_s, limits=self._limits, compile_only=True)
-        )
-        status, detail = run_verdict(raw)
-        if status is RunStatus.SANDBOX_ERROR:
-            raise SandboxError(detail)
-        return compile_verdict(raw)
-
-    async def execute(
-        self,
-        code: str,
-        *,
-        stdin: str = "",
-        skip_compile: bool = False,
-        timeout_s: float = 10.0,
-        memory_limit_mb: int | None = None,
-        env_vars: Mapping[str, str] | None = None,
-    ) -> ExecutionResult:
-        job = Job(
-            files={PROGRAM: _bytes(code)},
-            stdin=_bytes(stdin),
-            skip_compile=skip_compile,
-            timeout_s=timeout_s,
-            limits=replace(self._limits, memory_mb=memory_limit_mb or self._limits.memory_mb),
-            env={**BASE_ENV, **(env_vars or {})},
-        )
-        _, facts = await self._facts(job)
-        return ExecutionResult(**facts)
-
-    async def run_command(
-        self,
-        argv: Sequence[str],
-        *,
-        files: Mapping[str, str | bytes] | None = None,
-        outputs: Sequence[str] = (),
-        binds: Sequence[Bind] = (),
-        stdin: str | bytes = "",
-        timeout_s: float = 10.0,
-        memory_limit_mb: int | None = None,
-        max_processes: int | None = None,
-        workspace_mb: int | None = None,
-        env_vars: Mapping[str, str] | None = None,
-    ) -> CommandResult:
-        if not argv:
-            raise ConfigError("run_command got an empty argv. Its first entry is the program to run.")
-        limits = replace(
-            self._limits,
-            memory_mb=memory_limit_mb or self._limits.memory_mb,
-            max_processes=max_processes or self._limits.max_processes,
-            workspace_mb=workspace_mb or self._limits.workspace_mb,
-        )
-        job = Job(
-            argv=argv,
-            files={path: _bytes(content) for path, content in (files or {}).items()},
-            outputs=outputs,
-            stdin=_bytes(stdin),
-            timeout_s=timeout_s,
-            limits=limits,
-            env={**BASE_ENV, **(env_vars or {})},
-        )
-        found, facts = await self._facts(job, binds)
-        return CommandResult(**facts, outputs=found)
-
     # --- one run ---
 
-    async def _facts(self, job: Job, binds: Sequence[Bind] = ()) -> tuple[dict[str, bytes], dict[str, Any]]:
-        """The output files, and the fields of an ExecutionResult."""
-        started = time.perf_counter()
-        try:
-            raw = await self._run(job, binds)
-        except SandboxError as e:
-            compiled = CompileResult(status=CompileStatus.UNKNOWN_ERROR, error_message=str(e))
-            return {}, {"compile_result": compiled, "run_status": RunStatus.SANDBOX_ERROR, "detail": str(e)}
-        compiled, ending = compile_verdict(raw), raw.ending
-        status, detail = run_verdict(raw)
-        ran = status is not RunStatus.NOT_RUN
-        exit_code, signal_number = termination(raw) if ran else (None, None)
-        total_ms = (time.perf_counter() - started) * 1000.0
-        return raw.outputs, {
-            "compile_result": compiled,
-            "run_status": status,
-            "stdout": raw.stdout.decode("utf-8", "replace"),
-            "stderr": raw.stderr.decode("utf-8", "replace"),
-            "exit_code": exit_code,
-            "signal": signal_number,
-            "compile_duration_ms": compiled.duration_ms,
-            "run_duration_ms": max(0.0, (ending.run_ms if ending else total_ms) - compiled.duration_ms) if ran else 0.0,
-            "total_duration_ms": total_ms,
-            "peak_memory_bytes": raw.group_peak or (ending.peak if ending else None),
-            "cpu_time_ms": ending.cpu_ms if ending else None,
-            "output_truncated": ending is not None and ending.overflow,
-            "detail": detail,
-        }
-
-    async def _run(self, job: Job, binds: Sequence[Bind] = ()) -> RawRun:
+    async def _run(self, request: Request, binds: Sequence[Bind]) -> Result:
         if self._closed:
             raise SandboxError("This sandbox is closed. Check another one out of the pool.")
-        return await self._runs.run(self._run_in_runner(job, binds))
+        started = time.perf_counter()
+        raw = await self._runs.run(self._run_in_runner(request.job(self._limits), binds))
+        if request.result_type is CompileResult:
+            status, detail = run_verdict(raw)
+            if status is RunStatus.SANDBOX_ERROR:
+                raise SandboxError(detail)
+            return compile_verdict(raw)
+        outputs = {"outputs": raw.outputs} if request.result_type is CommandResult else {}
+        result: ExecutionResult = request.result_type(**_facts(raw, started), **outputs)
+        return result
 
     async def _run_in_runner(self, job: Job, binds: Sequence[Bind]) -> RawRun:
         runner = await self._take(job.limits, binds)
@@ -247,6 +156,18 @@ class ProcessSandbox:
         await spare.result().close()
 
 
+class LauncherPool(BaseSandboxPool):
+    """Sandboxes of one launcher; the pools of all local backends."""
+
+    def __init__(self, launcher: Launcher, limits: SandboxLimits, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._launcher = launcher
+        self._limits = limits
+
+    async def _make_sandbox(self) -> ProcessSandbox:
+        return ProcessSandbox(self._launcher, self._limits)
+
+
 def _is_good(spare: asyncio.Task[RunnerProcess]) -> bool:
     return not spare.cancelled() and spare.exception() is None and spare.result().is_alive
 
@@ -256,11 +177,31 @@ def _is_being_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _bytes(content: str | bytes) -> bytes:
-    return content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
-
-
 # --- from a run to its result: the one place where a status is chosen ---
+
+
+def _facts(raw: RawRun, started: float) -> dict[str, Any]:
+    """The fields of an ExecutionResult."""
+    compiled, ending = compile_verdict(raw), raw.ending
+    status, detail = run_verdict(raw)
+    ran = status is not RunStatus.NOT_RUN
+    exit_code, signal_number = termination(raw) if ran else (None, None)
+    total_ms = (time.perf_counter() - started) * 1000.0
+    return {
+        "compile_result": compiled,
+        "run_status": status,
+        "stdout": raw.stdout.decode("utf-8", "replace"),
+        "stderr": raw.stderr.decode("utf-8", "replace"),
+        "exit_code": exit_code,
+        "signal": signal_number,
+        "compile_duration_ms": compiled.duration_ms,
+        "run_duration_ms": max(0.0, (ending.run_ms if ending else total_ms) - compiled.duration_ms) if ran else 0.0,
+        "total_duration_ms": total_ms,
+        "peak_memory_bytes": raw.group_peak or (ending.peak if ending else None),
+        "cpu_time_ms": ending.cpu_ms if ending else None,
+        "output_truncated": ending is not None and ending.overflow,
+        "detail": detail,
+    }
 
 
 def compile_verdict(raw: RawRun) -> CompileResult:

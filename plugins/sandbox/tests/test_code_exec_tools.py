@@ -10,7 +10,6 @@ from ludic.envs.gsm8k import GSM8KEnv
 from ludic.interaction import SingleAgentProtocol
 from ludic.tools import as_tool
 from ludic.types import ConfigError
-from ludic_sandbox import create_sandbox_pool
 from ludic_sandbox.bubblewrap import bubblewrap_problem
 from ludic_sandbox.python_tool import python, python_tool
 from tests.fakes import make_agent
@@ -44,14 +43,6 @@ def call(code: str) -> str:
 async def test_the_tool_tells_what_a_program_printed_and_how_it_ended(code, content, is_error):
     result = await as_tool(registry.tools.make("python")).call({"code": code})
     assert content in result.content and result.is_error is is_error
-
-
-async def test_nothing_is_kept_between_two_calls():
-    async with await create_sandbox_pool(n_workers=1) as pool:
-        tool = python_tool(pool=pool, timeout_s=20.0)
-        await tool.call({"code": "x = 1\nopen('note', 'w').write('kept')"})
-        again = await tool.call({"code": "import os\nprint(os.listdir('.'), 'x' in globals())"})
-    assert "note" not in again.content and "False" in again.content
 
 
 async def test_the_time_of_a_program_is_limited():

@@ -38,8 +38,10 @@ def options(command: list[str]) -> dict[str, list[str]]:
 
 def test_a_docker_container_is_closed_on_all_sides():
     config = DockerSandboxConfig(memory_limit="1g")
-    command = container_command("docker", config, "the-name", effective_limits(config))
+    binds = [Bind(source="/a", target="/b"), Bind(source="/c", target="/d", writable=True)]
+    command = container_command("docker", config, "the-name", effective_limits(config), binds)
     given = options(command)
+    assert given["--volume"] == ["/a:/b:ro", "/c:/d:rw"]
     assert command[:2] == ["docker", "run"] and given["--name"] == ["the-name"] and given["--pull"] == ["never"]
     assert given["--network"] == ["none"] and given["--cap-drop"] == ["ALL"] and "--read-only" in command
     assert given["--security-opt"] == ["no-new-privileges"] and given["--user"] == ["65534:65534"]
@@ -76,12 +78,6 @@ def test_podmans_gpu_flag_is_refused_for_docker(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="extra_args=\\('--gpus', 'all'\\)"):
         DockerSandboxPool(ContainerConfig(gpu=True))
-
-
-def test_binds_are_volumes():
-    binds = [Bind(source="/a", target="/b"), Bind(source="/c", target="/d", writable=True)]
-    command = container_command("docker", DockerSandboxConfig(), "n", SandboxLimits(), binds)
-    assert options(command)["--volume"] == ["/a:/b:ro", "/c:/d:rw"]
 
 
 def test_the_apptainer_command():

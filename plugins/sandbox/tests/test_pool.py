@@ -297,23 +297,21 @@ async def test_results_are_kept_by_code_and_tests():
 # --- the cache of results ---
 
 
-def test_the_least_recently_used_entry_is_dropped():
+@pytest.mark.parametrize(
+    ("used", "found"),
+    [
+        ([("a", 1), ("b", 2), "a", ("c", 3)], (1, None, 3)),  # reading renews an entry
+        ([("a", 1), ("b", 2), ("a", 3), ("c", 4)], (3, None, 4)),  # and so does writing it again
+    ],
+)
+def test_the_least_recently_used_entry_is_dropped(used, found):
     cache: LRUCache[str, int] = LRUCache(2)
-    cache.put("a", 1)
-    cache.put("b", 2)
-    assert cache.get("a") == 1
-    cache.put("c", 3)
-    assert (cache.get("a"), cache.get("b"), cache.get("c")) == (1, None, 3)
+    for one in used:
+        cache.get(one) if isinstance(one, str) else cache.put(*one)
+    assert (cache.get("a"), cache.get("b"), cache.get("c")) == found
 
 
-def test_writing_an_entry_again_renews_it():
-    cache: LRUCache[str, int] = LRUCache(2)
-    for key, value in (("a", 1), ("b", 2), ("a", 3), ("c", 4)):
-        cache.put(key, value)
-    assert (cache.get("a"), cache.get("b"), cache.get("c")) == (3, None, 4)
-
-
-def test_clearing_keeps_the_counters():
+def test_clearing_keeps_the_counters_and_size_zero_keeps_nothing():
     cache: LRUCache[str, int] = LRUCache(2)
     assert cache.hit_rate == 0.0
     cache.put("a", 1)
@@ -321,10 +319,7 @@ def test_clearing_keeps_the_counters():
     cache.get("b")
     cache.clear()
     assert cache.stats == {"hits": 1, "misses": 1, "size": 0, "max_size": 2} and cache.hit_rate == 0.5
-
-
-def test_a_cache_of_size_zero_is_always_empty():
-    cache: LRUCache[str, int] = LRUCache(0)
+    cache = LRUCache(0)
     cache.put("a", 1)
     assert cache.get("a") is None
     with pytest.raises(ConfigError, match="max_size=-1"):

@@ -34,7 +34,7 @@ from ludic_sandbox.python_tool import python
 from ludic_sandbox.remote import client
 from ludic_sandbox.remote.client import RemoteSandboxPool
 from ludic_sandbox.remote.server import RunLimits, SandboxServer
-from ludic_sandbox.remote.wire import TOKEN_HEADER
+from ludic_sandbox.requests import TOKEN_HEADER, Compile, encode
 from plugins.sandbox.tests.sandbox_pools import descendants, remote_pool
 from tests.fakes import status_with_header
 
@@ -204,7 +204,7 @@ async def test_a_client_over_its_limit_waits_and_then_fails_while_another_is_ser
         assert result.run_status is RunStatus.SANDBOX_ERROR and "1 runs here already" in result.detail
         connector = aiohttp.TCPConnector(local_addr=("127.0.0.2", 0))  # another client
         async with aiohttp.ClientSession(connector=connector) as session:
-            body = client.encode(client.Compile(code=b"1", timeout_s=5.0))
+            body = encode(Compile(code=b"1", timeout_s=5.0))
             headers = {"X-Ludic-Control-Token": TOKEN}
             async with session.post(f"{server.url}/run", data=body, headers=headers) as answer:
                 assert answer.status == 200

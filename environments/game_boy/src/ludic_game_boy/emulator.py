@@ -17,7 +17,7 @@ from ludic.types import ConfigError
 
 BUTTONS = ("a", "b", "start", "select", "up", "down", "left", "right")
 COLUMNS, ROWS = 20, 18
-"""Of the screen, in tiles."""
+"""Size of the screen, in tiles."""
 _LCDC, _SCY, _SCX, _WY, _WX = 0xFF40, 0xFF42, 0xFF43, 0xFF4A, 0xFF4B
 _OAM, _NUM_SPRITES = 0xFE00, 40
 _TITLE, _TITLE_END = 0x134, 0x144

@@ -18,7 +18,7 @@ ReadMemory: TypeAlias = Callable[[int, int], bytes]
 
 
 class Kind(StrEnum):
-    """How the bytes of a fact become a value."""
+    """The conversion of a fact's bytes to a value."""
 
     NUMBER = "number"  # a whole number, the high byte first
     LITTLE = "little"  # a whole number, the low byte first
@@ -36,9 +36,9 @@ class Fact:
     length: int = 1
     kind: Kind = Kind.NUMBER
     bit: int = 0
-    """Which bit, counted from the lowest of the first byte, for Kind.BIT."""
+    """Number of the bit, counted from the lowest of the first byte, for Kind.BIT."""
     shown: bool = True
-    """Whether the agent sees it; hidden facts still count for milestones."""
+    """True if the agent sees it; hidden facts still count for milestones."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.address <= 0xFFFF or self.length < 1 or not 0 <= self.bit < 8 * self.length:
@@ -79,7 +79,7 @@ class Milestone:
 
 
 class Progress:
-    """Which milestones have been reached in this episode."""
+    """The milestones that have been reached in this episode."""
 
     def __init__(self, milestones: Sequence[Milestone], reached: Iterable[str] = ()) -> None:
         self._milestones = milestones

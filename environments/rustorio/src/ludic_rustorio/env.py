@@ -6,6 +6,7 @@ the next observation, so that the agent can try again.
 
 import asyncio
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +45,14 @@ class RustorioEnv(SingleAgentEnv):
         tick_weight: float = 0.5,
         toolchain: str | Path | None = None,
         edition: str = "2021",
-        compile_timeout_s: float = 60.0,
-        compile_memory_mb: int = 2048,
-        run_timeout_s: float = 10.0,
-        run_memory_mb: int = 256,
         max_error_chars: int = 3000,
         sandbox_pool: SandboxPool | None = None,
+        **limits: Any,
     ) -> None:
         """`game`: folder of the game's crate, or "demo"; `harness`: how it is played, if not in the crate's `ludic`.
         With `par_ticks`, the share `tick_weight` of the reward is par_ticks / ticks, at most 1. `toolchain`: folder with
         bin/cargo and bin/rustc, if not those on the PATH; `edition`: of Rust. `sandbox_pool`: if not the shared one of
-        the process."""
+        the process. `limits`: those of `judge.Limits`, as compile_timeout_s, compile_memory_mb, run_timeout_s, run_memory_mb."""
         super().__init__()
         if max_attempts < 1:
             raise ConfigError(f"max_attempts={max_attempts}; an episode needs at least one.")
@@ -72,13 +70,10 @@ class RustorioEnv(SingleAgentEnv):
         self.tick_weight = tick_weight
         self.toolchain = toolchain
         self.max_error_chars = max_error_chars
-        self.limits = Limits(
-            compile_timeout_s=compile_timeout_s,
-            compile_memory_mb=compile_memory_mb,
-            run_timeout_s=run_timeout_s,
-            run_memory_mb=run_memory_mb,
-            edition=edition,
-        )
+        known = {limit.name for limit in fields(Limits)} - {"edition"}
+        if unknown := limits.keys() - known:
+            raise ConfigError(f"RustorioEnv has no {', '.join(unknown)}; its limits are {', '.join(sorted(known))}.")
+        self.limits = Limits(**limits, edition=edition)
         self.full_reward = 1.0 if self.game.solution is not None and par_ticks is None else None
         self._pool = sandbox_pool
         self._judge: Judge | None = None

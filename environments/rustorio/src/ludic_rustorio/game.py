@@ -33,7 +33,7 @@ _HEAD = re.compile(r"(#!\[.*\]|extern crate .*;)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Game:
-    """How one game is played."""
+    """The rules of one game."""
 
     crate: Path
     """Folder of its Cargo.toml."""
@@ -59,7 +59,7 @@ class BuiltGame:
     """The compiled game."""
 
     name: str
-    """Of the crate, as Rust code spells it."""
+    """Name of the crate, as Rust code spells it."""
     library: str
     """Path of the library inside a sandbox."""
     folder: Path
@@ -140,7 +140,7 @@ def _build(crate: Path, toolchain: Toolchain) -> BuiltGame:
 
 
 def _library(messages: str, crate: Path) -> Path:
-    """Where cargo put the crate's own library."""
+    """The place where cargo put the crate's own library."""
     for line in reversed(messages.splitlines()):
         message = json.loads(line)
         if message.get("reason") == "compiler-artifact" and Path(message["manifest_path"]).parent == crate.resolve():
@@ -161,5 +161,5 @@ def _target_folder() -> Path:
 
 
 def _home() -> dict[str, str]:
-    """Where cargo keeps vendored and downloaded crates."""
+    """The folder in which cargo keeps vendored and downloaded crates."""
     return {name: os.environ[name] for name in ("HOME", "CARGO_HOME") if name in os.environ}

@@ -1,4 +1,4 @@
-"""From a program to a verdict: refused, compiled in one sandbox, run in another.
+"""Judging a program: refused, compiled in one sandbox, run in another.
 
 The program's own output decides nothing. It has won if Ludic's main got the goods and the clock back from it: main then writes a
 secret that only it knows (see report.rs), and the number of ticks.
@@ -23,7 +23,7 @@ _REPORT = Path(__file__).with_name("report.rs").read_text(encoding="utf-8")
 
 
 class Status(StrEnum):
-    """How a program ended."""
+    """The end of a program."""
 
     WON = "won"
     REFUSED = "refused"  # it breaks a rule of the source, and was not compiled
@@ -39,9 +39,9 @@ class Verdict:
 
     status: Status
     ticks: int | None = None
-    """Of a game that was won."""
+    """Ticks of a game that was won."""
     message: str = ""
-    """Of the compiler or the program."""
+    """Output of the compiler or the program."""
 
 
 _NOT_CACHED = (Status.COMPILE_LIMIT, Status.RUN_LIMIT)
@@ -49,14 +49,14 @@ _NOT_CACHED = (Status.COMPILE_LIMIT, Status.RUN_LIMIT)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """For one program."""
+    """Limits of one program."""
 
-    compile_timeout_s: float
-    compile_memory_mb: int
-    run_timeout_s: float
-    run_memory_mb: int
-    edition: str
-    """Of the Rust language."""
+    compile_timeout_s: float = 60.0
+    compile_memory_mb: int = 2048
+    run_timeout_s: float = 10.0
+    run_memory_mb: int = 256
+    edition: str = "2021"
+    """The edition of the Rust language."""
 
     def __post_init__(self) -> None:
         if min(self.compile_timeout_s, self.compile_memory_mb, self.run_timeout_s, self.run_memory_mb) <= 0:

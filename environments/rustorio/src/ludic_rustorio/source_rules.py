@@ -1,4 +1,4 @@
-"""What a program may not contain, checked before it is compiled.
+"""Constructs that a program may not contain, checked before it is compiled.
 
 The compiler does the rest: the first lines make it refuse unsafe code and exclude the standard library. This module refuses the
 words with which a program could get around those lines, and those that the known soundness holes of the compiler need

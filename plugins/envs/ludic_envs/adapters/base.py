@@ -1,11 +1,13 @@
 """Shared by the adapters: an env that is copied by replaying it, values as JSON and text, action names, calls as actions, global
 random state."""
 
+import json
 import random
 import re
+import sys
 import threading
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeAlias
@@ -13,7 +15,18 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 
 from ludic.envs.env import LudicEnv, world_of
-from ludic.types import JSON, ConfigError, Info, Observation, ResetNeeded, Snapshot, StepOutcome, new_id
+from ludic.types import (
+    JSON,
+    ConfigError,
+    Info,
+    MissingPackage,
+    Observation,
+    ResetNeeded,
+    Snapshot,
+    StepOutcome,
+    UnknownName,
+    new_id,
+)
 from ludic.util.files import parse_json
 
 _VERSION = 1
@@ -213,6 +226,18 @@ def read_calls(action: str) -> list[Call] | None:
         ):
             return None
     return [(call["name"], call["arguments"]) for call in calls]
+
+
+# --- programs that write a benchmark's samples ---
+
+
+def write_samples(read: Callable[[], Iterable[Mapping[str, Any]]]) -> None:
+    """Write samples as JSONL to standard output; a missing package or a wrong name ends the program with its message."""
+    try:
+        for sample in read():
+            sys.stdout.write(json.dumps(sample, ensure_ascii=False) + "\n")
+    except (MissingPackage, UnknownName) as error:
+        sys.exit(str(error))
 
 
 # --- global random state ---

@@ -141,7 +141,7 @@ class PettingZooEnv(ReplayedEnv):
 
 
 def _offered(game: str) -> dict[str, Callable[..., Any]]:
-    """What makes the game: `env`, `parallel_env`, or both."""
+    """The game's makers: `env`, `parallel_env`, or both."""
     if importlib.util.find_spec("pettingzoo") is None:
         raise MissingExtra("pettingzoo", f"The PettingZoo game {game!r}")
     if "/" in game:

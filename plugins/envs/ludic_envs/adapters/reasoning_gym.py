@@ -60,7 +60,7 @@ class ReasoningGymEnv(SingleAgentEnv):
         return self._system_prompt
 
     @property
-    def _puzzle(self) -> "Puzzle":
+    def _puzzle(self) -> "_Puzzle":
         # From a cache: the env stays small, and can be pickled.
         if self._seed is None:
             raise ResetNeeded(f"No puzzle of {self.task!r} is open. Call reset first.")
@@ -121,7 +121,7 @@ def _check_config(task: str, config: Mapping[str, Any]) -> None:
         )
     try:
         json.dumps(config)
-        checked_settings(task, {**config, "seed": 0, "size": 1})
+        _checked_settings(task, {**config, "seed": 0, "size": 1})
     except (TypeError, ValueError, AssertionError, KeyError) as error:
         known = sorted(set(generators[task][1].__dataclass_fields__) - {"seed", "size"})
         raise ConfigError(
@@ -137,8 +137,8 @@ _NO_NUMBER = re.compile(r"\b(?:nan|inf|infinity)[ij]?\b", re.IGNORECASE)
 """Scorers that look for a difference find none with these."""
 
 
-def is_loophole(task: str, answer: str, entry: Entry) -> bool:
-    """Whether the answer must score 0, although the scorer may reward it."""
+def _is_loophole(task: str, answer: str, entry: Entry) -> bool:
+    """True if the answer must score 0, although the scorer may reward it."""
     reference = str(entry["answer"])
     if _NO_NUMBER.search(answer) and not _NO_NUMBER.search(reference):
         return True
@@ -183,7 +183,7 @@ Source = tuple[str, str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Puzzle:
+class _Puzzle:
     """One entry of a generator."""
 
     task: str
@@ -203,7 +203,7 @@ def needs_child(task: str, settings: Mapping[str, Any]) -> bool:
     return not parts_of(task, settings).isdisjoint(READ_EXPRESSIONS | ITERATE_OVER_SETS | COUNT_WITHOUT_LIMIT)
 
 
-def checked_settings(task: str, settings: Mapping[str, Any]) -> Any:
+def _checked_settings(task: str, settings: Mapping[str, Any]) -> Any:
     """The settings as the generator's own type, which raises TypeError at an unknown name and AssertionError at a bad value."""
     from reasoning_gym.composite import DatasetSpec
 
@@ -215,7 +215,7 @@ def checked_settings(task: str, settings: Mapping[str, Any]) -> Any:
 
 
 @lru_cache(maxsize=512)  # the episodes of a group share their puzzle
-def make_puzzle(task: str, config: str, seed: int) -> Puzzle:
+def make_puzzle(task: str, config: str, seed: int) -> _Puzzle:
     source = (task, config, seed)
     is_childs = needs_child(task, json.loads(config))
     entry = _ask_child({"make": source}, _MAKE_S) if is_childs else _made(*source)[1]
@@ -223,20 +223,22 @@ def make_puzzle(task: str, config: str, seed: int) -> Puzzle:
         raise RuntimeError(
             f"reasoning-gym's {task!r} made no puzzle of seed {seed}: it raised, or took more than {_MAKE_S:.0f} seconds."
         )
-    return Puzzle(entry["metadata"]["source_dataset"] if task == "composite" else task, source, entry, is_childs)
+    return _Puzzle(entry["metadata"]["source_dataset"] if task == "composite" else task, source, entry, is_childs)
 
 
 @lru_cache(maxsize=64)  # a generator may hold megabytes of words or fonts
 def _made(task: str, config: str, seed: int) -> tuple[Any, dict[str, Any]]:
     # list_functions draws from Python's global generator, and pool_matrix seeds numpy's.
     with GlobalRandom(seed).installed():
-        dataset = _generators()[task][0](config=checked_settings(task, {**json.loads(config), "seed": seed, "size": 1}))
+        dataset = _generators()[task][0](
+            config=_checked_settings(task, {**json.loads(config), "seed": seed, "size": 1})
+        )
         return dataset, dataset[0]
 
 
-def score(puzzle: Puzzle, answer: str) -> float:
+def score(puzzle: _Puzzle, answer: str) -> float:
     """The generator's score; 0 for an answer that it must not get, cannot read, or takes too long over."""
-    if len(answer) > _MAX_CHARS or _HUGE.search(answer) or is_loophole(puzzle.task, answer, puzzle.entry):
+    if len(answer) > _MAX_CHARS or _HUGE.search(answer) or _is_loophole(puzzle.task, answer, puzzle.entry):
         return 0.0
     if puzzle.task in TRUST_ANY_TEXT:
         return float(answer.strip().casefold() == str(puzzle.entry["answer"]).casefold())

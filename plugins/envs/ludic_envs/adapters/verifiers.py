@@ -1,8 +1,8 @@
 """verifiers environments (its `v1` API) with Ludic agents, scored by their own rewards.
 
-A verifiers env is a program: `run(task, agents)` asks agents and waits for their replies. It runs here unchanged, with a
-`VerifiersRole` in place of each agent: a question to it becomes an observation, and the next action is its reply. An episode is one
-task; its rewards come at the end.
+A verifiers env is a program: `run(task, agents)` asks agents and waits for their replies. It runs here unchanged, with a stand-in
+for each agent: a question to it becomes an observation, and the next action is its reply. An episode is one task;
+its rewards come at the end.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ def load(taskset: str, taskset_args: str, env: str, env_args: str, num_tasks: in
         raise ConfigError(f"verifiers cannot load the taskset {taskset!r} with {config}: {error}") from error
     if not tasks:
         raise ConfigError(f"The taskset {taskset!r} has no tasks with {taskset_args}.")
-    refuse_what_is_missing(tasks[0], program.taskset.toolsets(program.taskset.config))
+    _refuse_what_is_missing(tasks[0], program.taskset.toolsets(program.taskset.config))
     return program, tasks
 
 
@@ -87,7 +87,7 @@ class VerifiersEnv(LudicEnv[str, Observation, str]):
         self._asked: dict[str, str] = {}
         self._played: list[dict[str, str]] = []
         self._running: asyncio.Task[None] | None = None
-        self._agents: dict[str, VerifiersRole] = {}
+        self._agents: dict[str, _VerifiersRole] = {}
 
     @property
     def agent_ids(self) -> list[str]:
@@ -128,7 +128,7 @@ class VerifiersEnv(LudicEnv[str, Observation, str]):
         await self.async_close()
         self._question = asyncio.Event()
         alone = len(self._roles) == 1
-        self._agents = {role: VerifiersRole(role, self._question, knows_system_prompt=alone) for role in self._roles}
+        self._agents = {role: _VerifiersRole(role, self._question, knows_system_prompt=alone) for role in self._roles}
         self._running = asyncio.create_task(_episode(load(*self._source)[0], self._task, self._agents))
         await self._until_asked()
 
@@ -174,7 +174,7 @@ class VerifiersEnv(LudicEnv[str, Observation, str]):
         return self.__dict__ | gone
 
 
-async def _episode(program: Any, task: Any, roles: Mapping[str, "VerifiersRole"]) -> None:
+async def _episode(program: Any, task: Any, roles: Mapping[str, "_VerifiersRole"]) -> None:
     agents = api().Agents(program.config, lambda name, config: roles[name].configured(config))
     await program.setup(agents)
     await program.run(task, agents)
@@ -186,7 +186,7 @@ async def _episode(program: Any, task: Any, roles: Mapping[str, "VerifiersRole"]
 # --- the agents of a program ---
 
 
-class VerifiersRole:
+class _VerifiersRole:
     """Takes the place of a verifiers agent, for one conversation, and waits for replies from the env.
 
     It offers what programs call: `run`, `interaction` and its `turn`, a `trace` of the conversation, and scoring by the task at the
@@ -202,7 +202,7 @@ class VerifiersRole:
         self._asked = asked
         self._knows_system_prompt = knows_system_prompt
 
-    def configured(self, config: Any) -> "VerifiersRole":
+    def configured(self, config: Any) -> "_VerifiersRole":
         self.config = config
         return self
 
@@ -219,14 +219,14 @@ class VerifiersRole:
         return self.trace
 
     @asynccontextmanager
-    async def interaction(self, task: Any, **options: Any) -> AsyncIterator["VerifiersRole"]:
+    async def interaction(self, task: Any, **options: Any) -> AsyncIterator["_VerifiersRole"]:
         if options:
             raise ConfigError(f"The program runs {self.name!r} with {sorted(options)}, which Ludic does not offer it.")
         if self.trace is not None:
             raise ConfigError(
                 f"The program starts a second conversation with {self.name!r}, but an agent has one memory per episode."
             )
-        refuse_what_is_missing(task, [])
+        _refuse_what_is_missing(task, [])
         state = api("state").state_cls(type(task))()
         about = api().TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
         self.trace = api().Trace(task=about, state=state, agent=api().AgentInfo(config=self.config, name=self.name))
@@ -279,7 +279,7 @@ class _NoRuntime:
         raise ConfigError(f"The task uses its runtime (.{name}); Ludic plays verifiers tasks without one.")
 
 
-def refuse_what_is_missing(task: Any, shared_tools: list[Any]) -> None:
+def _refuse_what_is_missing(task: Any, shared_tools: list[Any]) -> None:
     """Refuse tasks that need what Ludic does not offer."""
     wanted = {
         "a container": task.NEEDS_CONTAINER,

@@ -11,9 +11,9 @@ from ludic.envs import check_env
 from ludic.interaction import SingleAgentProtocol
 from ludic.parsers import raw_parser
 from ludic.types import ConfigError, MissingPackage, UnknownName
+from ludic_envs.adapters import bfcl
 from ludic_envs.adapters.base import read_calls
-from ludic_envs.adapters.bfcl import BFCLEnv, data
-from ludic_envs.adapters.bfcl.grading import accepts, grade
+from ludic_envs.adapters.bfcl import BFCLEnv, accepts, grade
 from tests.data import read_jsonl
 from tests.fakes import make_agent
 from tests.unit.agents.test_tool_agents import call
@@ -228,15 +228,15 @@ def test_samples_are_read_from_the_wheel_with_their_answers(tmp_path, capsys):
             for name, lines in (("", rows), ("possible_answer/", answers)):
                 text = "\n".join(map(json.dumps, lines))
                 archive.writestr(f"bfcl_eval/data/{name}BFCL_v4_{category}.json", text)
-    data.main(["multiple", "irrelevance", "--wheel", str(wheel)])
+    bfcl.main(["multiple", "irrelevance", "--wheel", str(wheel)])
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == list(published.values())
 
 
 def test_what_is_missing_or_unknown_is_said(monkeypatch):
-    monkeypatch.setattr(data, "find_spec", lambda name: None)
+    monkeypatch.setattr(bfcl, "find_spec", lambda name: None)
     with pytest.raises(MissingPackage, match="pip install --no-deps bfcl-eval"):
-        list(data.read_bfcl(["multiple"]))
+        list(bfcl.read_bfcl(["multiple"]))
     with pytest.raises(UnknownName, match="simple_python"):
-        list(data.read_bfcl(["simple_java"]))
+        list(bfcl.read_bfcl(["simple_java"]))
     with pytest.raises(SystemExit, match="bfcl-eval"):
-        data.main(["all"])
+        bfcl.main(["all"])

@@ -9,7 +9,7 @@ from gymnasium.spaces import Box, Discrete
 from pettingzoo import AECEnv, ParallelEnv
 
 from ludic.envs.check import check_env
-from ludic.types import ConfigError, MissingExtra, ResetNeeded, UnknownName
+from ludic.types import ConfigError, ResetNeeded, UnknownName
 from ludic_envs.adapters.pettingzoo import PettingZooEnv
 
 BOARD = "classic.tictactoe_v3"
@@ -190,14 +190,6 @@ def test_terminated_agents_stay_inactive_and_truncation_is_reported():
     assert (told["bob"].terminated, told["bob"].reward) == (True, 0.0)
 
 
-def test_a_parallel_game_can_be_played_in_turns():
-    env = started("classic.rps_v2", order="turns")
-    env.step({"player_0": "0"})
-    assert env.active_agents == ["player_1"]
-    told = env.step({"player_1": "1"})
-    assert {role: o.reward for role, o in told.items()} == {"player_0": -1.0, "player_1": 1.0}
-
-
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -211,12 +203,6 @@ def test_a_parallel_game_can_be_played_in_turns():
 def test_wrong_settings_are_refused_with_a_hint(settings, says):
     with pytest.raises(ConfigError, match=says):
         PettingZooEnv(**settings)
-
-
-def test_without_the_package_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pettingzoo", None)
-    with pytest.raises(MissingExtra, match=r"ludic-rl\[pettingzoo\]"):
-        PettingZooEnv(BOARD)
 
 
 def test_an_id_of_the_registry_plays_the_game_of_its_module():

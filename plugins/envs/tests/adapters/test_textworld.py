@@ -3,7 +3,6 @@
 import importlib
 import json
 import os
-import pickle
 import random
 import subprocess
 import sys
@@ -16,8 +15,8 @@ import pytest
 from ludic import registry
 from ludic.envs import check_env
 from ludic.types import ConfigError, MissingPackage
-from ludic_envs.adapters.textworld import TextWorldEnv, games
-from ludic_envs.adapters.textworld.narrator import Fact, goals_told, sketched, told
+from ludic_envs.adapters import textworld
+from ludic_envs.adapters.textworld import Fact, TextWorldEnv, goals_told, sketched, told
 
 NAMES = {
     "r_0": "cellar", "r_1": "attic", "r_2": "shed", "c_0": "chest", "c_1": "box", "s_0": "shelf", "d_0": "hatch", "k_0": "key",
@@ -50,13 +49,13 @@ def test_episodes_that_ask_for_the_same_game_at_once_share_one(monkeypatch):
         return object()
 
     fake = types.SimpleNamespace(GameOptions=types.SimpleNamespace, make_game=generate)
-    monkeypatch.setattr(games, "_package", lambda name: fake)
-    monkeypatch.setattr(games, "Game", lambda generated: generated)
+    monkeypatch.setattr(textworld, "_package", lambda name: fake)
+    monkeypatch.setattr(textworld, "Game", lambda generated: generated)
     settings = json.dumps(
         {"level": None, "rooms": 1, "objects": 1, "quest_length": 1, "quest_breadth": "none but here"}
     )
     with ThreadPoolExecutor(8) as threads:
-        made = list(threads.map(lambda number: games.make_game(settings, number % 2), range(8)))
+        made = list(threads.map(lambda number: textworld.make_game(settings, number % 2), range(8)))
     assert sorted(asked) == [0, 1] and len(set(map(id, made))) == 2
 
 
@@ -114,7 +113,7 @@ def test_wrong_settings_are_refused(settings, text):
 @pytest.fixture
 def package():
     try:
-        games.require_package()
+        textworld.require_package()
     except MissingPackage as error:
         pytest.skip(str(error))
 
@@ -154,15 +153,6 @@ def test_seeds_lead_to_as_many_games_as_asked_for(package):
     env = TextWorldEnv(**SMALL)
     shown = [env.reset(seed=seed)["agent_0"][0] for seed in range(6)]
     assert shown[:3] == shown[3:] and len(set(shown)) == 3
-
-
-def test_a_pickled_game_goes_on_where_it_was(package):
-    env = TextWorldEnv(rooms=3, objects=4, quest_length=3)
-    env.reset(seed=2)
-    env.step({"agent_0": env.reference_action("agent_0")})
-    copied = pickle.loads(pickle.dumps(env))
-    assert copied.legal_actions("agent_0") == env.legal_actions("agent_0")
-    assert copied.reference_action("agent_0") == env.reference_action("agent_0")
 
 
 def test_a_seed_gives_the_same_game_in_every_process(package):

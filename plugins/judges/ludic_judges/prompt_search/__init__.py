@@ -6,8 +6,7 @@ keeps candidates that are good at different tasks; a merge puts the changes of t
 on disk after every round and goes on from there.
 """
 
-from ludic_judges.prompt_search.merging import merged_sentences, merged_texts
-from ludic_judges.prompt_search.reflection import Merger, ModelReflector, Reflector
+from ludic_judges.prompt_search.reflection import Merger, ModelReflector, Reflector, merged_sentences, merged_texts
 from ludic_judges.prompt_search.search import Candidate, PromptSearch
 
 __all__ = ["Candidate", "Merger", "ModelReflector", "PromptSearch", "Reflector", "merged_sentences", "merged_texts"]

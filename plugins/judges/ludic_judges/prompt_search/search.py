@@ -14,15 +14,14 @@ from typing import Any, TypeAlias
 from ludic.batch_gen import RolloutEngine
 from ludic.types import ConfigError, ProtocolSpec, Rollout, RolloutRequest, derive_seed, load_rollouts, save_rollouts
 from ludic.util.files import parse_json, replacing, write_json
-from ludic_judges.prompt_search.merging import Texts, merged_texts
-from ludic_judges.prompt_search.reflection import Merger, Reflector
+from ludic_judges.prompt_search.reflection import Merger, Reflector, Texts, merged_texts
 from ludic_judges.verdicts import JudgeError
 
 logger = logging.getLogger(__name__)
 _CHOICE, _SAMPLING, _ENV, _MERGE = 0, 1, 2, 3
 STATE, _FILE = "search.json", "candidate_{:04d}.jsonl"
 Score: TypeAlias = Callable[[Sequence[Rollout]], float]
-"""From the rollouts of one episode to a number; more is better."""
+"""A function from the rollouts of one episode to a number; more is better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class Candidate:
     parent: int | None = None
     """Place of the candidate that it was made from; None for a given one."""
     merged_with: int | None = None
-    """Of a merge: place of the second parent."""
+    """Place of the second parent of a merge."""
 
     @property
     def prompt(self) -> str:
@@ -60,7 +59,6 @@ class PromptSearch:
         reflector: Reflector,
         *,
         start: str | Texts | Sequence[str | Texts] = "",
-        argument: str = "system_prompt",
         shown: int = 3,
         max_merges: int = 0,
         score: Score | None = None,
@@ -70,7 +68,7 @@ class PromptSearch:
         folder: str | Path | None = None,
     ) -> None:
         """`start`: a prompt, or several; a dict is a prompt of several texts, by arguments of the engine's protocol factory.
-        `argument`: the one that gets a prompt that is a text. `shown`: tasks whose rollouts a reflection sees. `max_merges`: how
+        A prompt that is a text is `system_prompt`. `shown`: tasks whose rollouts a reflection sees. `max_merges`: how
         many merges are tried. `score`: instead of the sum of an episode's rewards. `folder`: the search is there after every
         round, and goes on from what is there."""
         if not tasks or not 1 <= shown <= len(tasks):
@@ -90,13 +88,13 @@ class PromptSearch:
         ]
         given = [start] if isinstance(start, (str, Mapping)) else start
         self._start: list[Texts] = []
-        for texts in ({argument: one} if isinstance(one, str) else dict(one) for one in given):
+        for texts in ({"system_prompt": one} if isinstance(one, str) else dict(one) for one in given):
             self._start += [texts] if texts not in self._start else []
         if not self._start or not self._start[0] or any(texts.keys() != self._start[0].keys() for texts in self._start):
             raise ConfigError("start has no text, or prompts with different texts; give each the same names.")
         self.candidates: list[Candidate] = []
         self._rollouts: list[list[list[Rollout]]] = []
-        """Of each candidate, by task."""
+        """The rollouts of each candidate, by task."""
         self.num_episodes = self.num_reflections = self.num_rejected = self.num_merges = 0
         self._has_new = False
         """A candidate was kept since the last merge."""
@@ -281,7 +279,7 @@ class PromptSearch:
     _COUNTS = ("num_episodes", "num_reflections", "num_rejected", "num_merges")
 
     def _settings(self) -> dict[str, Any]:
-        """What makes a search this search."""
+        """Settings that a resumed search must share."""
         tasks = [[t.env.kind, dict(t.env.kwargs), t.protocol.kind, t.env_seed] for t in self._tasks]
         digest = hashlib.sha256(json.dumps(tasks, default=str, sort_keys=True).encode()).hexdigest()[:16]
         return {"start": self._start, "shown": self._shown, "seed": self._seed, "tasks": digest}

@@ -2,7 +2,7 @@
 
 The candidate runs in its sandbox, makes the calls and answers with plain data. The assertions are judged without it: expressions
 outside the sandbox (`assertions`), anything more (loops, helpers, random inputs) by a test program in a separate sandbox run
-(`inside/check_program.py`). Rounds of calls go on until no judge needs another answer.
+(`inside/check_program.py`). Rounds of calls continue until no judge needs another answer.
 """
 
 import asyncio
@@ -46,9 +46,9 @@ class _State:
     test: TestCase
     functions: frozenset[str]
     answers: list[tuple[Call, dict[str, Any]]] = field(default_factory=list)
-    """As the candidate sent them: hostile ones may take long to read."""
+    """Not decoded: hostile answers may take long to read."""
     num_chars: int = 0
-    """Of the answers."""
+    """Length of the answers."""
     execution: ExecutionResult = _NOT_ASKED
     judgement: Judgement | None = None
     """None while it waits to be judged."""
@@ -213,7 +213,7 @@ def _judgement(verdict: dict[str, Any]) -> Judgement:
 
 _MAX_REMEMBERED = 4096
 _first_calls: dict[tuple[str, str, frozenset[str]], Judgement] = {}
-"""What a test program asks before it knows any answer: the same for every candidate."""
+"""The first calls of each test program, before it knows any answer; they are the same for every candidate."""
 
 
 async def _judge_by_program(sandbox: Sandbox, state: _State) -> tuple[Judgement, ExecutionResult | None]:

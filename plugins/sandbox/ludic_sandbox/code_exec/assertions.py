@@ -45,7 +45,7 @@ class Judgement:
 
 
 UNREADABLE = (ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
-"""What `decode` and the evaluator raise over a hostile answer."""
+"""Errors that `decode` and the evaluator raise over a hostile answer."""
 
 
 def judge(assertion: str, functions: frozenset[str], answers: Answers) -> Judgement:
@@ -66,7 +66,7 @@ def judge(assertion: str, functions: frozenset[str], answers: Answers) -> Judgem
 
 
 def is_plain(assertion: str, functions: frozenset[str]) -> bool:
-    """Whether the text is one assert statement that this evaluator knows."""
+    """True if the text is one assert statement that this evaluator knows."""
     try:
         nodes = list(ast.walk(_parsed(assertion)))
     except (SyntaxError, ValueError):

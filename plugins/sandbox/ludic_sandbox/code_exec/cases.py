@@ -62,7 +62,7 @@ class TestResult:
 
     @property
     def ran(self) -> bool:
-        """Whether the program ran to its end, with a right or a wrong answer."""
+        """True if the program ran to its end, with a right or a wrong answer."""
         return self.execution.succeeded
 
 
@@ -140,15 +140,15 @@ def hash_tests(tests: Iterable[TestCase]) -> str:
 
 
 class Feedback(StrEnum):
-    """What an agent is told after an attempt that failed."""
+    """The feedback that an agent gets after a failed attempt."""
 
     TEST = "test"
     """The first failing test with its input, the expected and the actual output; an agent with several attempts could
     hard-code these."""
     STATUS = "status"
-    """How many tests passed and how the first failing one ended (wrong, crash, time-out), without its contents."""
+    """The number of passed tests and the end of the first failing one (wrong, crash, time-out), without its contents."""
     NOTHING = "nothing"
-    """That it failed."""
+    """The fact that it failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +176,7 @@ class CodeExecConfig:
     use_cache: bool = True
     """Grade the same program on the same tests once."""
     sandbox_wait_s: float = 1800.0
-    """How long an episode waits for a free sandbox before it fails; many episodes share few of them."""
+    """Seconds that an episode waits for a free sandbox before it fails; many episodes share few sandboxes."""
     max_attempts: int = 1
     """Programs that an agent may submit; after a failed one it gets `feedback`. The reward is that of the last one."""
     feedback: Feedback = Feedback.TEST

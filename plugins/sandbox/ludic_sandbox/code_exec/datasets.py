@@ -77,7 +77,7 @@ class ProgramTestAdapter(TestAdapter):
     solution_key = "solution"
 
     def get_tests(self, sample: Sample) -> list[TestCase]:
-        return [self._test(test, number, sample) for number, test in enumerate(field_of(sample, "tests"), start=1)]
+        return [self._test(test, number, sample) for number, test in enumerate(_field_of(sample, "tests"), start=1)]
 
     def _test(self, test: Mapping[str, Any], number: int, sample: Sample) -> TestCase:
         limits = {name: test[name] for name in ("timeout_s", "memory_limit_mb") if name in test}
@@ -96,13 +96,13 @@ class ProgramTestAdapter(TestAdapter):
         )
 
     def get_prompt(self, sample: Sample) -> str:
-        return str(field_of(sample, "question"))
+        return str(_field_of(sample, "question"))
 
     def get_problem_id(self, sample: Sample) -> str:
         return str(sample.get("id", "0"))
 
 
-def field_of(sample: Sample, *names: str) -> Any:
+def _field_of(sample: Sample, *names: str) -> Any:
     """The first of these fields that the sample has."""
     for name in names:
         if name in sample:
@@ -125,7 +125,7 @@ class APPSTestAdapter(TestAdapter):
 
     system_prompt = APPS_SYSTEM_PROMPT
     verifier: OutputVerifier = WhitespaceNormalizedVerifier()
-    """As on the sites that the problems come from."""
+    """The comparison of the sites that the problems come from."""
 
     def __init__(
         self,
@@ -151,8 +151,8 @@ class APPSTestAdapter(TestAdapter):
 
     def _inputs_and_outputs(self, sample: Sample) -> tuple[Sequence[Any], Sequence[Any]]:
         if self.inputs_key in sample:
-            return sample[self.inputs_key], field_of(sample, self.outputs_key)
-        unpacked = self._unpacked(sample, field_of(sample, "input_output", self.inputs_key))
+            return sample[self.inputs_key], _field_of(sample, self.outputs_key)
+        unpacked = self._unpacked(sample, _field_of(sample, "input_output", self.inputs_key))
         if unpacked.get("fn_name"):
             raise ConfigError(
                 f"APPS problem {self.get_problem_id(sample)} asks for a function ({unpacked['fn_name']}) and not for a "
@@ -161,7 +161,7 @@ class APPSTestAdapter(TestAdapter):
         return unpacked["inputs"], unpacked["outputs"]
 
     def get_prompt(self, sample: Sample) -> str:
-        return str(field_of(sample, self.question_key))
+        return str(_field_of(sample, self.question_key))
 
     def get_problem_id(self, sample: Sample) -> str:
         return str(sample.get(self.problem_id_key, sample.get("id", "0")))
@@ -192,7 +192,7 @@ class HumanEvalTestAdapter(TestAdapter):
     runner = AssertRunner
 
     def get_tests(self, sample: Sample) -> list[TestCase]:
-        function, source = str(field_of(sample, "entry_point")), str(field_of(sample, "test"))
+        function, source = str(_field_of(sample, "entry_point")), str(_field_of(sample, "test"))
         check = self._check(sample, source)
         functions = frozenset({function})
         asserts = [ast.unparse(_Renamed(check.args.args[0].arg, function).visit(node)) for node in _statements(check)]
@@ -213,7 +213,7 @@ class HumanEvalTestAdapter(TestAdapter):
         raise ConfigError(f"The test of {self.get_problem_id(sample)} defines no check(candidate).")
 
     def get_prompt(self, sample: Sample) -> str:
-        return f"Complete this function:\n\n```python\n{str(field_of(sample, 'prompt')).strip()}\n```"
+        return f"Complete this function:\n\n```python\n{str(_field_of(sample, 'prompt')).strip()}\n```"
 
     def get_problem_id(self, sample: Sample) -> str:
         return str(sample.get("task_id", sample.get("id", "0")))
@@ -277,7 +277,7 @@ class MBPPTestAdapter(TestAdapter):
         needed = (ast.Import, ast.ImportFrom, ast.ClassDef)
         setup = [ast.unparse(node) for node in reference if isinstance(node, needed)] + setup
         tests = []
-        for number, text in enumerate(field_of(sample, "test_list"), start=1):
+        for number, text in enumerate(_field_of(sample, "test_list"), start=1):
             functions = self._functions(sample, text)
             calls = "\n".join(ast.unparse(node) for node in ast.walk(ast.parse(text)) if _called(node) in functions)
             metadata = {"functions": sorted(functions), "setup": "\n".join(setup)}
@@ -297,8 +297,8 @@ class MBPPTestAdapter(TestAdapter):
         return functions
 
     def get_prompt(self, sample: Sample) -> str:
-        shown = "\n".join(field_of(sample, "test_list")[: self.num_shown_tests])
-        return f"{str(field_of(sample, 'prompt', 'text')).strip()}\n\nFor example:\n\n```python\n{shown}\n```"
+        shown = "\n".join(_field_of(sample, "test_list")[: self.num_shown_tests])
+        return f"{str(_field_of(sample, 'prompt', 'text')).strip()}\n\nFor example:\n\n```python\n{shown}\n```"
 
     def get_problem_id(self, sample: Sample) -> str:
         return str(sample.get("task_id", sample.get("id", "0")))

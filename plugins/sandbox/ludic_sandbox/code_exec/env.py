@@ -90,7 +90,7 @@ class CodeExecEnv(SingleAgentEnv):
     """
 
     default_adapter: ClassVar[type[TestAdapter] | None] = None
-    """Of a subclass, for one dataset."""
+    """The adapter of a subclass that is for one dataset."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class CodeExecEnv(SingleAgentEnv):
         if not self.tests:
             raise ConfigError(f"Problem {self.problem_id} has no tests, so no program could pass them.")
         self.last_result: BatchTestResult | None = None
-        """Of the last attempt, with times and outputs; they vary between runs, so the info leaves them out."""
+        """The last attempt's result, with times and outputs, which vary between runs and so are left out of the info."""
         self._adapter = test_adapter
         self._pool = sandbox_pool
         self._runner = code_runner or test_adapter.get_runner(self.config)
@@ -229,7 +229,7 @@ class CodeExecEnv(SingleAgentEnv):
 
 
 def _shows_its_settings(part: object) -> bool:
-    """Whether its repr shows its settings, as a dataclass's does. The default one is an address, which may be reused."""
+    """True if the part's repr shows its settings, as a dataclass's does. The default repr is an address, which may be reused."""
     return type(part).__repr__ is not object.__repr__
 
 

@@ -22,7 +22,7 @@ from ludic.types import ConfigError
 from ludic_sandbox import SandboxError, SandboxLimits
 from ludic_sandbox.containers import engine_args, engine_problem
 from ludic_sandbox.harbor.task import HarborTask
-from ludic_sandbox.harbor.workspace import HOME, LOST, CommandOutput, Workspace
+from ludic_sandbox.harbor.workspace import HOME, IN_FOLDER, LOST, CommandOutput, Workspace, WorkspaceCommand
 from ludic_sandbox.interface import MB
 
 _BUILD_S = 600.0
@@ -63,30 +63,21 @@ class ContainerWorkspace(Workspace):
             raise SandboxError(f"The container of the task {task.name} did not start: {_last_line(output)}")
         return made
 
-    async def _run(
-        self,
-        command: str,
-        cwd: str,
-        timeout_s: float,
-        env: Mapping[str, str],
-        files: Mapping[str, bytes],
-        outputs: Sequence[str],
-        is_trusted: bool,
-    ) -> CommandOutput:
+    async def _run(self, asked: WorkspaceCommand) -> CommandOutput:
         if self._is_lost:
             return LOST
-        if files:
+        if asked.files:
             code, output = await _engine(
-                [self._engine, "cp", "-", f"{self._name}:/"], stdin=_archive(files), timeout_s=_ENGINE_S
+                [self._engine, "cp", "-", f"{self._name}:/"], stdin=_archive(asked.files), timeout_s=_ENGINE_S
             )
             if code != 0:
                 return await self._failed(output)
-        variables = [part for pair in {"HOME": HOME, **env}.items() for part in ("--env", "=".join(pair))]
-        inside = ["/bin/bash", "-c", 'cd -- "$1" 2>/dev/null; exec /bin/bash -c "$2" 2>&1', "bash", cwd, command]
+        variables = [part for pair in {"HOME": HOME, **asked.env}.items() for part in ("--env", "=".join(pair))]
+        inside = ["/bin/bash", "-c", IN_FOLDER, "bash", asked.cwd, asked.text]
         started = time.monotonic()
         limit = self._limits.max_output_bytes
         code, output = await _engine(
-            [self._engine, "exec", *variables, self._name, *inside], timeout_s=timeout_s, max_bytes=limit
+            [self._engine, "exec", *variables, self._name, *inside], timeout_s=asked.timeout_s, max_bytes=limit
         )
         seconds = time.monotonic() - started
         killed, why = await _engine([self._engine, "exec", self._name, "/bin/sh", "-c", _KILL], timeout_s=_ENGINE_S)
@@ -100,7 +91,7 @@ class ContainerWorkspace(Workspace):
             exit_code=code,
             detail=detail,
             timed_out=code is None and len(output) <= limit,
-            outputs={path: data for path in outputs if (data := await self._read(path)) is not None},
+            outputs={path: data for path in asked.outputs if (data := await self._read(path)) is not None},
             seconds=seconds,
         )
 
@@ -156,7 +147,7 @@ def workspace_command(
 
 
 def needs_network(task: HarborTask) -> bool:
-    """Whether the task asks for one; Harbor's default is not counted."""
+    """True if the task asks for a network; Harbor's default is not counted."""
     return any(need.name == "network" for need in task.needs)
 
 

@@ -15,7 +15,7 @@ from ludic.types import ConfigError
 from ludic.util.files import parse_json
 
 WORKDIR = "/app"
-"""Where commands start if the Dockerfile does not say."""
+"""The default working folder."""
 _IGNORED = {"CMD", "ENTRYPOINT", "EXPOSE", "HEALTHCHECK", "LABEL", "MAINTAINER", "SHELL", "STOPSIGNAL", "VOLUME"}
 """Lines about how a container is started or described; commands run without them."""
 SYSTEM_FOLDERS = {"bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "proc", "run", "sbin", "sys", "usr"}
@@ -39,7 +39,7 @@ class Need:
 
 @dataclass(kw_only=True, slots=True)
 class Setup:
-    """What a Dockerfile makes of an empty workspace."""
+    """The content of a workspace that a Dockerfile describes."""
 
     workdir: str = WORKDIR
     env: dict[str, str] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Setup:
 
 
 def read_dockerfile(text: str, context: Mapping[str, bytes]) -> Setup:
-    """`context` has the files beside the Dockerfile, by relative path."""
+    """`context` has the files next to the Dockerfile, by relative path."""
     setup, known = Setup(), dict[str, str]()
     has_stage = False
     for number, line in _logical_lines(text):

@@ -7,6 +7,7 @@ grade the workspace (ludic_sandbox.harbor.grading).
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -32,6 +33,35 @@ _DONE = re.compile(r"\W*(?:done|exit)\W*", re.IGNORECASE)
 _SEED_S = 60.0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Limits of an episode; arguments of `HarborEnv`."""
+
+    command_timeout_s: float = 30.0
+    """Seconds of one command."""
+    agent_timeout_s: float | None = None
+    """Seconds of all commands of the agent. Default: that of task.toml."""
+    test_timeout_s: float | None = None
+    """Default: that of task.toml."""
+    max_output_chars: int = 4_000
+    """Characters of a command's output that the agent sees."""
+    memory_mb: int = 2048
+    """The most memory that a task gets."""
+    storage_mb: int = 256
+    """The most room that a task gets in each folder."""
+
+    def __post_init__(self) -> None:
+        if self.max_output_chars < 100:
+            raise ConfigError(f"max_output_chars={self.max_output_chars}; it must be at least 100.")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "Limits":
+        known = [limit.name for limit in fields(cls)]
+        for name in given.keys() - set(known):
+            raise UnknownName.among("argument of HarborEnv", name, known)
+        return cls(**given)
+
+
 class HarborEnv(SingleAgentEnv):
     """A task folder (Harbor, Terminal-Bench): a shell in a workspace, graded by the task's own tests."""
 
@@ -45,40 +75,28 @@ class HarborEnv(SingleAgentEnv):
         workspace: WorkspaceKind = "bubblewrap",
         play: Play = "tool",
         max_commands: int = 16,
-        command_timeout_s: float = 30.0,
-        agent_timeout_s: float | None = None,
-        test_timeout_s: float | None = None,
-        max_output_chars: int = 4_000,
-        memory_mb: int = 2048,
-        storage_mb: int = 256,
         ignore: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
         reward_key: str = "reward",
         container_args: Sequence[str] = (),
         system_prompt: str | None = None,
+        **limits: Any,
     ) -> None:
         """`sample` is {"task": folder} or {"files": {path: text}}, a whole task; `task` is the same, or a folder with one task or
-        with several, of which the seed chooses. The time limits of task.toml hold unless others are given; that of the agent counts
-        the seconds of its commands. `memory_mb` and `storage_mb` are the most that a task gets. `ignore` names what a task asks for
-        and can do without (see the message of a refused task); `variables` are values for ${NAME} in task.toml; `container_args`
-        are further arguments of `podman run` or `docker run`."""
+        with several, of which the seed chooses. `ignore` names what a task asks for and can do without (see the message of a
+        refused task); `variables` are values for ${NAME} in task.toml; `container_args` are further arguments of `podman run` or
+        `docker run`. `limits`: see `Limits`."""
         super().__init__()
         if play not in ("tool", "commands"):
             raise ConfigError(f"play={play!r}; it is 'tool' (a shell tool) or 'commands' (every action is a command).")
         if workspace not in (kinds := get_args(WorkspaceKind)):
             raise UnknownName.among("workspace", str(workspace), kinds)
-        if max_commands < 1 or max_output_chars < 100:
-            raise ConfigError(
-                f"max_commands={max_commands} and max_output_chars={max_output_chars}: at least 1 and 100."
-            )
+        if max_commands < 1:
+            raise ConfigError(f"max_commands={max_commands}; it must be at least 1.")
         self.play = play
         self.workspace_kind = workspace
         self.max_commands = max_commands
-        self.command_timeout_s = command_timeout_s
-        self._agent_timeout_s = agent_timeout_s
-        self._test_timeout_s = test_timeout_s
-        self._max_output_chars = max_output_chars
-        self._limits = (memory_mb, storage_mb)
+        self.limits = Limits.of(limits)
         self._ignore = [ignore] if isinstance(ignore, str) else [*ignore]
         self._reward_key = reward_key
         self._container_args = [*container_args]
@@ -157,7 +175,7 @@ class HarborEnv(SingleAgentEnv):
         return self.tasks[(seed or 0) % len(self.tasks)]
 
     async def _open(self) -> Workspace:
-        memory_mb, storage_mb = self._limits
+        memory_mb, storage_mb = self.limits.memory_mb, self.limits.storage_mb
         limits = SandboxLimits(
             memory_mb=min(memory_mb, self.task.memory_mb or memory_mb),
             workspace_mb=min(storage_mb, self.task.storage_mb or storage_mb),
@@ -219,20 +237,20 @@ class HarborEnv(SingleAgentEnv):
         if self._workspace is None:
             raise ResetNeeded("The workspace is closed; call reset.")
         self._num_commands += 1
-        left = (self._agent_timeout_s or self.task.agent_timeout_s or float("inf")) - self._seconds
+        left = (self.limits.agent_timeout_s or self.task.agent_timeout_s or float("inf")) - self._seconds
         if left <= 0:
             return CommandOutput(text="", exit_code=None, detail="The time for this task is up. End it now.")
         done = await self._workspace.run(
             command,
             cwd=self.task.setup.workdir,
             env=self.task.setup.env,
-            timeout_s=min(self.command_timeout_s, left),
+            timeout_s=min(self.limits.command_timeout_s, left),
         )
         self._seconds += done.seconds
         return done
 
     def _shown(self, done: CommandOutput) -> str:
-        text, limit = done.text.rstrip(), self._max_output_chars
+        text, limit = done.text.rstrip(), self.limits.max_output_chars
         if len(text) > limit:
             cut = f"\n… {len(text) - limit:,} characters left out …\n"
             text = text[: limit // 2] + cut + text[-limit // 2 :]
@@ -258,7 +276,7 @@ class HarborEnv(SingleAgentEnv):
         return StepOutcome(f"Reward {graded.reward:g}.", graded.reward, terminated=True, info=info)
 
     async def _grade(self, workspace: Workspace) -> Grade:
-        timeout_s = self._test_timeout_s or self.task.test_timeout_s
+        timeout_s = self.limits.test_timeout_s or self.task.test_timeout_s
         return await grade(workspace, self.task, timeout_s=timeout_s, reward_key=self._reward_key)
 
     # --- reference ---
@@ -272,7 +290,7 @@ class HarborEnv(SingleAgentEnv):
             cwd=self.task.setup.workdir,
             env={**self.task.setup.env, **self.task.solution_env},
             files={f"/solution/{path}": data for path, data in self.task.solution.items()},
-            timeout_s=self._agent_timeout_s or self.task.agent_timeout_s or self.command_timeout_s,
+            timeout_s=self.limits.agent_timeout_s or self.task.agent_timeout_s or self.limits.command_timeout_s,
             is_trusted=True,
         )
 

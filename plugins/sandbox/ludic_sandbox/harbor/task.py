@@ -50,7 +50,7 @@ class HarborTask:
     image: str | None = None
     """A prebuilt image, for container workspaces."""
     context: Mapping[str, bytes] | None = None
-    """Files beside the Dockerfile and itself, for container workspaces; None without a Dockerfile."""
+    """The Dockerfile and the files next to it, for container workspaces; None without a Dockerfile."""
 
     @classmethod
     def read(cls, folder: str | Path, variables: Mapping[str, str] | None = None) -> "HarborTask":
@@ -148,7 +148,7 @@ def _harbor(files: dict[str, bytes], name: str, variables: Mapping[str, str]) ->
 def _harbor_needs(
     config: dict[str, Any], sections: dict[str, dict[str, Any]], files: Mapping[str, bytes]
 ) -> list[Need]:
-    """What task.toml asks for, other than the Dockerfile. Harbor's default is a network; only a task that says so is refused."""
+    """The demands of task.toml. Harbor's default is a network; only a task that says so is refused."""
     environment, verifier, agent = sections["environment"], sections["verifier"], sections["agent"]
     asked = {
         "steps": "[[steps]]" if config.get("steps") else "",

@@ -19,21 +19,28 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
 from ludic.types import ConfigError
 from ludic_sandbox import BubblewrapConfig, SandboxError, SandboxLimits
 from ludic_sandbox.bubblewrap import BubblewrapLauncher, find_interpreter
-from ludic_sandbox.process_sandbox import BASE_ENV, run_verdict, termination
-from ludic_sandbox.runner.runner_process import Isolation, Job, RunnerProcess, start_runner, supervisor_command
+from ludic_sandbox.process_sandbox import run_verdict, termination
+from ludic_sandbox.runner.runner_process import (
+    BASE_ENV,
+    Isolation,
+    Job,
+    RunnerProcess,
+    start_runner,
+    supervisor_command,
+)
 
 logger = logging.getLogger(__name__)
 
 WorkspaceKind: TypeAlias = Literal["bubblewrap", "podman", "docker", "unsafe-local"]
 HOME: Final = "/root"
 FOLDERS: Final = ("/app", "/logs", "/root", "/solution", "/tests", "/tmp")
-"""Writable in every workspace, beside the folders of the task."""
+"""Writable in every workspace, in addition to the folders of the task."""
 _LOCAL_UID = 64_999
 """The user of local workspaces if Ludic runs as root, as in ludic_sandbox.bubblewrap."""
 _MAX_COMMAND = 100_000
@@ -42,10 +49,10 @@ _MAX_COMMAND = 100_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommandOutput:
-    """How one command ended."""
+    """The result of one command."""
 
     text: str
-    """What it wrote to stdout and stderr, in order."""
+    """Its stdout and stderr, in order."""
     exit_code: int | None
     """None if a signal or a limit ended it."""
     detail: str = ""
@@ -56,6 +63,19 @@ class CommandOutput:
     outputs: Mapping[str, bytes] = field(default_factory=dict)
     """The requested files that are regular files."""
     seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkspaceCommand:
+    """One bash command and what belongs to it; see `Workspace.run`."""
+
+    text: str
+    cwd: str
+    timeout_s: float
+    env: Mapping[str, str]
+    files: Mapping[str, bytes]
+    outputs: Sequence[str]
+    is_trusted: bool
 
 
 LOST: Final = CommandOutput(text="", exit_code=None, detail="The workspace has ended.", is_lost=True)
@@ -86,26 +106,21 @@ class Workspace(ABC):
         """
         if "\0" in command or len(command) > _MAX_COMMAND:
             return CommandOutput(text="", exit_code=None, detail=f"A command has at most {_MAX_COMMAND:,} characters.")
-        task = asyncio.create_task(self._in_turn(command, cwd, timeout_s, env or {}, files or {}, outputs, is_trusted))
+        asked = WorkspaceCommand(
+            text=command, cwd=cwd, timeout_s=timeout_s, env=env or {}, files=files or {}, outputs=outputs,
+            is_trusted=is_trusted,
+        )  # fmt: skip
+        task = asyncio.create_task(self._in_turn(asked))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return await asyncio.shield(task)
 
-    async def _in_turn(self, *arguments: Any) -> CommandOutput:
+    async def _in_turn(self, asked: WorkspaceCommand) -> CommandOutput:
         async with self._lock:
-            return await self._run(*arguments)
+            return await self._run(asked)
 
     @abstractmethod
-    async def _run(
-        self,
-        command: str,
-        cwd: str,
-        timeout_s: float,
-        env: Mapping[str, str],
-        files: Mapping[str, bytes],
-        outputs: Sequence[str],
-        is_trusted: bool,
-    ) -> CommandOutput: ...
+    async def _run(self, asked: WorkspaceCommand) -> CommandOutput: ...
 
     async def close(self) -> None:
         """End every process and remove every file. Calling it again does nothing."""
@@ -121,10 +136,10 @@ class Workspace(ABC):
 
 # --- one supervisor, many commands ---
 
-_IN_FOLDER = 'cd -- "$1" 2>/dev/null; exec /bin/bash -c "$2" 2>&1'
+IN_FOLDER: Final = 'cd -- "$1" 2>/dev/null; exec /bin/bash -c "$2" 2>&1'
 
 
-class RunnerWorkspace(Workspace):
+class _RunnerWorkspace(Workspace):
     """A workspace behind a supervisor."""
 
     def __init__(self, runner: RunnerProcess, limits: SandboxLimits, paths: "Paths") -> None:
@@ -136,34 +151,25 @@ class RunnerWorkspace(Workspace):
 
     @property
     def pid(self) -> int:
-        """Of the outer process."""
+        """Number of the outer process."""
         return self._runner.pid
 
-    async def _run(
-        self,
-        command: str,
-        cwd: str,
-        timeout_s: float,
-        env: Mapping[str, str],
-        files: Mapping[str, bytes],
-        outputs: Sequence[str],
-        is_trusted: bool,
-    ) -> CommandOutput:
+    async def _run(self, asked: WorkspaceCommand) -> CommandOutput:
         if self._is_lost:
             return LOST
-        inside = self._paths.inside
+        inside, as_told = self._paths.inside, self._paths.script if asked.is_trusted else bytes
         job = Job(
-            argv=["/bin/bash", "-c", _IN_FOLDER, "bash", inside(cwd), inside(command)],
-            files={path.lstrip("/"): self._paths.script(data) if is_trusted else data for path, data in files.items()},
-            outputs=[path.lstrip("/") for path in outputs],
-            env={**BASE_ENV, "HOME": inside(HOME), **{name: inside(value) for name, value in env.items()}},
+            argv=["/bin/bash", "-c", IN_FOLDER, "bash", inside(asked.cwd), inside(asked.text)],
+            files={path.lstrip("/"): as_told(data) for path, data in asked.files.items()},
+            outputs=[path.lstrip("/") for path in asked.outputs],
+            env={"HOME": inside(HOME), **{name: inside(value) for name, value in asked.env.items()}},
             limits=self._limits,
-            timeout_s=timeout_s,
+            timeout_s=asked.timeout_s,
             folder=self._paths.root or "/",
             keep=True,
         )
         self._is_lost = True  # also if this is cancelled: the runner is closed then
-        raw = await self._runner.run_and_keep(job)
+        raw = await self._runner.run(job)
         self._is_lost = raw.ending is None
         _, detail = run_verdict(raw)
         exit_code, _ = termination(raw)
@@ -174,7 +180,7 @@ class RunnerWorkspace(Workspace):
             timed_out=raw.timed_out,
             is_lost=self._is_lost,
             outputs={f"/{path}": data for path, data in raw.outputs.items()},
-            seconds=raw.ending.run_ms / 1000 if raw.ending else timeout_s,
+            seconds=raw.ending.run_ms / 1000 if raw.ending else asked.timeout_s,
         )
 
     async def _close(self) -> None:
@@ -184,7 +190,7 @@ class RunnerWorkspace(Workspace):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Paths:
-    """Where the folders of a workspace are. In a sandbox they are where the task says; a local workspace has them below `root`, and
+    """Locations of a workspace's folders. In a sandbox they are where the task says; a local workspace has them below `root`, and
     rewrites their names in commands and in the task's scripts, and back in what commands write."""
 
     root: str = ""
@@ -220,7 +226,7 @@ class _Shared:
 _shared: "WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared]" = WeakKeyDictionary()
 
 
-class BubblewrapWorkspace(RunnerWorkspace):
+class BubblewrapWorkspace(_RunnerWorkspace):
     """Folders in memory, in a sandbox. It ends with this process."""
 
     @classmethod
@@ -265,7 +271,7 @@ async def _leave(shared: _Shared) -> None:
 # --- no sandbox ---
 
 
-class LocalWorkspace(RunnerWorkspace):
+class LocalWorkspace(_RunnerWorkspace):
     """A temporary folder, and plain processes: no sandbox."""
 
     _warned = False

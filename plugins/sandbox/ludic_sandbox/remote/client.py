@@ -9,33 +9,23 @@ import asyncio
 import contextlib
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ludic.http.client import Answer, EndpointError, HttpSessions, Unreachable, error_of
 from ludic.types import ConfigError
 from ludic.types.errors import retry_wait_s
 from ludic.util.urls import PUT_LOGIN, refuse_login
-from ludic_sandbox.interface import (
-    Bind,
-    CommandResult,
-    CompileResult,
-    CompileStatus,
-    ExecutionResult,
-    RunStatus,
-    SandboxError,
-)
+from ludic_sandbox.interface import Bind, SandboxError
 from ludic_sandbox.pool import BaseSandboxPool
 from ludic_sandbox.process_sandbox import ActiveRuns
-from ludic_sandbox.remote.wire import (
+from ludic_sandbox.requests import (
     PROTOCOL,
     TOKEN_HEADER,
-    Command,
-    Compile,
-    Execute,
-    Message,
+    Request,
+    RequestSandbox,
+    Result,
     ServerInfo,
-    as_bytes,
     decode,
     encode,
 )
@@ -65,7 +55,7 @@ class ServerConnection:
         self.python_version = ""
         """Known after the first `info`."""
         self.is_doubtful = True
-        """Whether the server must be asked before the next run."""
+        """True if the server must be asked before the next run."""
         given = token if token is not None else next(filter(None, map(os.environ.get, TOKEN_VARIABLES)), None)
         # One connection per run: on a kept one that the server has closed meanwhile, a run may or may not have started.
         self._headers = {"Connection": "close", **({} if given is None else {TOKEN_HEADER: given})}
@@ -84,11 +74,11 @@ class ServerConnection:
         self.python_version, self.is_doubtful = info.python_version, False
         return info
 
-    async def run(self, message: Message) -> bytes:
+    async def run(self, request: Request) -> bytes:
         """The server's answer; SandboxError if none came."""
-        body = encode(message)
+        body = encode(request)
         try:
-            return await self._insistently(lambda left_s: self._send(body, message.timeout_s, left_s))
+            return await self._insistently(lambda left_s: self._send(body, request.timeout_s, left_s))
         except SandboxError:
             self.is_doubtful = True
             raise
@@ -153,14 +143,14 @@ class ServerConnection:
 
 
 def _is_before_the_request(error: Unreachable) -> bool:
-    """Whether the connection was not made, so that no run can have started."""
+    """True if the connection was not made, so that no run can have started."""
     import aiohttp
 
     return isinstance(error.__cause__, aiohttp.ClientConnectorError)
 
 
-class RemoteSandbox:
-    """Implements Sandbox and CommandSandbox of ludic_sandbox.interface with the sandboxes of a server."""
+class RemoteSandbox(RequestSandbox):
+    """Sandbox and CommandSandbox of ludic_sandbox.interface on the sandboxes of a server."""
 
     def __init__(self, server: ServerConnection) -> None:
         self._server = server
@@ -181,76 +171,15 @@ class RemoteSandbox:
         self._closed = True
         await self._runs.end()
 
-    async def compile(self, code: str, *, timeout_s: float = 5.0) -> CompileResult:
-        message = Compile(code=as_bytes(code), timeout_s=timeout_s)
-        return message.result(await self._send(message))
-
-    async def execute(
-        self,
-        code: str,
-        *,
-        stdin: str = "",
-        skip_compile: bool = False,
-        timeout_s: float = 10.0,
-        memory_limit_mb: int | None = None,
-        env_vars: Mapping[str, str] | None = None,
-    ) -> ExecutionResult:
-        message = Execute(
-            code=as_bytes(code),
-            stdin=as_bytes(stdin),
-            skip_compile=skip_compile,
-            timeout_s=timeout_s,
-            memory_limit_mb=memory_limit_mb,
-            env_vars=dict(env_vars or {}),
-        )
-        try:
-            return message.result(await self._send(message))
-        except SandboxError as e:
-            return ExecutionResult(**_failure(e))
-
-    async def run_command(
-        self,
-        argv: Sequence[str],
-        *,
-        files: Mapping[str, str | bytes] | None = None,
-        outputs: Sequence[str] = (),
-        binds: Sequence[Bind] = (),
-        stdin: str | bytes = "",
-        timeout_s: float = 10.0,
-        memory_limit_mb: int | None = None,
-        max_processes: int | None = None,
-        workspace_mb: int | None = None,
-        env_vars: Mapping[str, str] | None = None,
-    ) -> CommandResult:
+    async def _run(self, request: Request, binds: Sequence[Bind]) -> Result:
         if binds:
             raise ConfigError(
                 f"A sandbox server cannot show {binds[0].source} of this machine to a program. Send the content with files=."
             )
-        message = Command(
-            argv=list(argv),
-            files={path: as_bytes(content) for path, content in (files or {}).items()},
-            outputs=list(outputs),
-            stdin=as_bytes(stdin),
-            timeout_s=timeout_s,
-            memory_limit_mb=memory_limit_mb,
-            max_processes=max_processes,
-            workspace_mb=workspace_mb,
-            env_vars=dict(env_vars or {}),
-        )
-        try:
-            return message.result(await self._send(message))
-        except SandboxError as e:
-            return CommandResult(**_failure(e))
-
-    async def _send(self, message: Message) -> bytes:
         if self._closed:
             raise SandboxError("This sandbox is closed. Check another one out of the pool.")
-        return await self._runs.run(self._server.run(message))
-
-
-def _failure(error: SandboxError) -> dict[str, Any]:
-    compiled = CompileResult(status=CompileStatus.UNKNOWN_ERROR, error_message=str(error))
-    return {"compile_result": compiled, "run_status": RunStatus.SANDBOX_ERROR, "detail": str(error)}
+        result: Result = decode(await self._runs.run(self._server.run(request)), request.result_type)
+        return result
 
 
 class RemoteSandboxPool(BaseSandboxPool):

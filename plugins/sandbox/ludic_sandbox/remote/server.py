@@ -8,7 +8,7 @@ network or behind a tunnel.
 import asyncio
 import contextlib
 import math
-from collections import Counter, OrderedDict, deque
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, fields
 
@@ -17,17 +17,27 @@ from aiohttp import web
 from ludic.http.app import AppServer, Load, ServerLimits, guard, json_error
 from ludic.http.errors import RequestRefused
 from ludic.http.tokens import require_secret
+from ludic.http.turns import NoTurn, Turns
 from ludic.types import ConfigError
 from ludic_sandbox.interface import MB, SandboxError
 from ludic_sandbox.pool import BaseSandboxPool
-from ludic_sandbox.remote.wire import PROTOCOL, TOKEN_HEADER, Message, Result, ServerInfo, decode_message, encode
+from ludic_sandbox.requests import (
+    PROTOCOL,
+    TOKEN_HEADER,
+    Request,
+    RequestSandbox,
+    Result,
+    ServerInfo,
+    decode_request,
+    encode,
+)
 
 _LONGEST_WAIT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunLimits:
-    """What one run, one client and all clients together may ask of a server."""
+    """Limits of one run, of one client, and of all clients together."""
 
     max_timeout_s: float = 120.0
     max_memory_mb: int = 2048
@@ -45,9 +55,9 @@ class RunLimits:
             if not getattr(self, limit.name) > 0:
                 raise ConfigError(f"RunLimits.{limit.name}={getattr(self, limit.name)}; it must be above 0.")
 
-    def check(self, message: Message) -> None:
+    def check(self, request: Request) -> None:
         """ConfigError for a run that asks for more than it may."""
-        for name, value in message.asked().items():
+        for name, value in request.asked().items():
             limit = getattr(self, f"max_{name}")
             if value is not None and not value <= limit:
                 raise ConfigError(
@@ -55,78 +65,33 @@ class RunLimits:
                 )
 
 
-class Turns:
-    """A bounded queue for `num_slots` places. Clients that wait take turns; the runs of one client keep their order."""
+class RunQueue:
+    """Places for runs, of which clients take turns; the number of runs that wait is bounded, for each client and for all."""
 
     def __init__(self, num_slots: int, limits: RunLimits) -> None:
-        self._num_free = num_slots
+        self._num_slots = num_slots
         self._limits = limits
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self.turns = Turns(num_slots)
         self._num_of: Counter[str] = Counter()
         """Runs by client, waiting or in progress."""
-        self.num_running = 0
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(map(len, self._waiting.values()))
 
     @contextlib.asynccontextmanager
     async def turn(self, client: str, wait_s: float) -> AsyncIterator[None]:
         """Wait for a place and hold it; RequestRefused if the queue is full or no place comes free in time."""
-        limits = self._limits
+        limits, turns = self._limits, self.turns
         if self._num_of[client] >= limits.max_per_client:
             raise RequestRefused(429, "client_limit", f"This client has {limits.max_per_client} runs here already.")
-        if not self._num_free and self.num_waiting >= limits.max_waiting:
+        if turns.num_running >= self._num_slots and turns.num_waiting >= limits.max_waiting:
             raise RequestRefused(429, "queue_full", f"{limits.max_waiting} runs are waiting already.")
         self._num_of[client] += 1
         try:
-            await self._take(client, wait_s)
-            self.num_running += 1
-            try:
+            async with turns.turn(client, wait_s=wait_s):
                 yield
-            finally:
-                self.num_running -= 1
-                self._give()
+        except NoTurn as e:
+            raise RequestRefused(503, "no_sandbox", f"No sandbox came free within {wait_s:g} s.") from e
         finally:
             self._num_of[client] -= 1
             self._num_of += Counter()  # forgets clients without runs
-
-    async def _take(self, client: str, wait_s: float) -> None:
-        if self._num_free:
-            self._num_free -= 1
-            return
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append(place)
-        try:
-            async with asyncio.timeout(wait_s):
-                await place
-        except BaseException as e:
-            if place.done() and not place.cancelled():  # it came together with the cancellation
-                self._give()
-            else:
-                self._leave(client, place)
-            if isinstance(e, TimeoutError):
-                raise RequestRefused(503, "no_sandbox", f"No sandbox came free within {wait_s:g} s.") from e
-            raise
-
-    def _leave(self, client: str, place: "asyncio.Future[None]") -> None:
-        queue = self._waiting.get(client, deque())
-        with contextlib.suppress(ValueError):
-            queue.remove(place)
-        if not queue:
-            self._waiting.pop(client, None)
-
-    def _give(self) -> None:
-        """Pass the place to the client that has waited longest for a turn."""
-        while self._waiting:
-            client, queue = self._waiting.popitem(last=False)
-            place = queue.popleft()
-            if queue:
-                self._waiting[client] = queue
-            if not place.done():
-                place.set_result(None)
-                return
-        self._num_free += 1
 
 
 class SandboxServer:
@@ -144,7 +109,7 @@ class SandboxServer:
         )
         self._load = Load(self._http)
         self._num_sandboxes = pool.num_workers
-        self._turns = Turns(pool.num_workers, self._limits)
+        self._queue = RunQueue(pool.num_workers, self._limits)
         self._restarting = asyncio.Lock()
         self._app_server = AppServer(self._app(), self._http, has_token=True)
 
@@ -158,7 +123,7 @@ class SandboxServer:
             raise
 
     async def close(self, drain_s: float = 0.0) -> None:
-        """Stop listening; runs in progress may go on for `drain_s`, or until this is cancelled."""
+        """Stop listening; runs in progress may continue for `drain_s`, or until this is cancelled."""
         try:
             await self._app_server.close(drain_s)
         finally:
@@ -181,8 +146,8 @@ class SandboxServer:
         facts = {
             "status": "failed" if self._pool.has_given_up else "ok",
             "sandboxes": self._num_sandboxes,
-            "running": self._turns.num_running,
-            "waiting": self._turns.num_waiting,
+            "running": self._queue.turns.num_running,
+            "waiting": self._queue.turns.num_waiting,
         }
         return web.json_response(facts, status=503 if self._pool.has_given_up else 200)
 
@@ -195,17 +160,19 @@ class SandboxServer:
 
     async def _run(self, request: web.Request) -> web.Response:
         async with self._load.body(request) as data:
-            message = decode_message(data)
-            self._limits.check(message)
-            async with self._turns.turn(request.remote or "", _wait_s(request)):
-                result = await self._result(message)
+            asked = decode_request(data)
+            self._limits.check(asked)
+            async with self._queue.turn(request.remote or "", _wait_s(request)):
+                result = await self._result(asked)
         return web.Response(body=encode(result), content_type="application/msgpack")
 
-    async def _result(self, message: Message) -> Result:
+    async def _result(self, asked: Request) -> Result:
         await self._repair()
         sandbox = await self._pool.checkout(_LONGEST_WAIT_S)  # its turn has come: at most a reset is to be awaited
         try:
-            return await message.run(sandbox)
+            assert isinstance(sandbox, RequestSandbox), "those of every back end are"
+            result: Result = await sandbox.perform(asked)
+            return result
         finally:
             await self._pool.release(sandbox)
 

@@ -31,7 +31,7 @@ class Dialect:
     """v1 limits memory and swap together, v2 swap alone."""
     peak: str
     peak_reset: bool
-    """Whether writing to `peak` starts a new measurement."""
+    """True if writing to `peak` starts a new measurement."""
     events: str
     """Holds a line "oom_kill N"."""
 

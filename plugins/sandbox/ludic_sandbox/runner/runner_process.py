@@ -25,6 +25,14 @@ from ludic_sandbox.interface import MB, CompileResult, CompileStatus, SandboxErr
 from ludic_sandbox.process import Process, start_process
 
 PROGRAM = "main.py"
+BASE_ENV = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",  # the order of a set must not decide whether a program passes
+    "OMP_NUM_THREADS": "1",  # numerical libraries would start a thread per core of the host
+    "OPENBLAS_NUM_THREADS": "1",
+}
+"""Variables of every program."""
 _INTERPRETER_MB = 64
 """Address space of an interpreter without a program."""
 _GRACE_S = 2.0
@@ -70,7 +78,7 @@ class Job:
     keep: bool = False
     """The runner stays for another job; processes that this one leaves are killed, and its stdin is empty."""
     folder: str = ""
-    """Where it starts, and where its paths begin. Default: the workspace."""
+    """Its working folder, to which its paths are relative. Default: the workspace."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
@@ -101,7 +109,7 @@ class Job:
             "program": f"{workspace}/{PROGRAM}",
             "files": list(self.files.items()),
             "outputs": list(self.outputs),
-            "env": {"HOME": workspace, **self.env},
+            "env": {**BASE_ENV, "HOME": workspace, **self.env},
             "cwd": self.folder or workspace,
             "keep": self.keep,
             "compile_only": self.compile_only,
@@ -120,7 +128,7 @@ class ExitFacts:
     """The supervisor's report of how the program ended."""
 
     status: int
-    """As waitpid gives it."""
+    """The wait status of waitpid."""
     run_ms: float
     cpu_ms: float
     peak: int
@@ -164,9 +172,9 @@ class RawRun:
     group_peak: int | None = None
     """Bytes of all processes together, where the kernel counts them."""
     isolation_error: str = ""
-    """How the isolation failed while the program ran, by no act of the program."""
+    """The failure of the isolation while the program ran, by no act of the program."""
     launcher_error: str = ""
-    """What the launcher or the supervisor wrote to stderr; empty in a healthy sandbox."""
+    """The last line that the launcher or the supervisor wrote to stderr; empty in a healthy sandbox."""
 
 
 # --- the process ---
@@ -217,7 +225,7 @@ class GroupIsolation(Isolation):
 
 
 class RunnerProcess:
-    """Made by a launcher. Use `run` once, or `close`."""
+    """Made by a launcher. Use `run` once (more often with jobs that `keep` it), or `close`."""
 
     def __init__(self, process: Process, isolation: Isolation, *, workspace: str, limit_processes: bool) -> None:
         self._process = process
@@ -230,7 +238,7 @@ class RunnerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the outer process."""
+        """Number of the outer process."""
         return self._process.pid
 
     @property
@@ -254,42 +262,28 @@ class RunnerProcess:
             raise
 
     async def run(self, job: Job) -> RawRun:
-        """Run the job until it ends by itself or by its limits; no process of it is left afterwards."""
+        """Run the job until it ends by itself or by its limits; no process of it is left afterwards.
+
+        After a job with `keep` the runner takes the next one, unless the job has ended it, or this is cancelled: it is closed then.
+        """
+        assert not (job.keep and job.stdin), "a job with keep has no stdin"
         raw = RawRun(memory_limit=job.limits.memory_mb * MB)
         feeding = asyncio.create_task(self._feed(job))
+        is_kept = False
         try:
             self._isolation.begin(raw.memory_limit)
             with contextlib.suppress(asyncio.IncompleteReadError):  # no last frame: `raw` has no ending
                 while raw.ending is None and not raw.timed_out:
                     await self._next_frame(job, raw)
+            is_kept = job.keep and raw.ending is not None
             was_killed = raw.ending is None and not raw.timed_out and await self._was_killed()
         except OSError as e:
             raise SandboxError(f"The sandbox could not limit memory: {e}") from e
         finally:
             feeding.cancel()
-            await self.close()
-        await self._explain(raw, was_killed)
-        return raw
-
-    async def run_and_keep(self, job: Job) -> RawRun:
-        """Run a job with `keep`; the runner takes the next one afterwards. It is closed if the job ends it, or if this is
-        cancelled."""
-        assert job.keep and not job.stdin, "a job with keep has no stdin"
-        raw = RawRun(memory_limit=job.limits.memory_mb * MB)
-        try:
-            self._isolation.begin(raw.memory_limit)
-            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-                self._process.stdin.write(job.encode(self._workspace, limit_processes=self._limit_processes))
-                await self._process.stdin.drain()
-                while raw.ending is None and not raw.timed_out:
-                    await self._next_frame(job, raw)
-            was_killed = raw.ending is None and not raw.timed_out and await self._was_killed()
-        except OSError as e:
-            raise SandboxError(f"The sandbox could not limit memory: {e}") from e
-        finally:
-            if raw.ending is None:
+            if not is_kept:
                 await self.close()
-        if raw.ending is None:
+        if not is_kept:
             await self._explain(raw, was_killed)
         return raw
 
@@ -317,7 +311,7 @@ class RunnerProcess:
         raw.launcher_error = await self._last_error()
 
     async def _was_killed(self) -> bool:
-        """Whether SIGKILL has ended the outer process, after the end of its output."""
+        """True if SIGKILL has ended the outer process, after the end of its output."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SECOND_LOOK_S):
                 await self._process.wait()
@@ -328,7 +322,8 @@ class RunnerProcess:
             self._process.stdin.write(job.encode(self._workspace, limit_processes=self._limit_processes))
             self._process.stdin.write(job.stdin)
             await self._process.stdin.drain()
-            self._process.stdin.close()
+            if not job.keep:  # the pipe has the next jobs
+                self._process.stdin.close()
 
     async def _next_frame(self, job: Job, raw: RawRun) -> None:
         """Read one frame. The wait is longer than the supervisor's own time limit: without a frame it hangs."""

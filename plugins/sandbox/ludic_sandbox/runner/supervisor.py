@@ -37,7 +37,7 @@ PIECE = 1 << 16
 NOTES, GO = 3, 4  # descriptors of the child, until the program runs; then NOTES only
 
 
-def read_exactly(size: int) -> bytes:
+def _read_exactly(size: int) -> bytes:
     parts = []
     while size:
         data = os.read(0, min(size, 1 << 20))
@@ -70,7 +70,7 @@ def prctl(option: int, value: int) -> None:
 # --- the child ---
 
 
-def become_the_program(job: dict, stdout: int, stderr: int, notes: int, go: int) -> None:
+def _become_the_program(job: dict, stdout: int, stderr: int, notes: int, go: int) -> None:
     """In the child: set limits and descriptors, then run the program. Returns where the interpreter should end by itself."""
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
@@ -90,18 +90,18 @@ def become_the_program(job: dict, stdout: int, stderr: int, notes: int, go: int)
     os.environ.update(job["env"])
     os.chdir(job["cwd"])
     if job["argv"]:
-        exec_command(job["argv"])
+        _exec_command(job["argv"])
     else:
         run_python(job)
 
 
-def exec_command(argv: list) -> None:
+def _exec_command(argv: list) -> None:
     import signal
 
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)  # Python ignores them, and that would be inherited
     note(("success", None, None, None, 0.0))
-    wait_for_go()
+    _wait_for_go()
     try:
         os.execvpe(argv[0], argv, os.environ)
     except OSError as error:
@@ -113,7 +113,7 @@ def run_python(job: dict) -> None:
     path = job["program"]
     sys.argv = [path]
     extra = [entry for entry in job["env"].get("PYTHONPATH", "").split(":") if entry]
-    sys.path[:] = [job["cwd"], *extra, *sys.path, *site_folders()]
+    sys.path[:] = [job["cwd"], *extra, *sys.path, *_site_folders()]
     if job["skip_compile"]:
         note(("success", None, None, None, 0.0))
         code = None
@@ -123,7 +123,7 @@ def run_python(job: dict) -> None:
         note((*verdict, (time.perf_counter() - started) * 1000.0))
         if code is None or job["compile_only"]:
             os._exit(0)
-    wait_for_go()
+    _wait_for_go()
     main = type(sys)("__main__")
     main.__dict__.update(__file__=path, __builtins__=__builtins__, __cached__=None)
     sys.modules["__main__"] = main
@@ -143,8 +143,8 @@ def run_python(job: dict) -> None:
         raise SystemExit(1) from None
 
 
-def site_folders() -> list:
-    """What `import site` provides (exit(), help(), installed packages), without running .pth files."""
+def _site_folders() -> list:
+    """Folders of installed packages. Like `import site`, this provides exit() and help(); .pth files are not run."""
     import site
 
     site.setquit()
@@ -156,7 +156,7 @@ def note(record: tuple) -> None:
     os.write(NOTES, repr(record).encode("utf-8", "replace") + b"\n")
 
 
-def wait_for_go() -> None:
+def _wait_for_go() -> None:
     """The program starts after the compile record was sent: if it then ends its supervisor, the run counts as killed, not as a
     failure of the sandbox."""
     os.read(GO, 1)
@@ -169,7 +169,7 @@ def compiled(path: str) -> tuple:
         with open(path, "rb") as file:
             source = file.read()
         tree = compile(source, path, "exec", ONLY_AST, dont_inherit=True) if b"import" in source else None
-        missing = first_missing_import(tree.body) if tree else None
+        missing = _first_missing_import(tree.body) if tree else None
         if missing:
             return ("import_error", f"No module named {missing[0]!r}", missing[1], None), None
         return ("success", None, None, None), compile(tree or source, path, "exec", dont_inherit=True)
@@ -185,8 +185,8 @@ def cut(text: object) -> str:
     return str(text)[:2000]
 
 
-def first_missing_import(statements: list) -> "tuple[str, int] | None":
-    """Of the imports at the beginning of the program: nothing runs before them, so a missing module is certain to fail."""
+def _first_missing_import(statements: list) -> "tuple[str, int] | None":
+    """The first missing module among the program's leading imports. Nothing runs before them, so the program is certain to fail."""
     for node in statements:
         kind = type(node).__name__
         if kind == "Import":
@@ -317,7 +317,7 @@ def oom_kills() -> int:
     return 0
 
 
-def send_outputs(job: dict) -> None:
+def _send_outputs(job: dict) -> None:
     left = job["max_outputs_bytes"]
     for index, path in enumerate(job["outputs"]):
         data = content(os.path.join(job["cwd"], path), left)
@@ -337,7 +337,7 @@ def content(path: str, limit: int) -> "bytes | None":
         return None
 
 
-def write_files(job: dict) -> None:
+def _write_files(job: dict) -> None:
     for path, data in job["files"]:
         path = os.path.join(job["cwd"], path)
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -346,7 +346,7 @@ def write_files(job: dict) -> None:
         os.chmod(path, 0o755)
 
 
-def end_others() -> None:
+def _end_others() -> None:
     """Kill every process that a job has left and wait until they are gone.
 
     Process 1 kills all of its namespace at once. Elsewhere orphans become children of this process, their subreaper; each round
@@ -369,10 +369,10 @@ def children() -> list:
         with open(f"/proc/{own}/task/{own}/children") as file:
             return [int(pid) for pid in file.read().split()]
     except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
-        return [int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and parent_of(pid) == own]
+        return [int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and _parent_of(pid) == own]
 
 
-def parent_of(pid: str) -> int:
+def _parent_of(pid: str) -> int:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return int(file.read().rpartition(b")")[2].split()[1])
@@ -386,15 +386,15 @@ def supervise() -> None:
     guard(0)
     send(b"R", b"%d.%d" % sys.version_info[:2])
     while True:
-        job = marshal.loads(read_exactly(int.from_bytes(read_exactly(4), "big")))
+        job = marshal.loads(_read_exactly(int.from_bytes(_read_exactly(4), "big")))
         try:
-            write_files(job)
+            _write_files(job)
         except OSError as error:
             if not job["keep"]:
                 raise
             refuse(error)
             continue
-        if run_job(job):
+        if _run_job(job):
             return
         if not job["keep"]:
             os._exit(0)
@@ -408,7 +408,7 @@ def refuse(error: OSError) -> None:
     send(b"X", repr({"status": 1 << 8, **facts}).encode())
 
 
-def run_job(job: dict) -> bool:
+def _run_job(job: dict) -> bool:
     """Run it as a child and report; True in that child only, when the interpreter should end by itself."""
     out_r, out_w = os.pipe()
     err_r, err_w = os.pipe()
@@ -420,7 +420,7 @@ def run_job(job: dict) -> bool:
     gc.freeze()  # memory that the collector does not visit is not copied for the child
     pid = os.fork()
     if pid == 0:
-        become_the_program(job, out_w, err_w, notes_w, go_r)
+        _become_the_program(job, out_w, err_w, notes_w, go_r)
         return True
     # Not go_r: "go" is also written to a child that did not compile and is gone.
     for fd in (out_w, err_w, notes_w) if job["keep"] else (0, out_w, err_w, notes_w):
@@ -430,10 +430,10 @@ def run_job(job: dict) -> bool:
     status, usage, late = watch(pid, streams, notes, job["seconds"])
     run_ms = (time.perf_counter() - started) * 1000.0
     if job["keep"]:
-        end_others()
+        _end_others()
         for fd in (out_r, err_r, notes_r, go_r, go_w):
             os.close(fd)
-    send_outputs(job)
+    _send_outputs(job)
     ending = {
         "status": status,
         "run_ms": run_ms,

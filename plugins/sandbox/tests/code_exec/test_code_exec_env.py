@@ -8,7 +8,6 @@ import pytest
 from ludic.types import ConfigError, ResetNeeded
 from ludic_sandbox import CompileResult, CompileStatus, ExecutionResult, LRUCache, RunStatus, SandboxError
 from ludic_sandbox.code_exec import (
-    BatchTestResult,
     CodeExecConfig,
     CodeExecEnv,
     Feedback,
@@ -123,13 +122,6 @@ async def test_the_info_counts_and_holds_nothing_that_differs_from_run_to_run():
     assert [test["status"] for test in info["tests"]] == ["success", "success", "not_run"]
     assert [test["passed"] for test in info["tests"]] == [True, False, False]
     assert not any("ms" in key or "cache" in key for key in info)
-
-
-async def test_partial_credit_runs_all_tests_although_the_default_stops_early():
-    env = make(partial_credit=True)
-    await play(env, "wrong2")
-    assert isinstance(env.last_result, BatchTestResult)
-    assert RunStatus.NOT_RUN not in {r.execution.run_status for r in env.last_result.results}
 
 
 async def test_only_the_first_tests_count_where_the_config_says_so():

@@ -30,7 +30,8 @@ from ludic_sandbox import Bind, BubblewrapConfig, RunStatus, SandboxError, Sandb
 from ludic_sandbox.bubblewrap import BubblewrapLauncher, find_interpreter
 from ludic_sandbox.interface import explain_failure
 from ludic_sandbox.process import Process, start_process
-from ludic_sandbox.process_sandbox import BASE_ENV, ProcessSandbox
+from ludic_sandbox.process_sandbox import ProcessSandbox
+from ludic_sandbox.runner.runner_process import BASE_ENV
 from ludic_serve.gateway.hosting import GatewayPool
 
 AgentSandbox: TypeAlias = Literal["bubblewrap", "none"]

@@ -19,15 +19,15 @@ from typing import Any, NoReturn
 from ludic_sandbox.code_exec.plain_data import decode, dumps, from_literal, shown, to_json
 
 
-class NeedsAnswer(BaseException):
+class _NeedsAnswer(BaseException):
     """Not an Exception: a test that catches exceptions must not catch this."""
 
 
-class OtherCalls(BaseException):
+class _OtherCalls(BaseException):
     pass
 
 
-class CandidateError(Exception):
+class _CandidateError(Exception):
     """In place of an exception that is not a builtin one."""
 
 
@@ -37,10 +37,10 @@ class Unknown:
     __slots__ = ()
 
     def _used(self, *args: object, **kwargs: object) -> NoReturn:
-        raise NeedsAnswer
+        raise _NeedsAnswer
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise NeedsAnswer
+        raise _NeedsAnswer
 
 
 _USES = (  # noqa: SIM905 - a list of them would take sixty lines
@@ -53,7 +53,7 @@ for _name in _USES:
     setattr(Unknown, "__" + _name + "__", Unknown._used)
 
 
-class Checker:
+class _Checker:
     """Replaces the functions under test and watches the assertions."""
 
     def __init__(self, answers: list[tuple[str, str, dict[str, Any]]]) -> None:
@@ -74,7 +74,7 @@ class Checker:
                 return Unknown()
             asked, asked_arguments, answer = self.answers[number]
             if (asked, asked_arguments) != (function, arguments):
-                raise OtherCalls
+                raise _OtherCalls
             words = [shown(arg) for arg in args] + [name + "=" + shown(value) for name, value in kwargs.items()]
             call = function + "(" + ", ".join(words) + ")"
             if "error" in answer:
@@ -92,7 +92,7 @@ class Checker:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
         """The end of an assertion. As long as answers are missing, only the calls matter."""
-        if kind is None or kind is NeedsAnswer or (self.needs and issubclass(kind, Exception)):
+        if kind is None or kind is _NeedsAnswer or (self.needs and issubclass(kind, Exception)):
             self.used.clear()
             return True
         if issubclass(kind, Exception):
@@ -111,7 +111,7 @@ def _as_exception(answer: dict[str, Any]) -> Exception:
     if isinstance(kind, type) and issubclass(kind, Exception):
         with contextlib.suppress(TypeError):  # UnicodeDecodeError needs more than a text
             return kind(answer["error"].partition(": ")[2])
-    return CandidateError(answer["error"])
+    return _CandidateError(answer["error"])
 
 
 class _InChecker(ast.NodeTransformer):
@@ -126,7 +126,7 @@ def main() -> None:
     job = from_literal(sys.stdin.read())
     reply, sys.stdout = sys.stdout, sys.stderr  # the test's own output is no verdict
     random.seed(0)  # so that every run makes the same calls
-    checker = Checker(job["answers"])
+    checker = _Checker(job["answers"])
     names = {"__name__": "check", "__ludic_checker__": checker}
     tree = ast.fix_missing_locations(_InChecker().visit(ast.parse(job["test"])))
     exec(compile(job["setup"], "setup.py", "exec", dont_inherit=True), names)
@@ -135,9 +135,9 @@ def main() -> None:
     changed = None
     try:
         exec(compile(tree, "test.py", "exec", dont_inherit=True), names)
-    except NeedsAnswer:
+    except _NeedsAnswer:
         pass
-    except OtherCalls:
+    except _OtherCalls:
         changed = {"needs": [], "passed": False, "details": "The test made other calls when it was run again."}
     except Exception as error:  # noqa: BLE001 - a test program may raise anything where the answers are wrong
         if not checker.needs:

@@ -37,11 +37,11 @@ _TICK_S = 0.05  # between two looks whether a child has ended whose own children
 _MAX_STDERR = 20_000
 
 
-class Child:
+class _Child:
     """A forked candidate, its pipes and its output."""
 
     def __init__(self, run: Callable[[], None], stdin: bytes | None, memory_mb: int, max_output: int) -> None:
-        """Without `stdin`, a byte in that pipe tells the child to go on."""
+        """Without `stdin`, a byte in that pipe tells the child to continue."""
         self.max_output = max_output
         self.out, self.err, self.answers = bytearray(), bytearray(), bytearray()
         self._stdin = memoryview(stdin or b"")
@@ -136,13 +136,13 @@ class Child:
         return self.status is not None
 
     def _reap(self, deadline: float) -> None:
-        """Wait for its end; it may close its pipes and go on."""
+        """Wait for its end; it may close its pipes and keep running."""
         while not self._has_ended() and time.monotonic() < deadline:
             time.sleep(0.001)
 
     def drain(self) -> None:
         """Read what the pipes hold."""
-        for _ in range(32):  # a pipe holds 1 MiB at most; its own children may go on writing
+        for _ in range(32):  # a pipe holds 1 MiB at most; its own children may keep writing
             if not self._readers or not self._serve(0) or max(len(self.out), len(self.answers)) > self.max_output:
                 return
 
@@ -164,18 +164,18 @@ class Child:
 
 
 def main() -> None:
-    set_dumpable(False)
+    _set_dumpable(False)
     job = from_literal(sys.stdin.read())
     code = compiled(job["code"])
     if code is None:
         return
-    serve = serve_stdin if job["mode"] == "stdin" else serve_calls
+    serve = _serve_stdin if job["mode"] == "stdin" else serve_calls
     serve(code, job["tests"], job)
     report({"done": True})
 
 
-def set_dumpable(flag: bool) -> None:
-    """Whether other processes of the user may inspect this one."""
+def _set_dumpable(flag: bool) -> None:
+    """Allow or forbid other processes of the user to inspect this one."""
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, int(flag), 0, 0, 0)
 
 
@@ -213,23 +213,23 @@ def write_line(fd: int, content: Any) -> int:
 # --- programs that read stdin ---
 
 
-def serve_stdin(code: CodeType, tests: list[Json], job: Json) -> None:
+def _serve_stdin(code: CodeType, tests: list[Json], job: Json) -> None:
     for number, test in enumerate(tests):
-        child = Child(
-            lambda: run_as("__main__", code),
+        child = _Child(
+            lambda: _run_as("__main__", code),
             test["stdin"].encode("utf-8", "surrogateescape"),
             test["memory_mb"],
             job["max_output"],
         )
         why = child.wait(child.started + test["timeout_s"], lambda: False)
         child.end()
-        facts = report_of(child, why)
+        facts = _report_of(child, why)
         report({"test": number, **facts})
         if _num_reported > job["max_reports"] or (job["stop_on_failure"] and facts["status"] != "success"):
             return
 
 
-def run_as(name: str, code: CodeType) -> Any:
+def _run_as(name: str, code: CodeType) -> Any:
     """Run the program as a new module of this name, and return the module."""
     module = sys.modules[name] = type(sys)(name)
     module.__dict__["__builtins__"] = __builtins__
@@ -243,13 +243,13 @@ def run_as(name: str, code: CodeType) -> Any:
 def serve_calls(code: CodeType, tests: list[Json], job: Json) -> None:
     following: int | None = 0
     while following is not None and following < len(tests):
-        following = serve_some_calls(code, tests, following, job)
+        following = _serve_some_calls(code, tests, following, job)
 
 
-def serve_some_calls(code: CodeType, tests: list[Json], first: int, job: Json) -> int | None:
+def _serve_some_calls(code: CodeType, tests: list[Json], first: int, job: Json) -> int | None:
     """Run one child until it dies or the memory limit changes; returns the number of the next test, None to stop."""
     memory_mb = tests[first]["memory_mb"]
-    child = Child(lambda: answer_calls(code, tests[first:]), None, memory_mb, job["max_output"])
+    child = _Child(lambda: _answer_calls(code, tests[first:]), None, memory_mb, job["max_output"])
     try:
         since = child.started
         why = child.wait(since + tests[first]["timeout_s"], lambda: child.answers.startswith(b"ready\n"))
@@ -269,7 +269,7 @@ def serve_some_calls(code: CodeType, tests: list[Json], first: int, job: Json) -
                 child.end()
                 report({"test": number, **unanswered(child, why, since)})
                 return None if job["stop_on_failure"] else number + 1
-            report_answers(number, child, since)
+            _report_answers(number, child, since)
             if _num_reported > job["max_reports"]:
                 return None
             since = time.monotonic()
@@ -278,47 +278,47 @@ def serve_some_calls(code: CodeType, tests: list[Json], first: int, job: Json) -
         child.end()
 
 
-def unanswered(child: Child, why: str, since: float | None = None) -> Json:
-    facts = report_of(child, why, since)
+def unanswered(child: _Child, why: str, since: float | None = None) -> Json:
+    facts = _report_of(child, why, since)
     if facts["status"] == "success":
         facts.update(status="runtime_error", detail="It ended before it answered.")
     return facts
 
 
-def report_answers(number: int, child: Child, since: float) -> None:
+def _report_answers(number: int, child: _Child, since: float) -> None:
     line, _, rest = bytes(child.answers).partition(b"\n")
     child.answers[:] = rest
     child.drain()  # its output comes before its answer
-    facts = report_of(child, None, since)
+    facts = _report_of(child, None, since)
     child.out.clear()
     child.err.clear()
     report({"test": number, **facts, "answers": line.decode("ascii", "replace")})
 
 
-def answer_calls(code: CodeType, tests: list[Json]) -> None:
+def _answer_calls(code: CodeType, tests: list[Json]) -> None:
     """The child's side. It waits before each test, so that output and time belong to that test."""
-    module = run_as("candidate", code)
+    module = _run_as("candidate", code)
     os.write(ANSWERS, b"ready\n")
     for test in tests:
         if not os.read(GO_ON, 1):
             return
         answers = []
         for function, arguments in test["calls"]:
-            answers.append(answer_call(module, function, arguments))
+            answers.append(_answer_call(module, function, arguments))
             if "error" in answers[-1]:
                 break
         sys.stdout.flush()
         write_line(ANSWERS, answers)
 
 
-def answer_call(module: Any, function: str, arguments: Any) -> Json:
+def _answer_call(module: Any, function: str, arguments: Any) -> Json:
     args, kwargs = decode(arguments)
     try:
         if function not in module.__dict__:
             raise NameError(f"name {function!r} is not defined")
         return {"value": encode(module.__dict__[function](*args, **kwargs))}
     except BaseException as error:  # noqa: BLE001 - any exception, exits included, is its answer
-        print_error(error)
+        _print_error(error)
         return {"error": said(error), "type": type(error).__name__}
 
 
@@ -340,7 +340,7 @@ def _become_candidate(
     exit_code = 1
     try:
         os.setsid()
-        set_dumpable(True)  # /dev/stdin is a link to /proc/self/fd/0
+        _set_dumpable(True)  # /dev/stdin is a link to /proc/self/fd/0
         os.dup2(answers, ANSWERS, inheritable=False)
         if waits_for_go:
             os.dup2(stdin, GO_ON, inheritable=False)
@@ -377,7 +377,7 @@ def _run_to_the_end(run: Callable[[], None]) -> int:
     except SystemExit as error:
         code = _exit_code(error.code)
     except BaseException as error:  # noqa: BLE001 - this is the bottom of the candidate's stack
-        print_error(error)
+        _print_error(error)
         code = 1
     if "threading" in sys.modules:
         sys.modules["threading"]._shutdown()
@@ -397,7 +397,7 @@ def _exit_code(code: object) -> int:
     return 1
 
 
-def print_error(error: BaseException) -> None:
+def _print_error(error: BaseException) -> None:
     """Its traceback without the frames of this file."""
     if isinstance(error, MemoryError):
         os.write(2, b"MemoryError\n")  # there may be no memory left for more
@@ -417,8 +417,8 @@ def print_error(error: BaseException) -> None:
 # --- reports of a child ---
 
 
-def report_of(child: Child, why: str | None, since: float | None = None) -> Json:
-    """`why` is that of `Child.wait`; None for a child that answered and goes on."""
+def _report_of(child: _Child, why: str | None, since: float | None = None) -> Json:
+    """`why` is that of `_Child.wait`; None for a child that answered and goes on."""
     stderr = bytes(child.err[-_MAX_STDERR:]).decode("utf-8", "replace")
     facts = {
         "stdout": bytes(child.out[: child.max_output]).decode("utf-8", "replace"),
@@ -431,7 +431,7 @@ def report_of(child: Child, why: str | None, since: float | None = None) -> Json
     return {**facts, **how_it_ended(child, why, stderr)}
 
 
-def how_it_ended(child: Child, why: str | None, stderr: str) -> Json:
+def how_it_ended(child: _Child, why: str | None, stderr: str) -> Json:
     if why is None:
         return {"status": "success", "exit_code": None, "signal": None}
     if why == "timeout":

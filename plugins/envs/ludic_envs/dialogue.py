@@ -15,7 +15,41 @@ ASSISTANT: Final = "assistant"
 UserReward: TypeAlias = Literal["shared", "opposed", "none"]
 
 
-class DialogueEnv(LudicEnv[str, Observation, str]):
+class UserAndAssistantEnv(LudicEnv[str, Observation, str]):
+    """Base of envs in which a user and an assistant take turns: who moves, and what both earn at the end."""
+
+    full_reward: float | None = 1.0
+
+    def __init__(self, *, max_turns: int, user_reward: UserReward) -> None:
+        """`max_turns`: messages of the assistant."""
+        if max_turns < 1:
+            raise ConfigError(f"max_turns={max_turns}; the assistant needs at least one message.")
+        if user_reward not in ("shared", "opposed", "none"):
+            raise ConfigError(f"user_reward={user_reward!r}; there are shared, opposed and none.")
+        self.max_turns, self.user_reward = max_turns, user_reward
+        self.full_reward = 1.0 if user_reward == "shared" else None  # otherwise the two roles earn different rewards
+        self._to_move: str | None = None
+        self._num_turns = 0
+
+    @property
+    def agent_ids(self) -> list[str]:
+        return [USER, ASSISTANT]
+
+    @property
+    def active_agents(self) -> list[str]:
+        return [] if self._to_move is None else [self._to_move]
+
+    def _ended(self, score: float, *, truncated: bool, info: Info) -> dict[str, StepOutcome]:
+        """The last outcomes of both roles."""
+        self._to_move = None
+        rewards = {ASSISTANT: score, USER: {"shared": score, "opposed": 1.0 - score, "none": 0.0}[self.user_reward]}
+        return {
+            role: StepOutcome("The dialogue is over.", rewards[role], truncated, not truncated, info=dict(info))
+            for role in self.agent_ids
+        }
+
+
+class DialogueEnv(UserAndAssistantEnv):
     """The user writes first, then they take turns until the assistant submits, the user stops, or `max_turns` are over.
 
     `sample` has `goal` (shown to the user alone) and `answer` (what the assistant must submit); `rules`, if given, are shown to the
@@ -24,7 +58,6 @@ class DialogueEnv(LudicEnv[str, Observation, str]):
     """
 
     blocking = False
-    full_reward: float | None = 1.0
 
     def __init__(
         self,
@@ -41,16 +74,9 @@ class DialogueEnv(LudicEnv[str, Observation, str]):
                 raise ConfigError(
                     f"The sample has no {key!r}; it has {sorted(sample)}. A dialogue needs goal and answer."
                 )
-        if max_turns < 1:
-            raise ConfigError(f"max_turns={max_turns}; the assistant needs at least one message.")
-        if user_reward not in ("shared", "opposed", "none"):
-            raise ConfigError(f"user_reward={user_reward!r}; there are shared, opposed and none.")
+        super().__init__(max_turns=max_turns, user_reward=user_reward)
         self.sample = dict(sample)
-        self.max_turns, self.user_reward = max_turns, user_reward
         self._submit, self._stop = submit, stop
-        self.full_reward = 1.0 if user_reward == "shared" else None  # otherwise the two roles earn different rewards
-        self._to_move: str | None = None
-        self._num_turns = 0
 
     # --- what a subclass may change ---
 
@@ -71,23 +97,15 @@ class DialogueEnv(LudicEnv[str, Observation, str]):
         )
 
     def submission(self, message: str) -> str | None:
-        """What an assistant's message submits; None if it is a message to the user."""
+        """The result that an assistant's message submits; None if it is a message to the user."""
         _, found, result = message.rpartition(self._submit)
         return result.strip() if found else None
 
     def grade(self, submission: str) -> float:
-        """From 0 to 1."""
+        """The score of a submission, from 0 to 1."""
         return float(submission.split() == str(self.sample["answer"]).split())
 
     # --- the dialogue ---
-
-    @property
-    def agent_ids(self) -> list[str]:
-        return [USER, ASSISTANT]
-
-    @property
-    def active_agents(self) -> list[str]:
-        return [] if self._to_move is None else [self._to_move]
 
     def reset(self, *, seed: int | None = None) -> dict[str, tuple[Observation, Info]]:
         self._to_move, self._num_turns = USER, 0
@@ -123,13 +141,8 @@ class DialogueEnv(LudicEnv[str, Observation, str]):
         return {writer: StepOutcome("", 0.0, info=dict(info)), reader: StepOutcome(message, 0.0, info=info)}
 
     def _end(self, score: float, *, truncated: bool = False, **facts: Any) -> dict[str, StepOutcome]:
-        self._to_move = None
-        rewards = {ASSISTANT: score, USER: {"shared": score, "opposed": 1.0 - score, "none": 0.0}[self.user_reward]}
         info = {"turn": self._num_turns, "score": score, "correct": score >= 1.0, **facts}
-        return {
-            role: StepOutcome("The dialogue is over.", rewards[role], truncated, not truncated, info=dict(info))
-            for role in self.agent_ids
-        }
+        return self._ended(score, truncated=truncated, info=info)
 
     def reference_action(self, agent_id: str) -> str | None:
         """The user says its goal, the assistant submits the answer."""

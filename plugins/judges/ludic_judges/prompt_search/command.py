@@ -36,7 +36,7 @@ from ludic.types import ConfigError, InferenceSpec, ReturnSpec, RolloutRequest, 
 from ludic.util.files import replacing
 from ludic_judges import JudgeModel
 from ludic_judges.prompt_search import ModelReflector, PromptSearch
-from ludic_judges.prompt_search.cli.config import MAY_CHANGE_ON_RESUME, PromptConfig, resolve
+from ludic_judges.prompt_search.config import MAY_CHANGE_ON_RESUME, PromptConfig, resolve
 
 DESCRIPTION = (
     "Search for a better system prompt. A model reads episodes and rewrites the prompt; a rewrite that earns more is kept. No "
@@ -46,7 +46,7 @@ USUAL = (
     "target", "model", "prompt_file", "data", "num_tasks", "max_episodes", "shown", "reflector", "base_url", "name", "resume",
     "dry_run",
 )  # fmt: skip
-"""What `--help` shows."""
+"""Flags that `--help` shows."""
 BEST = "best.txt"
 _TASK_SEEDS = 111
 """`ludic eval` derives the seeds of its tasks in another way, so it plays tasks that were not searched on."""
@@ -55,7 +55,7 @@ console = make_console()
 
 @dataclass(frozen=True)
 class OptimizePromptArgs:
-    """What to do."""
+    """The target of the command and its mode."""
 
     target: Target
     """Id of an env (`ludic envs`), file.py:Class of your own, a TOML file, or the folder of a search."""

@@ -24,14 +24,14 @@ class PlayerSettings(ServingSettings):
 
     @property
     def policy(self) -> PolicySettings:
-        """As `ludic eval` has it."""
+        """The player's settings in the form of `ludic eval`."""
         shared = {one.name: getattr(self, one.name) for one in fields(ServingSettings)}
         return PolicySettings(model=() if self.model is None else (self.model,), **shared)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReflectorSettings:
-    """What rewrites the prompt."""
+    """The model that rewrites the prompt."""
 
     reflector: str | None = None
     """The model that reads episodes and writes a better prompt: as --model, or the URL of an OpenAI-compatible endpoint. Default:
@@ -43,9 +43,9 @@ class ReflectorSettings:
     reflector_tokens: int = 1024
     """Tokens of one reflection."""
     reflector_temperature: float = 1.0
-    """Of its sampling."""
+    """Temperature of reflections."""
     goal: str = "earn a higher reward on tasks like these"
-    """What the reflector is told that the prompt is for."""
+    """The purpose of the prompt, as the reflector is told."""
 
     def __post_init__(self) -> None:
         at_least(1, reflector_tokens=self.reflector_tokens)
@@ -62,24 +62,24 @@ class ReflectorSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSettings:
-    """How long and on what it searches."""
+    """The length and the tasks of a search."""
 
     prompt_file: Path | None = None
     """File with the first prompt. Default: --system-prompt, else the env's own prompt."""
     num_tasks: int = 32
-    """Tasks that every prompt is scored on: the first of --data, or so many seeds; 0 takes all of --data."""
+    """Tasks that every prompt is scored on: the first of --data, or this number of seeds; 0 takes all of --data."""
     max_episodes: int = 500
     """Episodes in all, the first prompt's and those before a --resume included."""
     shown: int = 3
     """Tasks whose episodes a reflection sees, and on which its prompt has to be better."""
     max_merges: int = 0
-    """How often two prompts that are good at different tasks are merged."""
+    """The number of merges of two prompts that are good at different tasks."""
     temperature: float = 0.6
-    """Of sampling; 0 is greedy."""
+    """Sampling temperature of the player; 0 is greedy."""
     top_p: float = 1.0
     """Sample from the likeliest tokens that make up this share."""
     seed: int = 0
-    """Of tasks, sampling and choices."""
+    """Seed of tasks, sampling and choices."""
     concurrency: int | None = None
     """Episodes at a time. Default: as many as the engine computes together; at an endpoint 64."""
 
@@ -90,12 +90,12 @@ class SearchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOutput:
-    """What is kept."""
+    """The folder of a search."""
 
     name: str | None = None
     """Name of the folder. Default: env and model."""
     out: Path = Path("runs/prompts")
-    """Where such folders are."""
+    """Parent of such folders."""
 
     def __post_init__(self) -> None:
         check_name(self.name)

@@ -2,9 +2,12 @@
 
 `generate(seed, level)` gives the files of a task folder; the same seed gives the same task. A task has one to three pieces, each of
 a kind (count, column, replace, rename, total) with a plain and a harder form. Its tests compare files and run nothing of the
-agent's; the reward is the share of pieces that are right. `HarborFamilyEnv` plays them; `write_task` writes one as a folder.
+agent's; the reward is the share of pieces that are right. `HarborFamilyEnv` plays them; as a program, this file writes them:
+
+    python examples/harbor_tasks/family.py --num 4 --level 2 --out my_tasks
 """
 
+import argparse
 import itertools
 import json
 import random
@@ -14,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ludic.types import ConfigError, Info, Observation, StepOutcome, derive_seed
-from ludic_sandbox.harbor.env import HarborEnv
-from ludic_sandbox.harbor.task import HarborTask
+from ludic_sandbox.harbor import HarborEnv, HarborTask
 
 MAX_LEVEL = 4
 _WORDS = (
@@ -277,8 +279,7 @@ def generate(seed: int, level: int = 1, kinds: Sequence[str] = ()) -> dict[str, 
 
 
 def stream(seed: int, difficulty: int = 1) -> Iterator[dict[str, Any]]:
-    """Endless samples for the env `harbor` (`--data ludic_sandbox.harbor.family:stream`): the difficulty is the level, at most the
-    highest."""
+    """Endless samples for `ludic train harbor --data examples/harbor_tasks/family.py:stream`; the difficulty is the level."""
     for number in itertools.count():
         own = derive_seed(seed, number)
         yield {"id": f"family-{own}", "files": generate(own, min(difficulty, MAX_LEVEL))}
@@ -330,3 +331,17 @@ class HarborFamilyEnv(HarborEnv):
     def _facts(self) -> Info:
         *kinds, level, _ = self.task.name.removeprefix("ludic/").split("-")
         return {"kind": "+".join(kinds), "level": int(level)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write generated tasks as folders in Harbor's format.")
+    parser.add_argument("--num", type=int, default=8, help="how many tasks, one per seed")
+    parser.add_argument("--level", type=int, default=1, help=f"1 to {MAX_LEVEL}")
+    parser.add_argument("--out", type=Path, required=True, help="the folder of the task folders")
+    given = parser.parse_args()
+    for seed in range(given.num):
+        write_task(generate(seed, given.level), given.out / f"family-{given.level}-{seed}")
+
+
+if __name__ == "__main__":
+    main()

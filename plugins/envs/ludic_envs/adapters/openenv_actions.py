@@ -1,10 +1,9 @@
-"""Actions of an OpenEnv server: from a model's reply to the JSON that the server's schema asks for, and MCP tools as functions."""
+"""Actions of an OpenEnv server: from a model's reply to the JSON that the server's schema asks for."""
 
-import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 from ludic.types import ConfigError
 from ludic.util.files import parse_json
@@ -12,9 +11,6 @@ from ludic.util.files import parse_json
 _FENCED = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
 _PLAIN = {"string", "integer", "number", "boolean"}
 _MAX_CHOICES = 64
-_TYPES: Mapping[str, Any] = {
-    "string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict,
-}  # fmt: skip
 
 
 class UnreadableAction(ValueError):
@@ -22,7 +18,7 @@ class UnreadableAction(ValueError):
 
 
 class ActionFormat:
-    """How a reply becomes an action, read from the server's schema."""
+    """The format of a server's actions, read from its schema: turns a reply into an action."""
 
     def __init__(self, schemas: Any, server: str, field: str | None = None) -> None:
         """`schemas` is the server's document /schema. `field`: the field that a reply is the value of."""
@@ -151,42 +147,3 @@ def _plain_schema(schema: Mapping[str, Any], defs: Mapping[str, Any]) -> dict[st
     if "const" in schema:
         schema["enum"] = [schema["const"]]
     return schema
-
-
-# --- MCP tools ---
-
-
-def tool_function(
-    tool: Mapping[str, Any], call: Callable[[str, dict[str, Any]], Awaitable[str]]
-) -> Callable[..., Awaitable[str]]:
-    """An async function with the tool's name, signature and docstring, as agents expect of an env's tools."""
-    name, schema = str(tool["name"]), tool.get("parameters") or {}
-    required = set(schema.get("required", []))
-
-    async def run(**arguments: Any) -> str:
-        return await call(name, {key: value for key, value in arguments.items() if value is not None})
-
-    parameters = []
-    about = []
-    for parameter, given in schema.get("properties", {}).items():
-        plain = _plain_schema(given, schema.get("$defs", {}))
-        values = plain.get("enum")
-        kind = Literal[tuple(values)] if values else _TYPES.get(str(plain.get("type")), str)
-        default = inspect.Parameter.empty if parameter in required else plain.get("default")
-        parameters.append(
-            inspect.Parameter(
-                parameter,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=default,
-                annotation=kind if default is not None else kind | None,
-            )
-        )
-        if plain.get("description"):
-            about.append(f"    {parameter}: {plain['description']}")
-    run.__name__ = run.__qualname__ = name
-    run.timeout_s = None  # type: ignore[attr-defined]  # the connection has its own limit
-    run.__doc__ = str(tool.get("description") or f"Call the tool {name}.") + (
-        "\n\nArgs:\n" + "\n".join(about) if about else ""
-    )
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return run

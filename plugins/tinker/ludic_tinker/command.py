@@ -106,10 +106,8 @@ def _load(given: TinkerServeArgs, stack: contextlib.ExitStack) -> Callable[[], C
     from ludic.run.model import find_device
     from ludic_tinker.server.app import serve
     from ludic_tinker.server.records import LOCAL_TENANT, Keys, TenantLimits
-    from ludic_tinker.server.recovery import recover
     from ludic_tinker.server.runs import TrainingBase
-    from ludic_tinker.server.sampling import Samplers
-    from ludic_tinker.server.sampling_requests import Offer
+    from ludic_tinker.server.sampling import Offer, Samplers
     from ludic_tinker.server.service import Service
     from ludic_tinker.server.storage.store import DiskStore
 
@@ -162,7 +160,7 @@ def _load(given: TinkerServeArgs, stack: contextlib.ExitStack) -> Callable[[], C
             limits=TenantLimits(max_runs=given.max_runs, max_rank=given.max_rank, max_requests=given.max_requests),
             max_idle_s=given.session_timeout_s,
         )
-        recover(store, service)
+        service.recover()
         await serve(
             service, keys, given.host, given.port, insecure=given.insecure, drain_s=given.drain_s, on_ready=announce
         )

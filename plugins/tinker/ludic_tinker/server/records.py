@@ -185,8 +185,8 @@ class Run:
     """Its seed is always set, so that the same run can be made again."""
     created: float
     user_metadata: Mapping[str, Any] = field(default_factory=dict)
-    is_ended: bool = False
-    """It is listed, and takes no more requests."""
+    ended: float | None = None
+    """Seconds of the epoch; from then on it is listed and takes no more requests."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

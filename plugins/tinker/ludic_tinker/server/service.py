@@ -10,7 +10,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,8 +28,7 @@ from ludic_tinker.server.records import (
 )
 from ludic_tinker.server.requests import OpenRun, TrainingRequests
 from ludic_tinker.server.runs import TrainingBase
-from ludic_tinker.server.sampling import Samplers
-from ludic_tinker.server.sampling_requests import Offer, SamplingRequests
+from ludic_tinker.server.sampling import Offer, Samplers, SamplingRequests
 from ludic_tinker.server.scheduler import Scheduler, Task
 from ludic_tinker.server.storage.journal import Recovered
 from ludic_tinker.server.storage.store import DiskStore
@@ -155,7 +154,6 @@ class Service:
             self._end_run(run)
         for sampler in self.samplers.of_session(session_id):
             self._remove_sampler(sampler)
-            self.futures.close_channels(f"{sampler.id}/")
         self.store.end_session(session_id, reason, detail)
 
     def _remove_sampler(self, sampler: Sampler) -> None:
@@ -214,10 +212,9 @@ class Service:
         return found
 
     def _create(self, record: Run, kind: RequestKind, payload: bytes) -> Future:
-        """A run begins with its request 0. The store drops a run without one: its client was not answered and asks again."""
+        """A run begins with its request 0."""
         self.store.forget_ended_runs(record.tenant, keep=self.limits.max_ended_runs)
-        self.store.add_run(record)
-        self.store.accept(record.id, 0, kind, payload)
+        self.store.add_run(record, kind, payload)
         return self._submit(self._open(record, next_number=0), 0, kind, payload)
 
     def _new_record(
@@ -283,22 +280,54 @@ class Service:
         self._forget_unnamed(run, keep=0)
         self.store.end_run(run.record.id)
 
-    def abandon(self, run_id: str) -> None:
+    # --- restart ---
+
+    def recover(self) -> None:
+        """Take over from the server before this one, which may have been killed at any moment. Call it once, before listening.
+
+        Runs are computed up to where they were in the background. The SDK (0.36) continues as if nothing had happened:
+
+        - Requests that were not answered come again with the same numbers (`execute_with_retries`, for 5 minutes), and meet the
+          runs, sessions and results that are here: nothing is carried out twice.
+        - Requests that were answered are only asked for their results (`_APIFuture`, without an end while the server is away; 404
+          would end the client's program), and every one of a training run is in the journal.
+        - Sampling requests are not kept. Their ids are answered with 410, after which `SamplingClient` samples again.
+        - Heartbeats continue; a session that its client has not finished is open, and its client has time again to be heard.
+        """
+        for session in self.store.sessions.listed():
+            is_finished = session.finished is not None
+            self._sessions[session.id] = _OpenSession(session, self._clock(), is_finished=is_finished)
+        for run, found in self.store.recover():
+            if self._is_over(run.session):
+                self.store.end_run(run.id)
+                continue
+            try:
+                self._restore_run(run, found)
+            except Exception as error:
+                logger.exception("run %s cannot be continued; its checkpoints can still be loaded", run.id)
+                self.store.damaged[run.id] = f"{type(error).__name__}: {error}"
+                self._abandon(run.id)
+        for sampler in self.store.samplers.listed():
+            if self._is_over(sampler.session):
+                self.store.samplers.remove(sampler.id)
+            else:
+                self.samplers.add(sampler)
+
+    def _is_over(self, session_id: str) -> bool:
+        return session_id in self._sessions and self._sessions[session_id].is_finished
+
+    def _abandon(self, run_id: str) -> None:
         """Take no requests of a run that cannot be restored; its files stay as they are."""
         if (run := self._runs.pop(run_id, None)) is not None:
             run.is_closed = True
             self._scheduler.close_run(run_id)
 
-    def restore_session(self, session: Session) -> None:
-        """A session of before a restart. Its client has time again to be heard."""
-        self._sessions[session.id] = _OpenSession(session, self._clock(), is_finished=session.finished is not None)
-
-    def restore_run(self, record: Run, found: Recovered, unnamed: Iterable[CheckpointPath]) -> None:
+    def _restore_run(self, record: Run, found: Recovered) -> None:
         """A run as it was before a restart: its requests are carried out again. One that has a result keeps it; if it now fails,
         the run does not have the weights that its client was told of, and takes no more requests."""
         logger.info("run %s continues; %d requests are carried out again", record.id, len(found.requests))
         run = self._open(record, next_number=found.next_number, state=found.state)
-        run.unnamed.extend(unnamed)
+        run.unnamed.extend(checkpoint.path for checkpoint in reversed(self.store.checkpoints.unnamed(record.id)))
         for number, result in found.results.items():
             self.futures.resolve(self.futures.begin(request_id(record.id, number), record.tenant), result)
         for request in found.requests:
@@ -327,7 +356,7 @@ class Service:
         # The request that a run waits for is always accepted: the SDK sends the parts of a large one in any order.
         if not self._scheduler.is_next(run.record.id, number):
             self._usage.check(run.record.tenant)
-        self.store.accept(run.record.id, number, kind, payload)
+        self.store.journal.accept(run.record.id, number, kind, payload)
         return self._submit(run, number, kind, payload)
 
     def _submit(self, run: OpenRun, number: int, kind: RequestKind, payload: bytes) -> Future:
@@ -352,7 +381,7 @@ class Service:
         def done(task: Task, result: Result) -> None:
             if not run.is_closed and (training := run.training) is not None:
                 try:
-                    self.store.executed(run.record.id, number, result, lambda: training.state(gradient=True))
+                    self.store.journal.executed(run.record.id, number, result, lambda: training.state(gradient=True))
                 except OSError as error:
                     logger.error("request %d of %s could not be written down: %s", number, run.record.id, error)
                     result = Failure(f"The server could not write the result down: {error}", is_users=False)

@@ -11,12 +11,10 @@ import tinker
 from tinker import types
 
 from ludic.inference.local import LocalEngine
-from ludic_tinker.server.app import CONFIG, serve
+from ludic_tinker.server.app import serve
 from ludic_tinker.server.records import Keys, TenantLimits
-from ludic_tinker.server.recovery import recover
 from ludic_tinker.server.runs import TrainingBase
-from ludic_tinker.server.sampling import Samplers
-from ludic_tinker.server.sampling_requests import Offer
+from ludic_tinker.server.sampling import Offer, Samplers
 from ludic_tinker.server.service import Service
 from ludic_tinker.server.storage.store import DiskStore
 from tests.unit.training.bandit import ByteTokenizer, tiny_llama
@@ -32,8 +30,6 @@ class RunningServer:
         self.model: Any = settings.pop("model", None) or tiny_llama()
         self.offer: Offer = settings.pop("offer", Offer(names=(NAME,), max_context=64))
         self.keys: dict[str, str] = settings.pop("keys", {})
-        self.config = dict(CONFIG)
-        """Features that the next clients are told of."""
         self.limits: TenantLimits = settings.pop("limits", TenantLimits())
         self.folder = tempfile.TemporaryDirectory(prefix="tinker-server-")
         """Its data; what is there at the start is recovered."""
@@ -62,13 +58,13 @@ class RunningServer:
             limits=self.limits,
         )
 
-        recover(store, self.service)
+        self.service.recover()
 
         def ready(url: str) -> None:
             self.url = url
             self._is_ready.set()
 
-        serving = asyncio.create_task(serve(self.service, Keys(self.keys), port=0, config=self.config, on_ready=ready))
+        serving = asyncio.create_task(serve(self.service, Keys(self.keys), port=0, on_ready=ready))
         await asyncio.wait(
             [serving, stopping := asyncio.create_task(self.stopped.wait())], return_when=asyncio.FIRST_COMPLETED
         )
@@ -111,16 +107,11 @@ class RunningServer:
         asyncio.run_coroutine_threadsafe(run(), self.loop).result(60)
 
     @contextlib.contextmanager
-    def client(self, key: str = KEY, **features: Any) -> Iterator[tinker.ServiceClient]:
-        """A session of the SDK, which is told of these features."""
-        self.config.update(features)
-        try:
-            with tinker.ServiceClient(base_url=self.url, api_key=key) as client:
-                _ = client.holder  # connects
-                yield client
-        finally:
-            self.config.clear()
-            self.config.update(CONFIG)
+    def client(self, key: str = KEY) -> Iterator[tinker.ServiceClient]:
+        """A session of the SDK."""
+        with tinker.ServiceClient(base_url=self.url, api_key=key) as client:
+            _ = client.holder  # connects
+            yield client
 
 
 def datum(*, start: int = 1, length: int = 6, **inputs: float) -> types.Datum:

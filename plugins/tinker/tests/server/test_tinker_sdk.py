@@ -290,19 +290,6 @@ def test_base_model_is_sampled_without_an_adapter(client, sampler):
     assert base.get_base_model() == NAME
 
 
-def test_poller_of_a_sampling_session_delivers_every_result(server, client):
-    settings = types.SamplingParams(max_tokens=2, temperature=0.0)
-    alone = client.create_sampling_client(base_model=NAME).result()
-    expected = [alone.sample(prompt(1, n), 1, settings).result().sequences[0].tokens for n in range(1, 13)]
-    with server.client(sample_use_retrieve_futures=True) as made:
-        base = made.create_sampling_client(base_model=NAME).result()
-        answers = [base.sample(prompt(1, n), 1, settings) for n in range(1, 13)]
-        assert [answer.result().sequences[0].tokens for answer in answers] == expected
-        assert len({tuple(tokens) for tokens in expected}) > 1, "or a result of another request would not be noticed"
-        with pytest.raises(tinker.BadRequestError):
-            base.sample(prompt(*range(60)), 1, types.SamplingParams(max_tokens=10)).result()
-
-
 def test_copies_of_a_sampling_client_do_not_collide(sampler):
     settings = types.SamplingParams(max_tokens=2, temperature=0.0)
     copies = [tinker.SamplingClient.from_sampler_handle(sampler.get_sampler_handle(), api_key=KEY) for _ in range(2)]

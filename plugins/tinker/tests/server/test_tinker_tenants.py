@@ -164,7 +164,6 @@ def test_nothing_of_one_tenant_exists_for_another(server, raw, run):
         "weights_info": {"tinker_path": state},
         "create_sampling_session": {"session_id": theirs, "sampling_session_seq_id": 0, "model_path": path},
         "join_sampling_session": {"sampling_session_id": sampler},
-        "retrieve_futures": {"target": {"sampling_session_id": sampler}, "timeout": 0},
         "retrieve_future": {"request_id": f"{run}#1"},
         "asample": {**sample, "sampling_session_id": sampler, "seq_id": 0},
     }

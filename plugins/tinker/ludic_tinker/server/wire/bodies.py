@@ -219,18 +219,6 @@ class RetrieveFuture(Struct, kw_only=True):
     allow_metadata_only: bool = False
 
 
-class FuturesTarget(Body, kw_only=True):
-    sampling_session_id: str
-    cloned_sampler_id: Number = 0
-
-
-class RetrieveFutures(Struct, kw_only=True):
-    target: FuturesTarget
-    prev_cursor: Number = 0
-    timeout: float | None = None
-    retrieved_request_ids: list[str] = []
-
-
 class CancelFuture(Struct, kw_only=True):
     request_id: str
 

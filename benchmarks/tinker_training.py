@@ -22,7 +22,7 @@ from ludic.models.adapters import AdapterSpec
 from ludic.training import Trainer, TrainerConfig, make_grpo
 from ludic.training.learner.gradients import batch_facts
 from ludic.types import ActorTokenLogps, SampleAttachments, SAWBatch, SAWItem
-from ludic_tinker.data import rows_of
+from ludic_tinker.learner import rows_of
 from ludic_tinker.server.losses import Row
 from ludic_tinker.server.runs import PassJob, PassOutput, TrainingBase, TrainingRun
 from ludic_tinker.server.wire.bodies import AdamSettings

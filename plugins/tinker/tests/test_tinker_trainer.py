@@ -54,7 +54,7 @@ from ludic.types import (
     SAWItem,
     TokenCompletionRequest,
 )
-from ludic_tinker.data import built_in_of
+from ludic_tinker.learner import built_in_of
 from tests.extended import cases
 from tests.tinker_fake import FakeTinker
 from tests.tinker_fake.fixtures import SEED, fake, new_policy, policy_at, service

@@ -13,10 +13,10 @@ from ludic.models.adapters import AdapterSpec
 from ludic.training import Trainer, TrainerConfig, make_cispo, make_grpo, make_sft
 from ludic.training.learner.gradients import batch_facts
 from ludic.types import ConfigError, NotFinite
-from ludic_tinker.data import built_in_of, rows_of
+from ludic_tinker.learner import built_in_of, rows_of
+from ludic_tinker.server.bodies import AdamSettings
 from ludic_tinker.server.losses import Row
 from ludic_tinker.server.runs import PassJob, PassOutput, TrainingBase, TrainingRun
-from ludic_tinker.server.wire.bodies import AdamSettings
 from tests.tinker_fake.lora_model import LoraSettings, TrainedLora, with_lora
 from tests.tinker_fake.lora_model import Row as PlainRow
 from tests.unit.training.bandit import tiny_llama

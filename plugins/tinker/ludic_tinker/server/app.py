@@ -16,12 +16,11 @@ from msgspec import Struct
 from ludic.http.address import check_host
 from ludic.tasks import cancel_all
 from ludic.types import MissingExtra
-from ludic_tinker.server import rest
+from ludic_tinker.server import bodies, messages, rest
 from ludic_tinker.server.futures import Failure, Future
 from ludic_tinker.server.records import CheckpointPath, Keys, Refused, RequestKind
 from ludic_tinker.server.service import Service
 from ludic_tinker.server.storage.database import StorageError
-from ludic_tinker.server.wire import bodies, messages
 
 try:
     from aiohttp import web

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from ludic.inference.local import LocalEngine
 from ludic.types import ConfigError, LudicError
+from ludic_tinker.server.bodies import AdamSettings, LoadWeights, OptimStep, SaveExternal, SaveWeights, read_json
 from ludic_tinker.server.futures import Failure, Result
+from ludic_tinker.server.messages import config_of, read_pass, rows_of, write_pass
 from ludic_tinker.server.records import Checkpoint, CheckpointPath, RequestKind, Run, Sampler, TenantLimits
 from ludic_tinker.server.runs import TrainingBase, TrainingRun
 from ludic_tinker.server.scheduler import PassTask, Task, UnreadPass, as_failure
 from ludic_tinker.server.storage.store import DiskStore
-from ludic_tinker.server.wire.bodies import AdamSettings, LoadWeights, OptimStep, SaveExternal, SaveWeights, read_json
-from ludic_tinker.server.wire.messages import config_of, read_pass, rows_of, write_pass
 
 if TYPE_CHECKING:
     from torch import Tensor

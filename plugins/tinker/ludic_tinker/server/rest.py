@@ -20,9 +20,9 @@ from aiohttp import web
 from msgspec import Struct
 
 from ludic.util.urls import is_same_secret
+from ludic_tinker.server.bodies import Lifetime
 from ludic_tinker.server.records import Checkpoint, CheckpointPath, Refused, Run
 from ludic_tinker.server.storage.store import DiskStore
-from ludic_tinker.server.wire.bodies import Lifetime
 
 DOWNLOAD = "/api/v1/download"
 """The one address that needs a signature instead of a key."""

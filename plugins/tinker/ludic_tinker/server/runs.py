@@ -24,8 +24,8 @@ from ludic.training.learner.optimizer import LocalAdamW
 from ludic.training.learner.packing import ActionFields, PackedBatch
 from ludic.training.learner.policy import TrainedPolicy, check_shared_prefixes
 from ludic.types import ConfigError, FloatArray, NotFinite, OutOfGPUMemory, SAWItem
+from ludic_tinker.server.bodies import AdamSettings
 from ludic_tinker.server.losses import Row, check_rows, loss_of
-from ludic_tinker.server.wire.bodies import AdamSettings
 
 logger = logging.getLogger(__name__)
 

@@ -20,11 +20,11 @@ from ludic.inference.local import LocalEngine
 from ludic.models.adapters import LoraAdapter
 from ludic.tasks import all_or_none, cancel_all
 from ludic.types import ConfigError, ReturnSpec, SamplingParams, TokenCompletionRequest, derive_seed
+from ludic_tinker.server.bodies import SampleBody, check_sparse
+from ludic_tinker.server.messages import SampledTokens, ScoredPrompt, TopTokens, write_sample
 from ludic_tinker.server.records import Checkpoint, CheckpointPath, Refused, Sampler
 from ludic_tinker.server.scheduler import FairShares
 from ludic_tinker.server.storage.store import DiskStore
-from ludic_tinker.server.wire.bodies import SampleBody, check_sparse
-from ludic_tinker.server.wire.messages import SampledTokens, ScoredPrompt, TopTokens, write_sample
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 from collections.abc import Callable
 
+from ludic_tinker.server import bodies
 from ludic_tinker.server.futures import Failure, Future, Futures, Result, request_id
 from ludic_tinker.server.records import TenantLimits, Usage
 from ludic_tinker.server.requests import sampler_id
 from ludic_tinker.server.scheduler import as_failure
-from ludic_tinker.server.wire import bodies
 
 _AHEAD = 1.5
 """Sequences given to the engine for each that it computes at a time, so that it does not wait for this loop."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from ludic.models.adapters import AdapterSpec
+from ludic_tinker.server import bodies
 from ludic_tinker.server.futures import Failure, Future, Futures, Result, request_id
 from ludic_tinker.server.records import (
     CheckpointPath,
@@ -32,7 +33,6 @@ from ludic_tinker.server.sampling import Offer, Samplers, SamplingRequests
 from ludic_tinker.server.scheduler import Scheduler, Task
 from ludic_tinker.server.storage.journal import Recovered
 from ludic_tinker.server.storage.store import DiskStore
-from ludic_tinker.server.wire import bodies
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,5 +1,6 @@
 """The data folder of a Tinker server: records, recovered runs and checkpoints, as the next server finds them."""
 
+import json
 import logging
 import resource
 import shutil
@@ -90,7 +91,7 @@ def test_a_pass_makes_no_snapshot_while_a_later_one_may_share_its_batch(stores: 
     store = stores(max_journal_bytes=1)
     store.add_run(RUN, "create_model")
     for number in (1, 2):
-        store.journal.accept(RUN.id, number, "forward_backward", b"")
+        store.journal.accept(RUN.id, number, "forward_backward", b"data")
     store.journal.executed(RUN.id, 1, b"", lambda: pytest.fail("the state was read"))
     store.journal.executed(RUN.id, 2, b"", lambda: state(2))
     [(_, found)] = stores().recover()
@@ -108,7 +109,7 @@ def test_a_pass_that_is_carried_out_again_makes_no_snapshot_before_the_last_requ
         store.journal.executed(RUN.id, number, result, lambda: pytest.fail("one step is not enough"))
     store = stores(snapshot_every=1)
     [(_, found)] = store.recover()
-    assert found.next_number == 0 and len(found.requests) == 3
+    assert found.next_number == 0 and len(found.requests) == 4
     for number in (1, 2):
         store.journal.executed(RUN.id, number, b"", lambda: pytest.fail("the state was read"))
     store.journal.executed(RUN.id, 3, {"metrics": {}}, lambda: state(3))
@@ -135,18 +136,27 @@ def test_an_ended_run_is_listed_and_not_recovered(stores: Any):
     store = stores()
     assert store.recover() == []
     assert [run.id for run in store.runs.listed("ann")] == [RUN.id]
-    assert list((store.folder / "runs" / RUN.id).iterdir()) == []
+    assert not (store.folder / "runs" / RUN.id).exists() and not store.journal.runs()
+    assert store.last_request(RUN.id) == pytest.approx(time.time(), abs=60)
+
+
+def test_requests_of_a_run_whose_creation_was_not_answered_are_dropped(stores: Any):
+    """The server was killed after it wrote request 0 and before it wrote the run; the client asks again."""
+    store = stores()
+    store.journal.accept(RUN.id, 0, "create_model", b"")
+    store = stores()
+    assert store.recover() == [] and not store.journal.runs()
 
 
 def test_a_damaged_run_is_left_out_and_named(stores: Any, caplog: pytest.LogCaptureFixture):
     store = stores()
     store.add_run(RUN, "create_model")
-    store.add_run(other := replace(RUN, id="s1:train:1"))
+    store.add_run(other := replace(RUN, id="s1:train:1"), "create_model")
     for number in (1, 2):
         store.journal.accept(RUN.id, number, "optim_step", b"the payload")
-    journal = store.folder / "runs" / RUN.id / "journal.db"
+    file = store.folder / "server.db"
     store.close()
-    journal.write_bytes(journal.read_bytes().replace(b"the payload", b"thepayload!"))
+    file.write_bytes(file.read_bytes().replace(b"the payload", b"thepayload!"))
 
     store = stores()
     with caplog.at_level(logging.ERROR):
@@ -187,15 +197,18 @@ def test_a_damaged_database_is_set_aside_and_checkpoints_stay(
         assert len(list(folder.glob("server.db.damaged-*"))) == 1
         assert caplog.text.count("It is set aside") == 1
         if attempt == 0:
-            started.add_run(RUN)
+            started.add_run(RUN, "create_model")
             started.end_run(RUN.id)
             started.runs.remove(RUN.id)
         started.close()
 
 
-def test_a_folder_of_another_format_says_what_to_do(tmp_path: Path):
-    (tmp_path / "server.json").write_text('{"format": 1, "base_model": "tiny", "secret": "00"}')
-    with pytest.raises(ConfigError, match="Ludic 0.2, whose journals are no longer read. Choose another folder"):
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_folder_of_another_format_says_what_to_do(tmp_path: Path, version: int):
+    (tmp_path / "server.json").write_text(json.dumps({"format": version, "base_model": "tiny", "secret": "00"}))
+    with pytest.raises(
+        ConfigError, match="another version of Ludic, whose journals are no longer read. Choose another"
+    ):
         DiskStore(tmp_path, base_model="tiny")
 
 
@@ -219,8 +232,8 @@ def test_a_full_disk_is_an_error_of_the_request(stores: Any):
     try:
         for write in (
             lambda: store.samplers.put(sampler),
-            lambda: store.journal.accept(RUN.id, 0, "create_model", b""),
-            lambda: store.add_run(replace(RUN, id="s1:train:1")),
+            lambda: store.journal.accept(RUN.id, 1, "optim_step", b""),
+            lambda: store.add_run(replace(RUN, id="s1:train:1"), "create_model"),
             lambda: store.checkpoints.save(*saved("weights", "one"), overwrite=False),
         ):
             with pytest.raises(StorageError, match="MiB are free"):
@@ -230,10 +243,10 @@ def test_a_full_disk_is_an_error_of_the_request(stores: Any):
     assert store.samplers.listed() == store.checkpoints.listed("ann") == []
     assert [run.id for run in store.runs.listed()] == [RUN.id]
     store.samplers.put(sampler)
-    store.journal.accept(RUN.id, 0, "create_model", b"")
+    store.journal.accept(RUN.id, 1, "optim_step", b"")
     store = stores()
     assert store.samplers.listed() == [sampler]
-    assert [len(found.requests) for _, found in store.recover()] == [1]
+    assert [len(found.requests) for _, found in store.recover()] == [2]
 
 
 # --- checkpoints ---

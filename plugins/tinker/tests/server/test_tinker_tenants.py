@@ -324,7 +324,7 @@ def test_created_run_is_not_made_again_when_its_result_was_dropped(server, raw, 
     step = raw.result(raw.post("optim_step", step_body(run, 2)).json()["request_id"])
     assert step.status_code == 200
     before = server.service._runs[run].training
-    server.call(lambda: server.service.futures.forget([f"{run}#0"], "anna"))
+    server.call(lambda: server.service.futures._by_id.pop(f"{run}#0"))
     assert raw.result(raw.post("create_model", body).json()["request_id"]).json()["model_id"] == run
     assert server.service._runs[run].training is before
 
@@ -387,7 +387,7 @@ def test_malformed_body_is_refused_with_what_is_wrong(raw, name, body, said):
 def test_pass_that_is_small_only_on_the_wire_fails_and_is_not_kept(server, raw, run, size, said):
     failed = raw.result(raw.post("forward_backward", huge_body(run, 1, **size)).json()["request_id"]).json()
     assert failed["category"] == "user" and said in failed["error"]
-    assert server.service.store._journals[run].kind(1) == "refused"
+    assert [record.kind for record in server.service.store.journal.recover(run).requests][1] == "refused"
     second = raw.post("forward_backward", pass_body(run, 2)).json()["request_id"]
     assert loss_in(raw.result(second)) > 0, "the run goes on"
 
@@ -413,15 +413,15 @@ def test_a_server_without_keys_starts_though_its_journals_hold_what_it_cannot_re
     names = [f"session-1:train:{number}" for number in range(4)]
     for name in names:
         spec = AdapterSpec(rank=1, alpha=32.0, seed=1)
-        store.add_run(Run(id=name, session="session-1", tenant=LOCAL_TENANT, base_model=NAME, spec=spec, created=1.0))
-        store.accept(name, 0, "create_model", b"")
+        made = Run(id=name, session="session-1", tenant=LOCAL_TENANT, base_model=NAME, spec=spec, created=1.0)
+        store.add_run(made, "create_model")
     good, huge, no_json, unreadable = names
     for number in range(1, 13):
-        store.accept(huge, number, "forward_backward", huge_body(huge, number))
-    store.accept(no_json, 1, "optim_step", b"{}")
-    store._journals[no_json]._insert("results", Record(1, "json", b"{"), "0")
-    store.accept(unreadable, 1, "forward_backward", b"\xff")
-    store._journals[unreadable].result(1, b"")
+        store.journal.accept(huge, number, "forward_backward", huge_body(huge, number))
+    store.journal.accept(no_json, 1, "optim_step", b"{}")
+    store.journal._insert(no_json, "result", Record(1, "json", b"{"))
+    store.journal.accept(unreadable, 1, "forward_backward", b"\xff")
+    store.journal.executed(unreadable, 1, b"", dict)
     store.close()
     with restarted:
         raw = Raw(restarted)

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ludic.types import ConfigError, FloatArray, MissingExtra, token_array
+from ludic_tinker.server.bodies import MAX_ENTRIES, JsonTensor, check_sparse, from_csr, shaped
 from ludic_tinker.server.losses import Row
 from ludic_tinker.server.records import Refused
 from ludic_tinker.server.runs import PassOutput
-from ludic_tinker.server.wire.bodies import MAX_ENTRIES, JsonTensor, check_sparse, from_csr, shaped
 
 try:
     from google.protobuf.message import DecodeError

@@ -44,6 +44,11 @@ from ludic.types import (
 )
 from ludic_tinker.policy import BuiltInLoss, TinkerPolicy, Trained, TrainRow
 
+# --- samples as Tinker's training data ---
+#
+# Tinker's built-in losses are sums over tokens, so a loss's normalisation goes into the advantages. A loss that Tinker does not
+# have is computed here from log-probs (`CustomLoss`), which takes one more forward pass at the service.
+
 _CPU = torch.device("cpu")
 Reducing = TokenClippedSurrogateLoss | CISPOLoss | MaskedCausalLMCrossEntropyLoss
 """Losses that are a reduction of one term per token."""
@@ -166,7 +171,7 @@ logger = logging.getLogger(__name__)
 # nothing at the service.
 
 
-class RemoteCheckpoints(CheckpointManager):
+class _RemoteCheckpoints(CheckpointManager):
     """The same folders, pointers and pruning, without weights."""
 
     def save_path(self, step: int, path: str, state: Mapping[str, Any], metrics: Mapping[str, float]) -> Path:
@@ -198,7 +203,7 @@ _LOSS_TOLERANCE = 1e-2
 class TinkerLearner(Learner):
     """A policy that the service trains, serves and saves."""
 
-    checkpointer: RemoteCheckpoints | None
+    checkpointer: _RemoteCheckpoints | None
 
     def __init__(
         self, policy: TinkerPolicy, algo: RLAlgorithm, cfg: TrainerConfig, checkpoint_config: CheckpointConfig | None
@@ -206,17 +211,17 @@ class TinkerLearner(Learner):
         check_loss(algo.loss, algo.name)
         _check_settings(cfg, algo)
         self.policy, self.algo, self.cfg, self.tokenizer = policy, algo, cfg, policy.tokenizer
-        self.checkpointer = None if checkpoint_config is None else RemoteCheckpoints(checkpoint_config)
+        self.checkpointer = None if checkpoint_config is None else _RemoteCheckpoints(checkpoint_config)
 
     def begin(self, step: int, *, is_resumed: bool) -> None:
         if is_resumed:
             self.policy.publish(step)
 
     def update(self, step: int, batch: RankBatch, on_step: Callable[[], None]) -> dict[str, float]:
-        """What the loss reports is computed here, from the log-probs that the service used."""
+        """One step at the service. The loss's metrics are computed here, from the log-probs that the service used."""
         loss, items, facts = self.algo.loss, batch.items, batch.facts
         check_items(items)
-        built_in, adam = built_in_of(loss), adam_settings(self.cfg, step)
+        built_in, adam = built_in_of(loss), _adam_settings(self.cfg, step)
 
         def value_of(logprobs: Sequence[Tensor]) -> Tensor:
             return loss(tokens_of(items, logprobs, facts))[0]
@@ -251,7 +256,7 @@ class TinkerLearner(Learner):
         return state
 
 
-def adam_settings(cfg: TrainerConfig, step: int) -> dict[str, float]:
+def _adam_settings(cfg: TrainerConfig, step: int) -> dict[str, float]:
     """The trainer's settings of this step, as Tinker's AdamW takes them."""
     rate = cfg.lr * (cfg.lr_schedule(step) if cfg.lr_schedule is not None else 1.0)
     return {

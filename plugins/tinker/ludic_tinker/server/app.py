@@ -118,7 +118,7 @@ async def serve(
     drain_s: float = 0.0,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until cancelled; then requests in progress may go on for `drain_s`, or until this is cancelled again.
+    """Serve until cancelled; then requests in progress may continue for `drain_s`, or until this is cancelled again.
 
     Port 0 takes a free one; `on_ready` gets the address.
     """
@@ -272,11 +272,11 @@ class _Server:
     async def join_sampling_session(self, request: web.Request) -> web.Response:
         """A number for another client of the session; drawn, so that it stays unique after a restart."""
         tenant, body = await self._read(request, bodies.SamplingSessionBody)
-        self._service.samplers.find(body.sampling_session_id, tenant)
+        self._service.store.samplers.get(body.sampling_session_id, tenant)
         return web.json_response({"type": "join_sampling_session", "client_counter": 1 + secrets.randbelow(10**9 - 1)})
 
     async def sampler(self, request: web.Request) -> web.Response:
-        found = self._service.samplers.find(request.match_info["id"], self.tenant(request))
+        found = self._service.store.samplers.get(request.match_info["id"], self.tenant(request))
         about = {"sampler_id": found.id, "base_model": self._service.offer.names[0], "model_path": found.path}
         return web.json_response(about)
 

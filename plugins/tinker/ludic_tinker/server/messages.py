@@ -23,7 +23,7 @@ except ImportError as error:
 PROTOBUF = "application/x-protobuf"
 _NUMPY = {proto.DTYPE_FLOAT32: np.float32, proto.DTYPE_INT64: np.int64, proto.DTYPE_INT32: np.int32}
 _MASKED_LOGPROB = -99999.0
-"""What the SDK reads as "no entry" in a table of the likeliest tokens."""
+"""The value that the SDK reads as "no entry" in a table of the likeliest tokens."""
 _MAX_PARTS = 1 << 17
 """Rows of a request with their chunks and tensors; the SDK sends 1,024 rows at most."""
 
@@ -46,13 +46,13 @@ def read_head(data: bytes) -> tuple[Any, str | None]:
     """A `ForwardBackwardRequest`, and what is wrong with its size."""
     request = read_pass(data)
     try:
-        check_size(request)
+        _check_size(request)
     except ConfigError as error:
         return request, str(error)
     return request, None
 
 
-def check_size(request: Any) -> None:
+def _check_size(request: Any) -> None:
     """Raise ConfigError for what would take too much memory, from the shapes of tensors alone."""
     num_parts = len(request.data)
     if num_parts <= _MAX_PARTS:
@@ -78,7 +78,7 @@ def check_size(request: Any) -> None:
 
 def rows_of(request: Any) -> list[Row]:
     """The data of a `ForwardBackwardRequest`; ConfigError for what cannot be read."""
-    check_size(request)
+    _check_size(request)
     return [_row(datum, number) for number, datum in enumerate(request.data)]
 
 

@@ -1,4 +1,4 @@
-"""What the requests of a training run do: a `Task` for the scheduler from the body that a client sent.
+"""Training requests: a `Task` for the scheduler from the body that a client sent.
 
 The body is what the store keeps, so a request that is carried out again after a restart takes the same way. What is wrong with
 a request becomes its result and not an HTTP error: the SDK has used its number up, and the run waits for every number.
@@ -39,7 +39,7 @@ class OpenRun:
     """Sampler weights without a name, the oldest first."""
     is_closed: bool = False
     is_incomplete: bool = False
-    """Whether a pass failed after some of its rows were added to the gradient."""
+    """True if a pass failed after some of its rows were added to the gradient."""
 
     def trained(self) -> TrainingRun:
         if self.training is None:
@@ -84,7 +84,7 @@ class TrainingRequests:
             "refused": self._refused,
         }
         if kind != "forward_backward":
-            return simple_task(run, number, lambda: make[kind](run, number, payload), done)
+            return _simple_task(run, number, lambda: make[kind](run, number, payload), done)
         read = functools.partial(self._pass, run, number, payload, done)
         return UnreadPass(run=run.record.id, tenant=run.record.tenant, number=number, done=done, read=read)
 
@@ -96,10 +96,10 @@ class TrainingRequests:
             work = (
                 functools.partial(self._failed_step, run, payload, result) if kind == "optim_step" else lambda: result
             )
-            return simple_task(run, number, work, done)
+            return _simple_task(run, number, work, done)
         is_forward = kind == "forward_backward" and read_pass(payload).forward_only
         if is_forward or kind in _SAVES:
-            return simple_task(run, number, lambda: result, done)
+            return _simple_task(run, number, lambda: result, done)
         return self.task(run, number, kind, payload, done)
 
     # --- in the scheduler's thread ---
@@ -111,7 +111,7 @@ class TrainingRequests:
             self._base.check(request.loss_fn, rows, config)
         except Exception as error:  # noqa: BLE001 - the worker must live; the request hears of it
             failure = as_failure(error)
-            return simple_task(run, number, lambda: failure, done)
+            return _simple_task(run, number, lambda: failure, done)
         return PassTask(
             run=run.record.id,
             tenant=run.record.tenant,
@@ -231,6 +231,6 @@ def _adam_settings(body: OptimStep) -> AdamSettings:
     return body.adam_params.checked()
 
 
-def simple_task(run: OpenRun, number: int, work: Callable[[], Result], done: Done) -> Task:
+def _simple_task(run: OpenRun, number: int, work: Callable[[], Result], done: Done) -> Task:
     """The task of a request other than a pass."""
     return Task(run=run.record.id, tenant=run.record.tenant, number=number, work=work, done=done)

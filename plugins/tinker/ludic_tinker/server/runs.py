@@ -49,7 +49,7 @@ class TrainingRun:
         self._optimizer = LocalAdamW([self._flat], fused=True)
 
     def take_gradients(self) -> Tensor:
-        """What backward passes have left on the parameters, in the order of `adapter.flat`; the parameters forget it."""
+        """The gradient that backward passes left on the parameters, in the order of `adapter.flat`; the parameters forget it."""
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._in_order]
         self.drop_gradients()
         return torch.cat([part.reshape(-1) for part in parts])
@@ -59,7 +59,7 @@ class TrainingRun:
         self.gradient = found if self.gradient is None else self.gradient.add_(found)
 
     def drop_gradients(self) -> None:
-        """Forget what backward passes have left on the parameters."""
+        """Forget the gradients that backward passes have left on the parameters."""
         for parameter in self._in_order:
             parameter.grad = None
 
@@ -145,7 +145,7 @@ class PassJob:
 
 @dataclass(frozen=True, slots=True)
 class PassOutput:
-    """What a request is answered with."""
+    """The answer to a request."""
 
     logprobs: list[FloatArray]
     """Log-probs of each row's targets, in their shape."""

@@ -42,7 +42,7 @@ _AHEAD = 1.5
 """Sequences given to the engine for each that it computes at a time, so that it does not wait for this loop."""
 
 
-def sampling_of(body: SampleBody, room: int) -> SamplingParams:
+def _sampling_of(body: SampleBody, room: int) -> SamplingParams:
     """The engine's parameters; `room`: tokens that the context leaves for a completion."""
     asked = body.sampling_params
     stop = asked.stop
@@ -125,13 +125,50 @@ class Turns:
             first.turn.set_result(None)
 
 
-class Samplers:
-    """The sampling sessions, and the adapters that the engine holds for them."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """Facts about the base model that clients are told."""
 
-    def __init__(self, engine: LocalEngine, store: DiskStore, *, max_adapters: int = 32) -> None:
+    names: tuple[str, ...]
+    """The names by which they may ask for it, its own first."""
+    max_context: int
+    """Tokens of a prompt and its completion, or of a row."""
+    architecture: str = ""
+    tokenizer_id: str | None = None
+    """The hub id or folder that `get_tokenizer` of the SDK loads."""
+
+    def check(self, name: str) -> None:
+        """Refused(400) for another model than the one that is served."""
+        if name not in self.names:
+            raise Refused(400, f"There is no base model {name!r:.200} here. This server has {', '.join(self.names)}.")
+
+
+class Sampling:
+    """The sampling sessions of all tenants, their requests, and the adapters that the engine holds for them. It belongs to the
+    event loop.
+
+    A request is known by its sampling session and number: a repeated one is given the future of the first. Samples are not
+    written down; after a restart of the server the SDK asks for them again.
+    """
+
+    def __init__(
+        self,
+        engine: LocalEngine,
+        store: DiskStore,
+        offer: Offer,
+        futures: Futures,
+        usage: Usage,
+        *,
+        limits: TenantLimits,
+        max_adapters: int,
+        clock: Callable[[], float],
+    ) -> None:
         """`max_adapters`: held by the engine at a time; more only while requests that run need them."""
-        self.engine, self._store, self._max_adapters = engine, store, max_adapters
-        self._by_id: dict[str, Sampler] = {}
+        self.engine, self.offer, self._store = engine, offer, store
+        self._futures, self._usage, self._limits = futures, usage, limits
+        self._max_adapters, self._clock = max_adapters, clock
+        self.running: dict[str, asyncio.Task[None]] = {}
+        """Tasks of the requests in the engine, by id."""
         self._held: OrderedDict[str, int] = OrderedDict()
         """Adapters of the engine by path, the least recently used first, and the requests that use each now."""
         self._deleted: set[str] = set()
@@ -139,21 +176,38 @@ class Samplers:
         self._loading: dict[str, asyncio.Lock] = {}
         self._turns = Turns(int(engine.max_sequences * _AHEAD))
 
-    def add(self, sampler: Sampler) -> None:
-        self._by_id[sampler.id] = sampler
+    # --- sessions ---
 
-    def find(self, sampler_id: str, tenant: str) -> Sampler:
-        """Refused(404) if there is none, or it is another tenant's."""
-        found = self._by_id.get(sampler_id)
-        if found is None or found.tenant != tenant:
-            raise Refused(404, f"There is no sampling session {sampler_id!r:.200}.")
-        return found
+    def create_session(self, tenant: str, body: bodies.CreateSamplingSession) -> Sampler:
+        """A sampling session of weights or of the base model; a repeated request finds the first one's."""
+        name = sampler_id(body.session_id, body.sampling_session_seq_id)
+        try:
+            return self._store.samplers.get(name, tenant)
+        except Refused:
+            sampler = self._new_sampler(tenant, name, body.session_id, body.model_path, body.base_model)
+        if len(self.of_session(body.session_id)) >= self._limits.max_session_samplers:
+            raise Refused(
+                403,
+                f"This session has {self._limits.max_session_samplers} sampling sessions, as many as this server allows. End it "
+                "(ServiceClient.close) and use a new ServiceClient.",
+            )
+        self._store.samplers.put(sampler)
+        return sampler
+
+    def _new_sampler(
+        self, tenant: str, name: str, session: str, model_path: str | None, base_model: str | None
+    ) -> Sampler:
+        if model_path is None:
+            if base_model is None:
+                raise Refused(400, "A sampling session needs a model_path or a base_model.")
+            self.offer.check(base_model)
+            path = None
+        else:
+            path = str(self._store.checkpoints.get(CheckpointPath.parse(model_path), tenant).path)
+        return Sampler(id=name, session=session, tenant=tenant, path=path, created=self._clock())
 
     def of_session(self, session_id: str) -> list[Sampler]:
-        return [sampler for sampler in self._by_id.values() if sampler.session == session_id]
-
-    def remove(self, sampler_id: str) -> None:
-        self._by_id.pop(sampler_id, None)
+        return [sampler for sampler in self._store.samplers if sampler.session == session_id]
 
     # --- adapters ---
 
@@ -200,12 +254,56 @@ class Samplers:
 
     # --- requests ---
 
-    def check(self, body: SampleBody, tokens: list[int]) -> SamplingParams:
+    def sample(self, tenant: str, body: bodies.SampleBody) -> Future:
+        """Accept a sampling request, once."""
+        if body.sampling_session_id is not None:
+            if body.seq_id is None:
+                raise Refused(400, "A request of a sampling session needs a seq_id.")
+            sampler = self.find(body.sampling_session_id, tenant)
+            name = request_id(sampler.id, body.seq_id)
+            if (known := self._futures.get(name, tenant)) is not None:
+                return known
+        else:
+            name = f"sample-{secrets.token_hex(12)}"
+            sampler = self._new_sampler(tenant, name, "", body.model_path, body.base_model)
+        tokens = body.prompt.tokens
+        sampling = self._check(body, tokens)
+        self._usage.check(tenant)
+        future = self._futures.begin(name, tenant)
+        future.num_sequences = body.num_samples
+        num_tokens = len(tokens) + body.num_samples * sampling.max_tokens
+
+        async def run() -> None:
+            self._usage.add(tenant, num_tokens)
+            result: Result = Failure("The request was cancelled.")
+            try:
+                result = await self._draw(sampler, body, tokens, sampling)
+            except Exception as error:  # noqa: BLE001 - the client hears of it when it asks for the result
+                result = as_failure(error)
+            finally:
+                self._usage.remove(tenant, num_tokens)
+                self.running.pop(name, None)
+                self._futures.resolve(future, result)
+
+        self.running[name] = asyncio.get_running_loop().create_task(run())
+        return future
+
+    def cancel(self, tenant: str, name: str) -> None:
+        """Take a request out of the engine; others are left alone."""
+        if self._futures.get(name, tenant) is not None and (task := self.running.get(name)) is not None:
+            task.cancel()
+
+    def close(self) -> None:
+        """Take all requests out of the engine."""
+        for task in list(self.running.values()):
+            task.cancel()
+
+    def _check(self, body: SampleBody, tokens: list[int]) -> SamplingParams:
         """ConfigError for what the engine would refuse, before the request is accepted."""
         if not tokens:
             raise ConfigError("The prompt is empty; a model needs at least one token to continue.")
         room = self.engine.max_total_tokens - len(tokens)
-        sampling = sampling_of(body, room)
+        sampling = _sampling_of(body, room)
         if sampling.max_tokens > room:
             raise ConfigError(
                 f"The prompt has {len(tokens)} tokens and max_tokens={sampling.max_tokens}; together they may be "
@@ -218,7 +316,7 @@ class Samplers:
             )
         return sampling
 
-    async def sample(self, sampler: Sampler, body: SampleBody, tokens: list[int], sampling: SamplingParams) -> bytes:
+    async def _draw(self, sampler: Sampler, body: SampleBody, tokens: list[int], sampling: SamplingParams) -> bytes:
         """A `SampleResponse`. Cancelling the task takes the sequences out of the engine."""
         num_tokens = len(tokens) + body.num_samples * sampling.max_tokens
         async with (
@@ -305,114 +403,3 @@ def adapter_of(engine: LocalEngine, checkpoint: Checkpoint, tensors: "Mapping[st
     adapter = LoraAdapter.create(engine.model, checkpoint.spec)
     adapter.load({name: tensors[f"{prefix}{name}"] for name in adapter.named()})
     return adapter
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Offer:
-    """What clients are told about the base model."""
-
-    names: tuple[str, ...]
-    """The names by which they may ask for it, its own first."""
-    max_context: int
-    """Tokens of a prompt and its completion, or of a row."""
-    architecture: str = ""
-    tokenizer_id: str | None = None
-    """What `get_tokenizer` of the SDK loads: a hub id or a folder."""
-
-    def check(self, name: str) -> None:
-        """Refused(400) for another model than the one that is served."""
-        if name not in self.names:
-            raise Refused(400, f"There is no base model {name!r:.200} here. This server has {', '.join(self.names)}.")
-
-
-class SamplingRequests:
-    """Accepts the requests of all tenants. It belongs to the event loop."""
-
-    def __init__(
-        self,
-        samplers: Samplers,
-        futures: Futures,
-        usage: Usage,
-        store: DiskStore,
-        offer: Offer,
-        *,
-        limits: TenantLimits,
-        clock: Callable[[], float],
-    ) -> None:
-        self._samplers, self._futures, self._usage = samplers, futures, usage
-        self._store, self._offer, self._limits, self._clock = store, offer, limits, clock
-        self.running: dict[str, asyncio.Task[None]] = {}
-        """Tasks of the requests in the engine, by id."""
-
-    def create_session(self, tenant: str, body: bodies.CreateSamplingSession) -> Sampler:
-        """A sampling session of weights or of the base model; a repeated request finds the first one's."""
-        name = sampler_id(body.session_id, body.sampling_session_seq_id)
-        try:
-            return self._samplers.find(name, tenant)
-        except Refused:
-            sampler = self._new_sampler(tenant, name, body.session_id, body.model_path, body.base_model)
-        if len(self._samplers.of_session(body.session_id)) >= self._limits.max_session_samplers:
-            raise Refused(
-                403,
-                f"This session has {self._limits.max_session_samplers} sampling sessions, as many as this server allows. End it "
-                "(ServiceClient.close) and use a new ServiceClient.",
-            )
-        self._store.samplers.put(sampler)
-        self._samplers.add(sampler)
-        return sampler
-
-    def _new_sampler(
-        self, tenant: str, name: str, session: str, model_path: str | None, base_model: str | None
-    ) -> Sampler:
-        if model_path is None:
-            if base_model is None:
-                raise Refused(400, "A sampling session needs a model_path or a base_model.")
-            self._offer.check(base_model)
-            path = None
-        else:
-            path = str(self._store.checkpoints.get(CheckpointPath.parse(model_path), tenant).path)
-        return Sampler(id=name, session=session, tenant=tenant, path=path, created=self._clock())
-
-    def sample(self, tenant: str, body: bodies.SampleBody) -> Future:
-        """Accept a sampling request, once."""
-        if body.sampling_session_id is not None:
-            if body.seq_id is None:
-                raise Refused(400, "A request of a sampling session needs a seq_id.")
-            sampler = self._samplers.find(body.sampling_session_id, tenant)
-            name = request_id(sampler.id, body.seq_id)
-            if (known := self._futures.get(name, tenant)) is not None:
-                return known
-        else:
-            name = f"sample-{secrets.token_hex(12)}"
-            sampler = self._new_sampler(tenant, name, "", body.model_path, body.base_model)
-        tokens = body.prompt.tokens
-        sampling = self._samplers.check(body, tokens)
-        self._usage.check(tenant)
-        future = self._futures.begin(name, tenant)
-        future.num_sequences = body.num_samples
-        num_tokens = len(tokens) + body.num_samples * sampling.max_tokens
-
-        async def run() -> None:
-            self._usage.add(tenant, num_tokens)
-            result: Result = Failure("The request was cancelled.")
-            try:
-                result = await self._samplers.sample(sampler, body, tokens, sampling)
-            except Exception as error:  # noqa: BLE001 - the client hears of it when it asks for the result
-                result = as_failure(error)
-            finally:
-                self._usage.remove(tenant, num_tokens)
-                self.running.pop(name, None)
-                self._futures.resolve(future, result)
-
-        self.running[name] = asyncio.get_running_loop().create_task(run())
-        return future
-
-    def cancel(self, tenant: str, name: str) -> None:
-        """Take a request out of the engine; others are left alone."""
-        if self._futures.get(name, tenant) is not None and (task := self.running.get(name)) is not None:
-            task.cancel()
-
-    def close(self) -> None:
-        """Take all requests out of the engine."""
-        for task in list(self.running.values()):
-            task.cancel()

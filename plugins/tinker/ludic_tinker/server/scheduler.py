@@ -1,4 +1,4 @@
-"""Whose turn it is: fair shares of computed tokens, and the worker thread that carries out training requests.
+"""Turns of training requests: fair shares of computed tokens, and the worker thread that carries out training requests.
 
 Requests of one run are carried out in the order of their numbers, whatever order they arrive in. A round of the worker first
 reads the passes whose turn is near, carries out the other requests (optimizer steps, saving, loading), at most once per run, and
@@ -30,7 +30,7 @@ class FairShares:
     def __init__(self) -> None:
         self._given: dict[str, float] = {}
         self._now = 0.0
-        """What the tenant whose turn it was last had been given before."""
+        """Tokens that the tenant of the last turn had been given before it."""
 
     def choose(self, tenants: Iterable[str]) -> str:
         """The tenant whose turn it is."""
@@ -101,7 +101,7 @@ class _Line:
     tenant: str
     next_number: int
     make: Callable[[], None] | None
-    """What has to be done before the first request."""
+    """Makes the run, before the first request."""
     waiting: dict[int, Task] = field(default_factory=dict)
 
     @property
@@ -151,13 +151,13 @@ class Scheduler:
             return None if line is None or line.next_number in line.waiting or not line.waiting else line.next_number
 
     def is_over(self, run: str, number: int) -> bool:
-        """Whether this request was carried out, or is older than what a run began with."""
+        """True if this request was carried out, or is older than the first of the run."""
         with self._changed:
             line = self._lines.get(run)
             return line is not None and number < line.next_number
 
     def is_next(self, run: str, number: int) -> bool:
-        """Whether the run can do nothing before this request."""
+        """True if the run can do nothing before this request."""
         with self._changed:
             line = self._lines.get(run)
             return line is not None and line.next_number == number
@@ -317,7 +317,7 @@ def _attempt(work: Callable[[], Result]) -> Result:
 
 
 def as_failure(error: Exception) -> Failure:
-    """What the client is told: the text of our own errors, and no details of others, which are logged."""
+    """The client's view of an error: the text of our own, and no details of others, which are logged."""
     if isinstance(error, LudicError):
         return Failure(str(error))
     logger.error("a request failed", exc_info=error)

@@ -11,9 +11,9 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from ludic.inference.local import LocalEngine
 from ludic.models.adapters import AdapterSpec
 from ludic_tinker.server import bodies
 from ludic_tinker.server.futures import Failure, Future, Futures, Result, request_id
@@ -29,7 +29,7 @@ from ludic_tinker.server.records import (
 )
 from ludic_tinker.server.requests import OpenRun, TrainingRequests
 from ludic_tinker.server.runs import TrainingBase
-from ludic_tinker.server.sampling import Offer, Samplers, SamplingRequests
+from ludic_tinker.server.sampling import Offer, Sampling
 from ludic_tinker.server.scheduler import Scheduler, Task
 from ludic_tinker.server.storage.journal import Recovered
 from ludic_tinker.server.storage.store import DiskStore
@@ -47,43 +47,46 @@ _MAX_REASON = 1000
 """Longest reason kept for a session's end, in characters."""
 
 
-@dataclass(slots=True, eq=False)
-class _OpenSession:
-    record: Session
-    last_seen: float
-    is_finished: bool = False
-
-
 class Service:
-    """Everything behind the HTTP endpoints of training; `samplers` is everything behind those of sampling."""
+    """Everything behind the HTTP endpoints of training; `sampling` is everything behind those of sampling."""
 
     def __init__(
         self,
         base: TrainingBase,
-        samplers: Samplers,
+        engine: LocalEngine,
         store: DiskStore,
         offer: Offer,
         *,
         token_budget: int,
         limits: TenantLimits | None = None,
+        max_adapters: int = 32,
         max_idle_s: float = 3600.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`max_idle_s`: a session ends when its client has been silent for this time. Call it in the running event loop."""
-        self.samplers, self.offer, self.limits = samplers, offer, limits or TenantLimits()
+        """`max_adapters`: held by the engine at a time. `max_idle_s`: a session ends when its client has been silent for this
+        time. Call it in the running event loop."""
+        self.offer, self.limits = offer, limits or TenantLimits()
         self.futures = Futures()
         self._base, self.store, self._clock, self._max_idle_s = base, store, clock, max_idle_s
-        self._sessions: dict[str, _OpenSession] = {}
+        self._last_seen: dict[str, float] = {}
+        """When the client of each open session was heard last."""
         self._runs: dict[str, OpenRun] = {}
         self._usage = Usage(self.limits)
-        self.sampling = SamplingRequests(
-            samplers, self.futures, self._usage, store, offer, limits=self.limits, clock=clock
+        self.sampling = Sampling(
+            engine,
+            store,
+            offer,
+            self.futures,
+            self._usage,
+            limits=self.limits,
+            max_adapters=max_adapters,
+            clock=clock,
         )
         self._loop = asyncio.get_running_loop()
         self._scheduler = Scheduler(base.compute, token_budget=token_budget)
         self._requests = TrainingRequests(
             base,
-            samplers.engine,
+            engine,
             store,
             self.limits,
             on_sampler=lambda run, sampler: self._post(self._add_unnamed, run, sampler),
@@ -110,13 +113,13 @@ class Service:
             display_name=body.display_name,
         )
         self.store.sessions.put(session)
-        self._sessions[session.id] = _OpenSession(session, self._clock())
+        self._last_seen[session.id] = self._clock()
         return session
 
     def _make_room(self, tenant: str) -> None:
         """Forget the tenant's oldest sessions that have ended, until one more is allowed."""
         own = self.store.sessions.listed(tenant)
-        ended = [session.id for session in own if self._sessions[session.id].is_finished]
+        ended = [session.id for session in own if session.finished is not None]
         if len(own) - len(ended) >= self.limits.max_sessions:
             raise Refused(
                 403,
@@ -125,18 +128,15 @@ class Service:
             )
         num_over = max(0, len(own) + 1 - self.limits.max_sessions)
         for session_id in ended[len(ended) - num_over :]:
-            del self._sessions[session_id]
             self.store.forget_session(session_id)
 
     def heard(self, tenant: str, session_id: str) -> Session:
         """The client of this session lives. Refused(404) if it is none of the tenant's, Refused(410) if it has ended."""
-        session = self._sessions.get(session_id)
-        if session is None or session.record.tenant != tenant:
-            raise Refused(404, f"There is no session {session_id!r:.200}.")
-        if session.is_finished:
+        session = self.store.sessions.get(session_id, tenant)
+        if session.finished is not None:
             raise Refused(410, f"The session {session_id} has ended.")
-        session.last_seen = self._clock()
-        return session.record
+        self._last_seen[session_id] = self._clock()
+        return session
 
     def finish_session(self, tenant: str, session_id: str, reason: str = "success", detail: str | None = None) -> None:
         """End its runs and samplers; named checkpoints stay."""
@@ -149,24 +149,20 @@ class Service:
         self._end_session(session_id, reason[:_MAX_REASON], detail and detail[:_MAX_REASON])
 
     def _end_session(self, session_id: str, reason: str, detail: str | None) -> None:
-        self._sessions[session_id].is_finished = True
         for run in [run for run in self._runs.values() if run.record.session == session_id]:
             self._end_run(run)
-        for sampler in self.samplers.of_session(session_id):
-            self._remove_sampler(sampler)
+        for sampler in self.sampling.of_session(session_id):
+            self.store.samplers.remove(sampler.id)
         self.store.end_session(session_id, reason, detail)
-
-    def _remove_sampler(self, sampler: Sampler) -> None:
-        self.samplers.remove(sampler.id)
-        self.store.samplers.remove(sampler.id)
+        self._last_seen.pop(session_id, None)
 
     def sweep(self) -> None:
         """End sessions whose clients are gone, and drop results that were not retrieved. Call it now and then."""
         now = self._clock()
-        for session in list(self._sessions.values()):
-            if not session.is_finished and now - session.last_seen > self._max_idle_s:
-                logger.warning("session %s was silent for %.0f s; it ends", session.record.id, now - session.last_seen)
-                self._end_session(session.record.id, "interrupted", "its client was silent")
+        for session_id, last_seen in list(self._last_seen.items()):
+            if now - last_seen > self._max_idle_s:
+                logger.warning("session %s was silent for %.0f s; it ends", session_id, now - last_seen)
+                self._end_session(session_id, "interrupted", "its client was silent")
         self.futures.sweep()
 
     # --- runs ---
@@ -294,11 +290,11 @@ class Service:
         - Sampling requests are not kept. Their ids are answered with 410, after which `SamplingClient` samples again.
         - Heartbeats continue; a session that its client has not finished is open, and its client has time again to be heard.
         """
-        for session in self.store.sessions.listed():
-            is_finished = session.finished is not None
-            self._sessions[session.id] = _OpenSession(session, self._clock(), is_finished=is_finished)
+        sessions = self.store.sessions.listed()
+        over = {session.id for session in sessions if session.finished is not None}
+        self._last_seen = {session.id: self._clock() for session in sessions if session.id not in over}
         for run, found in self.store.recover():
-            if self._is_over(run.session):
+            if run.session in over:
                 self.store.end_run(run.id)
                 continue
             try:
@@ -308,13 +304,8 @@ class Service:
                 self.store.damaged[run.id] = f"{type(error).__name__}: {error}"
                 self._abandon(run.id)
         for sampler in self.store.samplers.listed():
-            if self._is_over(sampler.session):
+            if sampler.session in over:
                 self.store.samplers.remove(sampler.id)
-            else:
-                self.samplers.add(sampler)
-
-    def _is_over(self, session_id: str) -> bool:
-        return session_id in self._sessions and self._sessions[session_id].is_finished
 
     def _abandon(self, run_id: str) -> None:
         """Take no requests of a run that cannot be restored; its files stay as they are."""
@@ -344,7 +335,7 @@ class Service:
     def request(self, tenant: str, run_id: str, number: int, kind: RequestKind, payload: bytes) -> Future:
         """Accept a request of a run, once."""
         run = self._find(tenant, run_id)
-        self._sessions[run.record.session].last_seen = self._clock()
+        self._last_seen[run.record.session] = self._clock()
         known = self.futures.get(request_id(run_id, number), tenant)
         if known is not None:
             return known
@@ -399,8 +390,7 @@ class Service:
     def _add_unnamed(self, run: OpenRun, sampler: Sampler) -> None:
         assert sampler.path is not None, "it has weights"
         path = CheckpointPath.parse(sampler.path)
-        self.samplers.held(path)
-        self.samplers.add(sampler)
+        self.sampling.held(path)
         if path not in run.unnamed:
             run.unnamed.append(path)
         self._forget_unnamed(run, keep=self.limits.max_samplers)
@@ -408,10 +398,10 @@ class Service:
     def _forget_unnamed(self, run: OpenRun, *, keep: int) -> None:
         while len(run.unnamed) > keep:
             path = run.unnamed.pop(0)
-            self.samplers.drop(path)
-            for sampler in self.samplers.of_session(run.record.session):
+            self.sampling.drop(path)
+            for sampler in self.sampling.of_session(run.record.session):
                 if sampler.path == str(path):
-                    self._remove_sampler(sampler)
+                    self.store.samplers.remove(sampler.id)
             with contextlib.suppress(Refused):  # the tenant has deleted it
                 self.store.checkpoints.delete(path)
 

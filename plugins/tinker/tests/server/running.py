@@ -6,15 +6,17 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import tinker
 from tinker import types
 
 from ludic.inference.local import LocalEngine
+from ludic_tinker.server import app
 from ludic_tinker.server.app import serve
 from ludic_tinker.server.records import Keys, TenantLimits
 from ludic_tinker.server.runs import TrainingBase
-from ludic_tinker.server.sampling import Offer, Samplers
+from ludic_tinker.server.sampling import Offer
 from ludic_tinker.server.service import Service
 from ludic_tinker.server.storage.store import DiskStore
 from tests.unit.training.bandit import ByteTokenizer, tiny_llama
@@ -51,7 +53,7 @@ class RunningServer:
         store = DiskStore(self.folder.name, base_model=NAME)
         self.service = Service(
             base,
-            Samplers(engine, store),
+            engine,
             store,
             self.offer,
             token_budget=256,
@@ -107,10 +109,11 @@ class RunningServer:
         asyncio.run_coroutine_threadsafe(run(), self.loop).result(60)
 
     @contextlib.contextmanager
-    def client(self, key: str = KEY) -> Iterator[tinker.ServiceClient]:
-        """A session of the SDK."""
+    def client(self, key: str = KEY, **features: Any) -> Iterator[tinker.ServiceClient]:
+        """A session of the SDK, which is told of these features."""
         with tinker.ServiceClient(base_url=self.url, api_key=key) as client:
-            _ = client.holder  # connects
+            with mock.patch.dict(app._CONFIG, features):
+                _ = client.holder  # connects
             yield client
 
 

@@ -300,7 +300,7 @@ def test_copies_of_a_sampling_client_do_not_collide(sampler):
 
 
 def test_abandoned_sample_leaves_the_engine(server, sampler):
-    engine, sampling = server.service.samplers.engine, server.service.sampling.running
+    engine, sampling = server.service.sampling.engine, server.service.sampling.running
     engine.pause()
     try:
         abandoned = sampler.sample(prompt(1), 1, types.SamplingParams(max_tokens=63, stop=[]))
@@ -318,7 +318,7 @@ def test_client_asks_again_until_the_result_is_there(server, sampler, monkeypatc
     asked: list[str] = []
     monkeypatch.setattr(app, "POLL_S", 0.01)
     monkeypatch.setattr(server.service, "why_waiting", asked.append)
-    engine = server.service.samplers.engine
+    engine = server.service.sampling.engine
     engine.pause()
     try:
         answer = sampler.sample(prompt(1), 1, types.SamplingParams(max_tokens=1))

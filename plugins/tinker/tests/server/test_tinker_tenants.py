@@ -449,10 +449,7 @@ def test_a_server_without_keys_starts_though_its_journals_hold_what_it_cannot_re
 def test_sessions_that_have_ended_make_room_and_open_ones_are_counted(server, raw, run, monkeypatch):
     session = run.split(":")[0]
     raw.finish(run)
-    is_ended = {
-        known.id: server.service._sessions[known.id].is_finished
-        for known in server.service.store.sessions.listed("anna")
-    }
+    is_ended = {known.id: known.finished is not None for known in server.service.store.sessions.listed("anna")}
     num_open = list(is_ended.values()).count(False)
     monkeypatch.setattr(server.service, "limits", replace(server.service.limits, max_sessions=num_open + 1))
     fresh = raw.session()

@@ -72,7 +72,7 @@ class Recovered:
 
 @dataclass(slots=True)
 class _Progress:
-    """What a run has done since the last attempt to write a snapshot of it."""
+    """Work of a run since the last attempt to write a snapshot of it."""
 
     num_steps: int = 0
     num_bytes: int = 0

@@ -15,6 +15,7 @@ import logging
 import secrets
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 from urllib.parse import quote
@@ -40,19 +41,18 @@ Entry = TypeVar("Entry", Session, Run, Sampler)
 class Table(Generic[Entry]):
     """Records of one kind by id. Thread-safe."""
 
-    def __init__(self, kind: type[Entry], database: Database) -> None:
-        self._kind: type[Entry] = kind
-        self._database = database
+    def __init__(self, kind: type[Entry], name: str, database: Database) -> None:
+        self._name, self._database = name, database
         self._entries: dict[str, Entry] = {}
-        for key, data in database.read("SELECT id, data FROM records WHERE kind = ?", kind.__name__):
+        for key, data in database.read("SELECT id, data FROM records WHERE kind = ?", name):
             try:
                 self._entries[key] = msgspec.json.decode(data, type=kind)
             except (msgspec.MsgspecError, RecursionError, TypeError) as error:
-                logger.warning("%s %s in %s is left out: %s", kind.__name__, key, database.path, error)
+                logger.warning("The %s %s in %s is left out: %s", name, key, database.path, error)
 
     def put(self, entry: Entry) -> None:
         """Write an entry, over an earlier one of the same id."""
-        row = (self._kind.__name__, entry.id, msgspec.json.encode(entry))
+        row = (self._name, entry.id, msgspec.json.encode(entry))
         with self._database.writing() as execute:
             execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", row)
         self._entries[entry.id] = entry
@@ -61,17 +61,20 @@ class Table(Generic[Entry]):
         """The entry of this id. Refused(404) if there is none, or for a tenant that it does not belong to."""
         entry = self._entries.get(key)
         if entry is None or tenant not in (None, entry.tenant):
-            raise Refused(404, f"There is no {self._kind.__name__.lower()} {key!r:.200}.")
+            raise Refused(404, f"There is no {self._name} {key!r:.200}.")
         return entry
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(list(self._entries.values()))
 
     def listed(self, tenant: str | None = None) -> list[Entry]:
         """The entries of a tenant, or all, newest first."""
-        found = [entry for entry in list(self._entries.values()) if tenant in (None, entry.tenant)]
+        found = [entry for entry in self if tenant in (None, entry.tenant)]
         return sorted(found, key=lambda entry: (-entry.created, entry.id))
 
     def remove(self, key: str) -> None:
         with self._database.writing() as execute:
-            execute("DELETE FROM records WHERE kind = ? AND id = ?", (self._kind.__name__, key))
+            execute("DELETE FROM records WHERE kind = ? AND id = ?", (self._name, key))
         self._entries.pop(key, None)
 
 
@@ -114,8 +117,9 @@ class DiskStore:
         )
         self.damaged: dict[str, str] = {}
         """Runs that could not be recovered, and why."""
-        self.sessions, self.samplers = Table(Session, self._database), Table(Sampler, self._database)
-        self.runs = Table(Run, self._database)
+        self.sessions = Table(Session, "session", self._database)
+        self.runs = Table(Run, "training run", self._database)
+        self.samplers = Table(Sampler, "sampling session", self._database)
         self.checkpoints = Checkpoints(self._runs, sync=sync)
 
     def _locked(self) -> IO[bytes]:
@@ -130,7 +134,7 @@ class DiskStore:
         return file
 
     def _about(self, base_model: str) -> dict[str, Any] | None:
-        """What the folder says about itself, if it is not new; it must be of this format and base model."""
+        """The contents of server.json, if the folder is not new; it must be of this format and base model."""
         if not (self.folder / _ABOUT).exists():
             return None
         found: dict[str, Any] = parse_json((self.folder / _ABOUT).read_text())

@@ -158,9 +158,14 @@ def _engine(given: TinkerServeArgs, loaded: Any) -> Any:
     from ludic.inference.local import LocalEngine
     from ludic.models.attention import NotRoutable
 
-    sizes = {"max_sequences": given.max_sequences, "max_model_len": given.max_model_len}
     try:
-        return LocalEngine(loaded.model, loaded.tokenizer, adapters=True, **sizes)
+        return LocalEngine(
+            loaded.model,
+            loaded.tokenizer,
+            adapters=True,
+            max_sequences=given.max_sequences,
+            max_model_len=given.max_model_len,
+        )
     except ConfigError as error:
         if not isinstance(error.__cause__, NotRoutable):
             raise

@@ -318,16 +318,6 @@ def test_a_state_of_another_shape_is_refused_and_nothing_changes(base: TrainingB
     assert torch.equal(other.adapter.flat, before)
 
 
-def test_a_sampler_adapter_keeps_the_weights_of_its_moment(base: TrainingBase):
-    run = trained_runs(base)[0]
-    kept = run.sampler_adapter()
-    before = run.adapter.flat.clone()
-    result(base, run, random_rows((9,)))
-    run.step(ADAM)
-    assert torch.equal(kept.flat, before) and not torch.equal(run.adapter.flat, before)
-    assert not any(parameter.requires_grad for parameter in kept.parameters())
-
-
 @pytest.mark.parametrize(
     "wrong", [{"beta2": 1.0}, {"learning_rate": -1.0}, {"eps": float("nan")}, {"weight_decay": float("inf")}]
 )

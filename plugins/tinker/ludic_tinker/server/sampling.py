@@ -259,7 +259,7 @@ class Sampling:
         if body.sampling_session_id is not None:
             if body.seq_id is None:
                 raise Refused(400, "A request of a sampling session needs a seq_id.")
-            sampler = self.find(body.sampling_session_id, tenant)
+            sampler = self._store.samplers.get(body.sampling_session_id, tenant)
             name = request_id(sampler.id, body.seq_id)
             if (known := self._futures.get(name, tenant)) is not None:
                 return known

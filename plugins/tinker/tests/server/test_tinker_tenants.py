@@ -1,6 +1,5 @@
 """Tenants, keys and limits; repeated, disordered and malformed requests; failures that stay with their tenant."""
 
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("tinker", reason="the extra 'tinker' is not installed")
 
@@ -133,13 +131,6 @@ def test_other_keys_are_refused(server, key):
     assert Raw(server, key).http.get("healthz").json() == {"status": "ok"}
 
 
-def test_wrong_key_fails_at_once_in_the_sdk(server):
-    client = tinker.ServiceClient(base_url=server.url, api_key="tml-else")
-    with pytest.raises(tinker.AuthenticationError):
-        client.get_server_capabilities()
-    client.close("errored").result()
-
-
 def test_nothing_of_one_tenant_exists_for_another(server, raw, run):
     other, session = Raw(server, BERT), run.split(":")[0]
     raw.post("save_weights", {"model_id": run, "seq_id": 1, "path": "a"})
@@ -177,31 +168,6 @@ def test_nothing_of_one_tenant_exists_for_another(server, raw, run):
     assert "There is no checkpoint" in other.result(loading.json()["request_id"]).json()["error"]
     other.finish(own)
     assert raw.post("session_heartbeat", {"session_id": session}).status_code == 200, "it still lives"
-
-
-def test_two_tenants_at_once_train_as_each_does_alone(server):
-    def train(key: str, start: int) -> torch.Tensor:
-        with server.client(key) as client:
-            training = client.create_lora_training_client(NAME, rank=4, seed=start).result()
-            data = [datum(start=start, length=3 + n, weights=1.0) for n in range(4)]
-            for _ in range(5):
-                training.forward_backward(data, "cross_entropy").result()
-                training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
-            sampler = training.save_weights_and_get_sampling_client().result()
-            return torch.tensor(sampler.compute_logprobs(prompt(*range(start, start + 6))).result()[1:])
-
-    plans = [(ANNA, 1), (BERT, 40)]
-    alone = [train(*plan) for plan in plans]
-    together: dict[int, torch.Tensor] = {}
-    threads = [
-        threading.Thread(target=lambda i=i, plan=plan: together.setdefault(i, train(*plan)))
-        for i, plan in enumerate(plans)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    torch.testing.assert_close([together[0], together[1]], alone, rtol=1e-5, atol=1e-5)
 
 
 def test_diverged_weights_of_one_tenant_leave_another_alone(server):
@@ -283,15 +249,6 @@ def test_repeated_request_is_carried_out_once(raw, run):
     raw.post("forward_backward", pass_body(single, 1))
     alone = raw.result(raw.post("optim_step", step_body(single, 2)).json()["request_id"]).json()
     assert stepped == alone, "the gradient of three requests would be three times as large"
-
-
-def test_requests_are_carried_out_in_the_order_of_their_numbers(raw, run):
-    losses = {}
-    for number in (3, 2):
-        body = pass_body(run, 3) if number == 3 else step_body(run, 2)
-        losses[number] = raw.post("forward_backward" if number == 3 else "optim_step", body).json()["request_id"]
-    losses[1] = raw.post("forward_backward", pass_body(run, 1)).json()["request_id"]
-    assert loss_in(raw.result(losses[3])) < loss_in(raw.result(losses[1]))
 
 
 def test_client_is_told_which_request_is_missing(raw, run, monkeypatch):

@@ -71,7 +71,7 @@ def _thresholds(low: Bound, high: Bound) -> dict[str, float]:
     return {"clip_low_threshold": max(0.0, 1 - float(low)), "clip_high_threshold": 1 + float(high)}
 
 
-def check_loss(loss: Loss, name: str) -> None:
+def _check_loss(loss: Loss, name: str) -> None:
     """Raise ConfigError if the loss needs more than log-probs of the sampled tokens."""
     needs = {
         "a critic": loss.needs.values,
@@ -90,7 +90,7 @@ def check_loss(loss: Loss, name: str) -> None:
         )
 
 
-def check_items(items: Sequence[SAWItem]) -> None:
+def _check_items(items: Sequence[SAWItem]) -> None:
     """Raise ConfigError for samples of a distribution that Tinker cannot train."""
     others = sorted({t for item in items if (t := item.attachments.temperature) not in (None, 1.0)})
     if others:
@@ -117,7 +117,7 @@ def _loss_inputs(
 ) -> list[dict[str, FloatArray]]:
     assert isinstance(loss, Reducing), "the others are not built in"
     # Log-probs are not known yet, and a reduction does not read them.
-    tokens = tokens_of(items, [torch.zeros(len(item.input_ids) - 1) for item in items], facts)
+    tokens = _tokens_of(items, [torch.zeros(len(item.input_ids) - 1) for item in items], facts)
     weights = (tokens.weights * _scale(loss, tokens)).numpy()
     if built_in.name == "cross_entropy":
         return [{"weights": own} for own in _at_targets(items, weights)]
@@ -144,7 +144,7 @@ def _at_targets(items: Sequence[SAWItem], values_A: np.ndarray) -> list[FloatArr
     return spread
 
 
-def tokens_of(items: Sequence[SAWItem], logprobs: Sequence[Tensor], facts: BatchFacts) -> ActionTokens:
+def _tokens_of(items: Sequence[SAWItem], logprobs: Sequence[Tensor], facts: BatchFacts) -> ActionTokens:
     """The action tokens that a loss reads, from the log-probs of every row's targets."""
     starts = np.cumsum([0, *(len(item.input_ids) - 1 for item in items)])[:-1]
     paths = [np.arange(start, start + len(item.input_ids)) for start, item in zip(starts, items, strict=True)]
@@ -208,7 +208,7 @@ class TinkerLearner(Learner):
     def __init__(
         self, policy: TinkerPolicy, algo: RLAlgorithm, cfg: TrainerConfig, checkpoint_config: CheckpointConfig | None
     ) -> None:
-        check_loss(algo.loss, algo.name)
+        _check_loss(algo.loss, algo.name)
         _check_settings(cfg, algo)
         self.policy, self.algo, self.cfg, self.tokenizer = policy, algo, cfg, policy.tokenizer
         self.checkpointer = None if checkpoint_config is None else _RemoteCheckpoints(checkpoint_config)
@@ -220,11 +220,11 @@ class TinkerLearner(Learner):
     def update(self, step: int, batch: RankBatch, on_step: Callable[[], None]) -> dict[str, float]:
         """One step at the service. The loss's metrics are computed here, from the log-probs that the service used."""
         loss, items, facts = self.algo.loss, batch.items, batch.facts
-        check_items(items)
+        _check_items(items)
         built_in, adam = built_in_of(loss), _adam_settings(self.cfg, step)
 
         def value_of(logprobs: Sequence[Tensor]) -> Tensor:
-            return loss(tokens_of(items, logprobs, facts))[0]
+            return loss(_tokens_of(items, logprobs, facts))[0]
 
         rows = rows_of(items, loss, facts)
         trained = self.policy.train(rows, built_in if built_in is not None else value_of, adam)
@@ -271,7 +271,7 @@ def _adam_settings(cfg: TrainerConfig, step: int) -> dict[str, float]:
 
 @torch.no_grad()
 def _stats(loss: Loss, items: Sequence[SAWItem], trained: Trained, facts: BatchFacts) -> dict[str, float]:
-    tokens: ActionTokens = tokens_of(items, [torch.tensor(own) for own in trained.logprobs], facts)
+    tokens: ActionTokens = _tokens_of(items, [torch.tensor(own) for own in trained.logprobs], facts)
     value, reported = loss(tokens)
     sums = MetricSums()
     sums.add({"loss": (value, 1.0), **reported, **mismatch_stats(tokens)})

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 B = TypeVar("B", bound=Struct)
 
-LIMITS = ServerLimits(max_connections=8192, max_body_bytes=64 * 2**20, max_body_bytes_in_all=512 * 2**20)
+_LIMITS = ServerLimits(max_connections=8192, max_body_bytes=64 * 2**20, max_body_bytes_in_all=512 * 2**20)
 POLL_S = 30.0
 """Seconds that a client that asks for a result is kept waiting; the SDK gives up after 45 s."""
 SWEEP_S = 15.0
@@ -67,12 +67,12 @@ _NOT_HERE = {
 }
 
 
-def make_app(service: Service, keys: Keys, *, limits: ServerLimits = LIMITS) -> web.Application:
+def _make_app(service: Service, keys: Keys) -> web.Application:
     """The endpoints as an aiohttp application."""
-    server = _Server(service, keys, limits)
+    server = _Server(service, keys)
     # A client that goes away cancels its handler: a long poll, never what it waits for.
     app = web.Application(
-        middlewares=[guard(limits, _answer_error, admit=server.admit)], handler_args={"handler_cancellation": True}
+        middlewares=[guard(_LIMITS, _answer_error, admit=server.admit)], handler_args={"handler_cancellation": True}
     )
     posts: dict[str, Handler] = {
         "client/config": server.client_config,
@@ -114,7 +114,6 @@ async def serve(
     port: int = 8000,
     *,
     insecure: bool = False,
-    limits: ServerLimits = LIMITS,
     drain_s: float = 0.0,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
@@ -124,7 +123,7 @@ async def serve(
     """
     check_host(host, "keys" if keys else None, insecure)
     allow_many_files()  # every client that waits for a result holds a connection
-    server = AppServer(make_app(service, keys, limits=limits), limits, has_token=bool(keys))
+    server = AppServer(_make_app(service, keys), _LIMITS, has_token=bool(keys))
     sweeper = asyncio.create_task(_sweep(service))
     try:
         await server.serve(host, port, on_ready=on_ready, drain_s=drain_s)
@@ -145,9 +144,9 @@ async def _sweep(service: Service) -> None:
 class _Server:
     """The handlers."""
 
-    def __init__(self, service: Service, keys: Keys, limits: ServerLimits) -> None:
+    def __init__(self, service: Service, keys: Keys) -> None:
         self._service, self._keys = service, keys
-        self._load = Load(limits)
+        self._load = Load(_LIMITS)
         self._reading = asyncio.Lock()
         """Held while the protobuf of a pass is parsed, which may take thirty times its size."""
 

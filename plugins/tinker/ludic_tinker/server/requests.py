@@ -9,7 +9,8 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from ludic.inference.local import LocalEngine
 from ludic.types import ConfigError, LudicError
@@ -20,9 +21,6 @@ from ludic_tinker.server.records import Checkpoint, CheckpointPath, RequestKind,
 from ludic_tinker.server.runs import TrainingBase, TrainingRun
 from ludic_tinker.server.scheduler import PassTask, Task, UnreadPass, as_failure
 from ludic_tinker.server.storage.store import DiskStore
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Done = Callable[[Task, Result], None]
 _SAVES: set[RequestKind] = {"save_weights", "save_weights_for_sampler", "save_weights_external"}
@@ -66,11 +64,10 @@ class TrainingRequests:
         limits: TenantLimits,
         *,
         on_sampler: Callable[[OpenRun, Sampler], None],
-        clock: Callable[[], float] = time.time,
     ) -> None:
         """`on_sampler` is told of sampler weights without a name, which the engine holds already."""
         self._base, self._engine, self._store, self._limits = base, engine, store, limits
-        self._on_sampler, self._clock = on_sampler, clock
+        self._on_sampler = on_sampler
 
     def task(self, run: OpenRun, number: int, kind: RequestKind, payload: bytes, done: Done) -> Task:
         """Carries out one request. `done` takes the result, in the scheduler's thread."""
@@ -175,7 +172,7 @@ class TrainingRequests:
             session=run.record.session,
             tenant=run.record.tenant,
             path=str(path),
-            created=self._clock(),
+            created=time.time(),
         )
         self._store.samplers.put(sampler)
         self._on_sampler(run, sampler)
@@ -192,10 +189,10 @@ class TrainingRequests:
         return {"type": "save_weights_external", "path": str(path)}
 
     def _save(
-        self, run: OpenRun, number: int, path: CheckpointPath, body: SaveWeights, tensors: "Mapping[str, Tensor]"
+        self, run: OpenRun, number: int, path: CheckpointPath, body: SaveWeights, tensors: Mapping[str, Tensor]
     ) -> None:
         self._limits.check_metadata(body.user_metadata)
-        now, is_unnamed = self._clock(), path.kind == "sampler" and body.path is None
+        now, is_unnamed = time.time(), path.kind == "sampler" and body.path is None
         checkpoint = Checkpoint(
             path=path,
             tenant=run.record.tenant,

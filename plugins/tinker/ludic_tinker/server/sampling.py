@@ -9,34 +9,26 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
-from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from torch import Tensor
 
+from ludic.http.turns import Turns
 from ludic.inference.local import LocalEngine
 from ludic.models.adapters import LoraAdapter
 from ludic.tasks import all_or_none, cancel_all
 from ludic.types import ConfigError, ReturnSpec, SamplingParams, TokenCompletionRequest, derive_seed
-from ludic_tinker.server.bodies import SampleBody, check_sparse
-from ludic_tinker.server.messages import SampledTokens, ScoredPrompt, TopTokens, write_sample
-from ludic_tinker.server.records import Checkpoint, CheckpointPath, Refused, Sampler
-from ludic_tinker.server.scheduler import FairShares
-from ludic_tinker.server.storage.store import DiskStore
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-from collections.abc import Callable
-
-from ludic_tinker.server import bodies
+from ludic_tinker.server.bodies import CreateSamplingSession, SampleBody, check_sparse
 from ludic_tinker.server.futures import Failure, Future, Futures, Result, request_id
-from ludic_tinker.server.records import TenantLimits, Usage
+from ludic_tinker.server.messages import SampledTokens, ScoredPrompt, TopTokens, write_sample
+from ludic_tinker.server.records import Checkpoint, CheckpointPath, Refused, Sampler, TenantLimits, Usage
 from ludic_tinker.server.requests import sampler_id
-from ludic_tinker.server.scheduler import as_failure
+from ludic_tinker.server.scheduler import FairShares, as_failure
+from ludic_tinker.server.storage.store import DiskStore
 
 _AHEAD = 1.5
 """Sequences given to the engine for each that it computes at a time, so that it does not wait for this loop."""
@@ -59,70 +51,6 @@ def _sampling_of(body: SampleBody, room: int) -> SamplingParams:
         # What is given replaces the model's own end-of-sequence token; an empty list leaves max_tokens alone.
         ignore_eos=stop is not None,
     )
-
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """A request that has not been given to the engine."""
-
-    num_sequences: int
-    num_tokens: int
-    turn: "asyncio.Future[None]"
-
-
-class Turns:
-    """Room in the engine, given to the tenants fairly."""
-
-    def __init__(self, num_sequences: int) -> None:
-        self._room = num_sequences
-        self._num_running = 0
-        self._shares = FairShares()
-        self._waiting: dict[str, deque[_Waiting]] = {}
-
-    @contextlib.asynccontextmanager
-    async def turn(self, tenant: str, num_sequences: int, num_tokens: int) -> AsyncIterator[None]:
-        """Waits for the tenant's turn; holds the room until the end of the block."""
-        waiting = _Waiting(num_sequences, num_tokens, asyncio.get_running_loop().create_future())
-        self._waiting.setdefault(tenant, deque()).append(waiting)
-        self._admit()
-        try:
-            await waiting.turn
-        except asyncio.CancelledError:
-            if waiting.turn.done() and not waiting.turn.cancelled():  # admitted and cancelled in the same moment
-                self._leave(waiting)
-            else:
-                self._remove(tenant, waiting)
-            raise
-        try:
-            yield
-        finally:
-            self._leave(waiting)
-
-    def _leave(self, waiting: _Waiting) -> None:
-        self._num_running -= waiting.num_sequences
-        self._admit()
-
-    def _remove(self, tenant: str, waiting: _Waiting) -> None:
-        own = self._waiting.get(tenant)
-        if own is not None and waiting in own:
-            own.remove(waiting)
-            if not own:
-                del self._waiting[tenant]
-        self._admit()
-
-    def _admit(self) -> None:
-        while self._waiting:
-            tenant = self._shares.choose(self._waiting)
-            own = self._waiting[tenant]
-            first = own[0]
-            if self._num_running and self._num_running + first.num_sequences > self._room:
-                return  # and none of another tenant before it, or a large request would never have its turn
-            own.popleft()
-            if not own:
-                del self._waiting[tenant]
-            self._shares.charge(tenant, first.num_tokens)
-            self._num_running += first.num_sequences
-            first.turn.set_result(None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,12 +89,11 @@ class Sampling:
         *,
         limits: TenantLimits,
         max_adapters: int,
-        clock: Callable[[], float],
     ) -> None:
         """`max_adapters`: held by the engine at a time; more only while requests that run need them."""
         self.engine, self.offer, self._store = engine, offer, store
         self._futures, self._usage, self._limits = futures, usage, limits
-        self._max_adapters, self._clock = max_adapters, clock
+        self._max_adapters = max_adapters
         self.running: dict[str, asyncio.Task[None]] = {}
         """Tasks of the requests in the engine, by id."""
         self._held: OrderedDict[str, int] = OrderedDict()
@@ -174,11 +101,12 @@ class Sampling:
         self._deleted: set[str] = set()
         """Held paths whose weights are deleted; the requests that use them finish."""
         self._loading: dict[str, asyncio.Lock] = {}
-        self._turns = Turns(int(engine.max_sequences * _AHEAD))
+        shares = FairShares()
+        self._turns = Turns(int(engine.max_sequences * _AHEAD), choose=shares.choose, charge=shares.charge)
 
     # --- sessions ---
 
-    def create_session(self, tenant: str, body: bodies.CreateSamplingSession) -> Sampler:
+    def create_session(self, tenant: str, body: CreateSamplingSession) -> Sampler:
         """A sampling session of weights or of the base model; a repeated request finds the first one's."""
         name = sampler_id(body.session_id, body.sampling_session_seq_id)
         try:
@@ -204,7 +132,7 @@ class Sampling:
             path = None
         else:
             path = str(self._store.checkpoints.get(CheckpointPath.parse(model_path), tenant).path)
-        return Sampler(id=name, session=session, tenant=tenant, path=path, created=self._clock())
+        return Sampler(id=name, session=session, tenant=tenant, path=path, created=time.time())
 
     def of_session(self, session_id: str) -> list[Sampler]:
         return [sampler for sampler in self._store.samplers if sampler.session == session_id]
@@ -254,7 +182,7 @@ class Sampling:
 
     # --- requests ---
 
-    def sample(self, tenant: str, body: bodies.SampleBody) -> Future:
+    def sample(self, tenant: str, body: SampleBody) -> Future:
         """Accept a sampling request, once."""
         if body.sampling_session_id is not None:
             if body.seq_id is None:
@@ -320,7 +248,7 @@ class Sampling:
         """A `SampleResponse`. Cancelling the task takes the sequences out of the engine."""
         num_tokens = len(tokens) + body.num_samples * sampling.max_tokens
         async with (
-            self._turns.turn(sampler.tenant, body.num_samples, num_tokens),
+            self._turns.turn(sampler.tenant, size=body.num_samples, cost=num_tokens),
             self._adapter(sampler.path) as adapter,
         ):
             scoring = asyncio.ensure_future(self._score(body, tokens, adapter))
@@ -397,7 +325,7 @@ def _check_targets(shape: tuple[int, ...], is_any: bool, num_tokens: int) -> Non
         )
 
 
-def adapter_of(engine: LocalEngine, checkpoint: Checkpoint, tensors: "Mapping[str, Tensor]") -> LoraAdapter:
+def adapter_of(engine: LocalEngine, checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> LoraAdapter:
     """The adapter of sampler weights, or of a training state."""
     prefix = "weights/" if checkpoint.path.kind == "training" else ""
     adapter = LoraAdapter.create(engine.model, checkpoint.spec)

@@ -6,12 +6,15 @@ run and number: a repeated one is given the future of the first.
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+from torch import Tensor
 
 from ludic.inference.local import LocalEngine
 from ludic.models.adapters import AdapterSpec
@@ -33,9 +36,6 @@ from ludic_tinker.server.sampling import Offer, Sampling
 from ludic_tinker.server.scheduler import Scheduler, Task
 from ludic_tinker.server.storage.journal import Recovered
 from ludic_tinker.server.storage.store import DiskStore
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -61,13 +61,12 @@ class Service:
         limits: TenantLimits | None = None,
         max_adapters: int = 32,
         max_idle_s: float = 3600.0,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         """`max_adapters`: held by the engine at a time. `max_idle_s`: a session ends when its client has been silent for this
         time. Call it in the running event loop."""
         self.offer, self.limits = offer, limits or TenantLimits()
         self.futures = Futures()
-        self._base, self.store, self._clock, self._max_idle_s = base, store, clock, max_idle_s
+        self._base, self.store, self._max_idle_s = base, store, max_idle_s
         self._last_seen: dict[str, float] = {}
         """When the client of each open session was heard last."""
         self._runs: dict[str, OpenRun] = {}
@@ -80,7 +79,6 @@ class Service:
             self._usage,
             limits=self.limits,
             max_adapters=max_adapters,
-            clock=clock,
         )
         self._loop = asyncio.get_running_loop()
         self._scheduler = Scheduler(base.compute, token_budget=token_budget)
@@ -90,7 +88,6 @@ class Service:
             store,
             self.limits,
             on_sampler=lambda run, sampler: self._post(self._add_unnamed, run, sampler),
-            clock=clock,
         )
 
     async def close(self) -> None:
@@ -106,14 +103,14 @@ class Service:
         session = Session(
             id=f"session-{secrets.token_hex(12)}",
             tenant=tenant,
-            created=self._clock(),
+            created=time.time(),
             tags=tuple(body.tags),
             user_metadata=body.user_metadata or {},
             sdk_version=body.sdk_version,
             display_name=body.display_name,
         )
         self.store.sessions.put(session)
-        self._last_seen[session.id] = self._clock()
+        self._last_seen[session.id] = time.time()
         return session
 
     def _make_room(self, tenant: str) -> None:
@@ -135,30 +132,26 @@ class Service:
         session = self.store.sessions.get(session_id, tenant)
         if session.finished is not None:
             raise Refused(410, f"The session {session_id} has ended.")
-        self._last_seen[session_id] = self._clock()
+        self._last_seen[session_id] = time.time()
         return session
 
     def finish_session(self, tenant: str, session_id: str, reason: str = "success", detail: str | None = None) -> None:
         """End its runs and samplers; named checkpoints stay."""
-        try:
-            self.heard(tenant, session_id)
-        except Refused as refused:
-            if refused.status == 410:
-                return
-            raise
-        self._end_session(session_id, reason[:_MAX_REASON], detail and detail[:_MAX_REASON])
+        if self.store.sessions.get(session_id, tenant).finished is None:
+            self._end_session(session_id, reason[:_MAX_REASON], detail and detail[:_MAX_REASON])
 
     def _end_session(self, session_id: str, reason: str, detail: str | None) -> None:
         for run in [run for run in self._runs.values() if run.record.session == session_id]:
             self._end_run(run)
         for sampler in self.sampling.of_session(session_id):
             self.store.samplers.remove(sampler.id)
-        self.store.end_session(session_id, reason, detail)
+        session = self.store.sessions.get(session_id)
+        self.store.sessions.put(dataclasses.replace(session, finished=reason, detail=detail))
         self._last_seen.pop(session_id, None)
 
     def sweep(self) -> None:
         """End sessions whose clients are gone, and drop results that were not retrieved. Call it now and then."""
-        now = self._clock()
+        now = time.time()
         for session_id, last_seen in list(self._last_seen.items()):
             if now - last_seen > self._max_idle_s:
                 logger.warning("session %s was silent for %.0f s; it ends", session_id, now - last_seen)
@@ -233,11 +226,11 @@ class Service:
             tenant=tenant,
             base_model=base_model,
             spec=spec,
-            created=self._clock(),
+            created=time.time(),
             user_metadata=metadata or {},
         )
 
-    def _open(self, record: Run, *, next_number: int, state: "Mapping[str, Tensor] | None" = None) -> OpenRun:
+    def _open(self, record: Run, *, next_number: int, state: Mapping[str, Tensor] | None = None) -> OpenRun:
         """The worker makes the run, before its first request."""
         run = self._runs[record.id] = OpenRun(record)
 
@@ -292,7 +285,7 @@ class Service:
         """
         sessions = self.store.sessions.listed()
         over = {session.id for session in sessions if session.finished is not None}
-        self._last_seen = {session.id: self._clock() for session in sessions if session.id not in over}
+        self._last_seen = {session.id: time.time() for session in sessions if session.id not in over}
         for run, found in self.store.recover():
             if run.session in over:
                 self.store.end_run(run.id)
@@ -335,7 +328,7 @@ class Service:
     def request(self, tenant: str, run_id: str, number: int, kind: RequestKind, payload: bytes) -> Future:
         """Accept a request of a run, once."""
         run = self._find(tenant, run_id)
-        self._last_seen[run.record.session] = self._clock()
+        self._last_seen[run.record.session] = time.time()
         known = self.futures.get(request_id(run_id, number), tenant)
         if known is not None:
             return known

@@ -58,8 +58,7 @@ def test_records_are_there_after_a_restart_and_only_for_their_tenant(stores: Any
     store.sessions.put(session)
     store.add_run(RUN, "create_model")
     store.samplers.put(sampler)
-    store.end_session("s1", "success", "all done")
-    store.end_session("s1", "errored", None)
+    store.sessions.put(replace(session, finished="success", detail="all done"))
 
     store = stores()
     found = store.sessions.get("s1", "ann")

@@ -185,12 +185,6 @@ class DiskStore:
 
     # --- records ---
 
-    def end_session(self, session_id: str, finished: str, detail: str | None) -> None:
-        """The client said how it ended; what it said first counts."""
-        session = self.sessions.get(session_id)
-        if session.finished is None:
-            self.sessions.put(dataclasses.replace(session, finished=finished, detail=detail))
-
     def forget_session(self, session_id: str) -> None:
         """Forget a session that has ended, and its runs that left no checkpoint."""
         tenant = self.sessions.get(session_id).tenant

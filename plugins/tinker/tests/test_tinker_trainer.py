@@ -57,7 +57,7 @@ from ludic.types import (
 from ludic_tinker.learner import built_in_of
 from tests.extended import cases
 from tests.tinker_fake import FakeTinker
-from tests.tinker_fake.fixtures import SEED, fake, new_policy, policy_at, service
+from tests.tinker_fake.fixtures import SEED, fake, policy_at, service
 from tests.tinker_fake.lora_model import LoraSettings, with_lora
 from tests.unit.training.bandit import BanditRequests, hide_nan_queries, rollout_engine, tiny_llama
 from tests.unit.training.samples import random_items
@@ -281,12 +281,6 @@ async def test_a_signal_ends_the_run_with_what_was_learned_kept(fake: FakeTinker
     assert [path.split("/")[-1] for path in fake.checkpoints if "/step_" in path] == ["step_000002"]
 
 
-def test_a_session_can_be_ended(fake: FakeTinker):
-    new_policy(fake).close()
-    (name,) = [name for name, _ in fake.requests if name.endswith("/finish")]
-    assert fake.asked(name)[0]["reason"] == {"type": "success"}
-
-
 def test_evaluations_see_the_new_weights_and_sources_are_told_which_samples_were_trained(
     fake: FakeTinker, tmp_path: Path
 ):
@@ -366,21 +360,22 @@ def test_a_number_of_the_service_that_is_not_finite_stops_the_run_though_the_los
         trainer.train_step_sync()
 
 
-def test_samples_of_a_part_of_the_vocabulary_are_refused(fake: FakeTinker):
+def some_candidates() -> SAWItem:
     (item,) = random_items((5,), vocab=264)
-    actions = item.input_ids[item.action_mask]
-    candidates = CandidateSets.of([[int(token)] for token in actions])
-    items = [replace(item, attachments=replace(item.attachments, candidates=candidates))]
-    trainer = TinkerTrainer(model=policy_at(fake), algo=make_grpo(), batch_source=Repeated(items), cfg=settings())
-    with pytest.raises(ConfigError, match="part of the vocabulary"):
-        trainer.train_step_sync()
-    assert fake.asked("forward_backward") == []
+    candidates = CandidateSets.of([[int(token)] for token in item.input_ids[item.action_mask]])
+    return replace(item, attachments=replace(item.attachments, candidates=candidates))
 
 
-def test_samples_of_another_temperature_are_refused(fake: FakeTinker):
-    items = random_items((5, 6), vocab=264, temperature=0.7)
+@pytest.mark.parametrize(
+    ("items", "said"),
+    [
+        ([some_candidates()], "part of the vocabulary"),
+        (random_items((5, 6), vocab=264, temperature=0.7), r"temperature 0\.7, but Tinker trains at 1"),
+    ],
+)
+def test_samples_of_another_distribution_are_refused(fake: FakeTinker, items: list[SAWItem], said: str):
     trainer = TinkerTrainer(model=policy_at(fake), algo=make_grpo(), batch_source=Repeated(items), cfg=settings())
-    with pytest.raises(ConfigError, match=r"temperature 0\.7, but Tinker trains at 1"):
+    with pytest.raises(ConfigError, match=said):
         trainer.train_step_sync()
     assert fake.asked("forward_backward") == []
 

@@ -121,7 +121,8 @@ def _tensor(tensor: Any) -> npt.NDArray[Any]:
 
 def write_pass(outputs: Sequence[PassOutput]) -> bytes:
     """A `ForwardBackwardOutput` from the outputs of the parts of a pass."""
-    answer = proto.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=_joined_metrics(outputs))
+    loss = float(sum(output.metrics["loss:sum"] for output in outputs))
+    answer = proto.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics={"loss:sum": loss})
     rows = [row for output in outputs for row in output.logprobs]
     for trailing, group in itertools.groupby(rows, key=lambda row: row.shape[1:]):
         own = [np.ascontiguousarray(row, np.float32) for row in group]
@@ -134,24 +135,6 @@ def write_pass(outputs: Sequence[PassOutput]) -> bytes:
         field.offsets = np.cumsum([0, *(row.nbytes for row in own)], dtype=np.int64).tobytes()
     data: bytes = answer.SerializeToString()
     return data
-
-
-def _joined_metrics(outputs: Sequence[PassOutput]) -> dict[str, float]:
-    """The metrics joined as the SDK joins the parts of a large request: sums are added, means weighted by rows."""
-    if len(outputs) == 1:
-        return dict(outputs[0].metrics)
-    weights = [len(output.logprobs) for output in outputs]
-    joined = {}
-    for name in outputs[0].metrics:
-        values = [output.metrics[name] for output in outputs]
-        how = name.rpartition(":")[2]
-        if how == "sum":
-            joined[name] = float(sum(values))
-        elif how in ("min", "max"):
-            joined[name] = min(values) if how == "min" else max(values)
-        else:
-            joined[name] = float(np.average(values, weights=weights))
-    return joined
 
 
 # --- samples ---

@@ -157,7 +157,7 @@ class TrainingRequests:
         return {"type": "save_weights", "path": str(path)}
 
     def _save_for_sampler(self, run: OpenRun, number: int, payload: bytes) -> Result:
-        body, adapter = read_json(payload, SaveWeights), run.trained().sampler_adapter()
+        body, adapter = read_json(payload, SaveWeights), run.trained().adapter.copy()
         if body.path is not None:
             path = CheckpointPath.named(run.record.id, "sampler", body.path)
             self._save(run, number, path, body, adapter.named())

@@ -86,10 +86,6 @@ class TrainingRun:
         self.num_steps += 1
         return {"unclipped_grad_l2:mean": norm}
 
-    def sampler_adapter(self) -> LoraAdapter:
-        """A frozen copy of the weights as they are."""
-        return self.adapter.copy()
-
     # --- saving ---
 
     def state(self, *, gradient: bool = False) -> dict[str, Tensor]:

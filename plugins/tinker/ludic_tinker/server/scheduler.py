@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TypeAlias
 
 from ludic.types import LudicError
 from ludic_tinker.server.futures import Failure, Result
@@ -88,10 +88,8 @@ class PassTask(Task):
         return sum(len(row.tokens) for row in self.rows)
 
 
-class Compute(Protocol):
-    """`TrainingBase.compute`."""
-
-    def __call__(self, jobs: Sequence[PassJob]) -> list[PassOutput | Exception]: ...
+_Compute: TypeAlias = Callable[[Sequence[PassJob]], list[PassOutput | Exception]]
+"""`TrainingBase.compute`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -113,7 +111,7 @@ class _Line:
 class Scheduler:
     """The worker thread and what waits for it."""
 
-    def __init__(self, compute: Compute, *, token_budget: int) -> None:
+    def __init__(self, compute: _Compute, *, token_budget: int) -> None:
         """`token_budget`: tokens of one batch; a longer row is a batch of one."""
         self._compute, self._budget = compute, token_budget
         self._changed = threading.Condition()

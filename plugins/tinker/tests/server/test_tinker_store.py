@@ -315,23 +315,6 @@ def test_a_repeated_save_finds_its_checkpoint_and_another_is_refused(stores: Any
     assert stores().checkpoints.load(first.path)[1]["num_steps"] == 5
 
 
-def test_listing_has_the_tenants_named_checkpoints_newest_first(stores: Any):
-    store = stores()
-    for name, fields in (
-        ("a", {"created": 1.0}),
-        ("b", {"created": 2.0}),
-        ("c", {"is_unnamed": True}),
-        ("d", {"tenant": "bob"}),
-    ):
-        store.checkpoints.save(*saved("sampler_weights", name, **fields), overwrite=False)
-    assert [c.path.name for c in store.checkpoints.listed("ann")] == ["b", "a"]
-    assert [c.path.name for c in store.checkpoints.listed("ann", RUN.id)] == ["b", "a"]
-    assert store.checkpoints.listed("ann", "another run") == []
-    assert [c.path.name for c in store.checkpoints.unnamed(RUN.id)] == ["c"]
-    with pytest.raises(Refused, match="There is no checkpoint"):
-        store.checkpoints.get(CheckpointPath(RUN.id, "sampler", "d"), "ann")
-
-
 def test_a_checkpoint_expires_and_is_deleted(stores: Any):
     store = stores()
     checkpoint, tensors = saved("weights", "soon", expires=time.time() - 1)

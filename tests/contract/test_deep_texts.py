@@ -26,8 +26,8 @@ from ludic_sandbox.code_exec.datasets import APPSTestAdapter
 from ludic_sandbox.harbor.dockerfile import read_dockerfile
 from ludic_sandbox.harbor.task import HarborTask
 from ludic_serve.request import parse_object
+from ludic_tinker.server.bodies import OptimStep, read_json
 from ludic_tinker.server.records import Refused
-from ludic_tinker.server.wire.bodies import OptimStep, read_json
 
 DEPTH = 100_000
 LIST, OBJECT, TOML = "[" * DEPTH, '{"a":' * DEPTH, "a = " + "[" * DEPTH

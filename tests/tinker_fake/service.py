@@ -68,8 +68,6 @@ class FakeTinker:
         self.ignores_loss_config = False
         self.tokenizer_id: str | None = None
         """Where the SDK loads the models' tokenizer from."""
-        self.config: dict[str, Any] = {}
-        """Feature flags that the SDK asks for."""
 
     # --- life ---
 
@@ -137,7 +135,7 @@ class FakeTinker:
             return web.json_response({"detail": str(refused)}, status=refused.status)
 
     def _on_client(self, body: dict[str, Any], fault: str) -> dict[str, Any]:
-        return self.config
+        return {}
 
     def _on_telemetry(self, body: dict[str, Any], fault: str) -> dict[str, Any]:
         return {"status": "accepted"}

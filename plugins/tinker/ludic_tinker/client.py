@@ -8,13 +8,14 @@ is an extra. It imports torch if that is installed, so it is imported on the fir
 import asyncio
 import contextlib
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ludic.http.client import EndpointError, ResponseTimeout, Unreachable
+from ludic.inference.templates.conversation import decode_reply, find_stop
 from ludic.types import (
     ChatResponse,
     ConfigError,
@@ -231,8 +232,7 @@ class TinkerChatClient:
         )
 
     def _decode(self, tokens: TokenArray) -> str:
-        text: str = self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
-        return text
+        return decode_reply(self.tokenizer, tokens.tolist())
 
     # --- end of a reply ---
 
@@ -242,7 +242,8 @@ class TinkerChatClient:
         if sampling.stop:
             # A special token without text is searched in the tokens afterwards.
             marks = [self.tokenizer.decode([token], skip_special_tokens=False) for token in ends]
-            return [*_stop_texts(sampling), *(mark for mark in marks if mark)]
+            texts = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop
+            return [*texts, *(mark for mark in marks if mark)]
         return ends if sampling.ignore_eos or sampling.stop_token_ids else None
 
     def _end_ids(self, sampling: SamplingParams) -> set[int]:
@@ -257,14 +258,12 @@ class TinkerChatClient:
         """
         ends = np.flatnonzero(np.isin(tokens, list(self._end_ids(sampling))))
         length = int(ends[0]) + 1 if len(ends) else len(tokens)
-        stops = _stop_texts(sampling)
-        if not any(stop in self._decode(tokens[:length]) for stop in stops):
+        if find_stop(self._decode(tokens[:length]), sampling) is None:
             return length, None
         for count in range(1, length + 1):
             text = self._decode(tokens[:count])
-            found = [text.find(stop) for stop in stops if stop in text]
-            if found:
-                return count, text[: min(found)]
+            if (start := find_stop(text, sampling)) is not None:
+                return count, text[:start]
         raise AssertionError("the whole text has a stop string")
 
     # --- checks ---
@@ -314,7 +313,3 @@ class TinkerChatClient:
         if self._service is not None:
             with tinker_errors("end the session"):
                 self._service.close("success").result()
-
-
-def _stop_texts(sampling: SamplingParams) -> Sequence[str]:
-    return [sampling.stop] if isinstance(sampling.stop, str) else list(sampling.stop or ())

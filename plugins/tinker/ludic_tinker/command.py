@@ -26,7 +26,7 @@ class TinkerServeArgs:
     model: str
     """A folder, a hub id, a .gguf file, smollm2-135m or tiny."""
     name: list[str] = field(default_factory=list)
-    """What clients call the model, if not as --model does; several are allowed."""
+    """Name that clients call the model by, if not by --model; several are allowed."""
     host: str = "127.0.0.1"
     """Address to listen on; other than loopback it wants a key."""
     port: int = 8000
@@ -50,7 +50,7 @@ class TinkerServeArgs:
     max_adapters: int = 32
     """Adapters that the sampler holds in memory; others are loaded again when they are asked for."""
     session_timeout_s: float = 3600.0
-    """End sessions whose client was silent for so long."""
+    """Seconds of silence after which a client's session ends."""
     token_budget: int | None = None
     """Tokens of one training pass, and of the longest row. Default: 4096, on a GPU 16384."""
     max_sequences: int | None = None
@@ -100,16 +100,12 @@ def _load(given: TinkerServeArgs, stack: contextlib.ExitStack) -> Callable[[], C
     """Load the model, and return what serves it."""
     import torch  # here and not above: it takes seconds, and --help should not
 
-    from ludic.inference.local import LocalEngine
-    from ludic.models.attention import NotRoutable
     from ludic.models.loading import load_model
     from ludic.run.model import find_device
     from ludic_tinker.server.app import serve
     from ludic_tinker.server.records import LOCAL_TENANT, Keys, TenantLimits
-    from ludic_tinker.server.recovery import recover
     from ludic_tinker.server.runs import TrainingBase
-    from ludic_tinker.server.sampling import Samplers
-    from ludic_tinker.server.sampling_requests import Offer
+    from ludic_tinker.server.sampling import Offer
     from ludic_tinker.server.service import Service
     from ludic_tinker.server.storage.store import DiskStore
 
@@ -126,21 +122,7 @@ def _load(given: TinkerServeArgs, stack: contextlib.ExitStack) -> Callable[[], C
     loaded = load_model(given.model, dtype=dtype, device=device)
     token_budget = given.token_budget or (16_384 if device.type == "cuda" else 4096)
     base = TrainingBase(loaded.model, token_budget=token_budget)
-    try:
-        engine = LocalEngine(
-            loaded.model,
-            loaded.tokenizer,
-            adapters=True,
-            max_sequences=given.max_sequences,
-            max_model_len=given.max_model_len,
-        )
-    except ConfigError as error:
-        if not isinstance(error.__cause__, NotRoutable):
-            raise
-        raise ConfigError(
-            f"ludic serve --tinker cannot serve {type(loaded.model).__name__}, as adapters of several runs need the engine's block "
-            f"cache: {error.__cause__.reason}."
-        ) from error
+    engine = _engine(given, loaded)
     stack.callback(engine.close)
     offer = Offer(
         names=names,
@@ -155,14 +137,15 @@ def _load(given: TinkerServeArgs, stack: contextlib.ExitStack) -> Callable[[], C
     async def run() -> None:
         service = Service(
             base,
-            Samplers(engine, store, max_adapters=given.max_adapters),
+            engine,
             store,
             offer,
             token_budget=token_budget,
             limits=TenantLimits(max_runs=given.max_runs, max_rank=given.max_rank, max_requests=given.max_requests),
+            max_adapters=given.max_adapters,
             max_idle_s=given.session_timeout_s,
         )
-        recover(store, service)
+        service.recover()
         await serve(
             service, keys, given.host, given.port, insecure=given.insecure, drain_s=given.drain_s, on_ready=announce
         )
@@ -170,8 +153,30 @@ def _load(given: TinkerServeArgs, stack: contextlib.ExitStack) -> Callable[[], C
     return run
 
 
+def _engine(given: TinkerServeArgs, loaded: Any) -> Any:
+    """The sampler of the base model with adapters of several runs at a time."""
+    from ludic.inference.local import LocalEngine
+    from ludic.models.attention import NotRoutable
+
+    try:
+        return LocalEngine(
+            loaded.model,
+            loaded.tokenizer,
+            adapters=True,
+            max_sequences=given.max_sequences,
+            max_model_len=given.max_model_len,
+        )
+    except ConfigError as error:
+        if not isinstance(error.__cause__, NotRoutable):
+            raise
+        raise ConfigError(
+            f"ludic serve --tinker cannot serve {type(loaded.model).__name__}, as adapters of several runs need the engine's block "
+            f"cache: {error.__cause__.reason}."
+        ) from error
+
+
 def _tokenizer_id(model: str, tokenizer: Any, folder: Path) -> str | None:
-    """What clients load the tokenizer from: the hub id, or a folder on this machine."""
+    """The source from which clients load the tokenizer: the hub id, or a folder on this machine."""
     from ludic.models import SMOLLM2, TINY
 
     if model not in (SMOLLM2, TINY) and not Path(model).exists():

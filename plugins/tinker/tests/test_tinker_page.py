@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("tinker", reason="the extra 'tinker' is not installed")
 
 from ludic.models.loading import character_tokenizer, tiny_llama
-from ludic_tinker.server.sampling_requests import Offer
+from ludic_tinker.server.sampling import Offer
 from plugins.tinker.tests.server.running import KEY, RunningServer
 from tests.chat_templates import make_tokenizer
 from tests.contract.pages import DOCS

@@ -13,11 +13,11 @@ from ludic.models.adapters import AdapterSpec
 from ludic.training import Trainer, TrainerConfig, make_cispo, make_grpo, make_sft
 from ludic.training.learner.gradients import batch_facts
 from ludic.types import ConfigError, NotFinite
-from ludic_tinker.data import built_in_of, rows_of
+from ludic_tinker.learner import built_in_of, rows_of
+from ludic_tinker.server.bodies import AdamSettings
 from ludic_tinker.server.losses import Row
 from ludic_tinker.server.runs import PassJob, PassOutput, TrainingBase, TrainingRun
 from ludic_tinker.server.targets import target_logps
-from ludic_tinker.server.wire.bodies import AdamSettings
 from tests.tinker_fake.lora_model import LoraSettings, TrainedLora, with_lora
 from tests.tinker_fake.lora_model import Row as PlainRow
 from tests.unit.training.bandit import tiny_llama
@@ -317,16 +317,6 @@ def test_a_state_of_another_shape_is_refused_and_nothing_changes(base: TrainingB
     with pytest.raises(ConfigError, match="belong to another adapter"):
         other.load(run.state(), optimizer=True)
     assert torch.equal(other.adapter.flat, before)
-
-
-def test_a_sampler_adapter_keeps_the_weights_of_its_moment(base: TrainingBase):
-    run = trained_runs(base)[0]
-    kept = run.sampler_adapter()
-    before = run.adapter.flat.clone()
-    result(base, run, random_rows((9,)))
-    run.step(ADAM)
-    assert torch.equal(kept.flat, before) and not torch.equal(run.adapter.flat, before)
-    assert not any(parameter.requires_grad for parameter in kept.parameters())
 
 
 @pytest.mark.parametrize(

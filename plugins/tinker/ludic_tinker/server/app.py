@@ -16,12 +16,11 @@ from msgspec import Struct
 from ludic.http.address import check_host
 from ludic.tasks import cancel_all
 from ludic.types import MissingExtra
-from ludic_tinker.server import rest
+from ludic_tinker.server import bodies, messages, rest
 from ludic_tinker.server.futures import Failure, Future
 from ludic_tinker.server.records import CheckpointPath, Keys, Refused, RequestKind
 from ludic_tinker.server.service import Service
 from ludic_tinker.server.storage.database import StorageError
-from ludic_tinker.server.wire import bodies, messages
 
 try:
     from aiohttp import web
@@ -35,23 +34,23 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 B = TypeVar("B", bound=Struct)
 
-LIMITS = ServerLimits(max_connections=8192, max_body_bytes=64 * 2**20, max_body_bytes_in_all=512 * 2**20)
+_LIMITS = ServerLimits(max_connections=8192, max_body_bytes=64 * 2**20, max_body_bytes_in_all=512 * 2**20)
 POLL_S = 30.0
-"""How long a client that asks for a result is kept waiting; the SDK gives up after 45 s."""
+"""Seconds that a client that asks for a result is kept waiting; the SDK gives up after 45 s."""
 SWEEP_S = 15.0
 OLDEST_SDK = (0, 22)
 """The first version whose training data is protobuf. Tested: 0.22.7, 0.24.1, 0.27.2, 0.30.4, 0.33.1, 0.35.0, 0.36.0 and 0.38.0."""
 _API = "/api/v1"
 _OPEN = {f"{_API}/healthz", rest.DOWNLOAD}
 """Endpoints that need no key."""
-CONFIG: dict[str, Any] = {
+_CONFIG: dict[str, Any] = {
     "create_model_via_load_weights": True,
     "sample_join_sampling_session": True,
     # Of SDKs before 0.27; later ones always do so.
     "proto_write_fwdbwd": True,
     "fwd_via_fwdbwd": True,
 }
-"""Features of this server that the SDK uses if it is told so. Its poller `sample_use_retrieve_futures` is left out: after a
+"""Features of this server that the SDK uses if it is told so. Its poller `sample_use_retrieve_futures` is not one: after a
 restart of the server it would wait for lost requests without end."""
 _DYNAMIC_CONFIG: dict[str, Any] = {"sample_cancel_enabled": True}
 _NUMBERED: dict[RequestKind, Callable[[bytes], Any]] = {
@@ -67,14 +66,12 @@ _NOT_HERE = {
 }
 
 
-def make_app(
-    service: Service, keys: Keys, *, limits: ServerLimits = LIMITS, config: dict[str, Any] | None = None
-) -> web.Application:
-    """The endpoints as an aiohttp application. `config`: features to tell the SDK of, instead of the usual ones."""
-    server = _Server(service, keys, limits, CONFIG if config is None else config)
+def _make_app(service: Service, keys: Keys) -> web.Application:
+    """The endpoints as an aiohttp application."""
+    server = _Server(service, keys)
     # A client that goes away cancels its handler: a long poll, never what it waits for.
     app = web.Application(
-        middlewares=[guard(limits, _answer_error, admit=server.admit)], handler_args={"handler_cancellation": True}
+        middlewares=[guard(_LIMITS, _answer_error, admit=server.admit)], handler_args={"handler_cancellation": True}
     )
     posts: dict[str, Handler] = {
         "client/config": server.client_config,
@@ -94,7 +91,6 @@ def make_app(
         "join_sampling_session": server.join_sampling_session,
         "asample": server.asample,
         "retrieve_future": server.retrieve_future,
-        "retrieve_futures": server.retrieve_futures,
         "cancel_future": server.cancel_future,
         **dict.fromkeys(_NOT_HERE, server.not_here),
     }
@@ -117,18 +113,16 @@ async def serve(
     port: int = 8000,
     *,
     insecure: bool = False,
-    limits: ServerLimits = LIMITS,
-    config: dict[str, Any] | None = None,
     drain_s: float = 0.0,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve until cancelled; then requests in progress may go on for `drain_s`, or until this is cancelled again.
+    """Serve until cancelled; then requests in progress may continue for `drain_s`, or until this is cancelled again.
 
     Port 0 takes a free one; `on_ready` gets the address.
     """
     check_host(host, "keys" if keys else None, insecure)
     allow_many_files()  # every client that waits for a result holds a connection
-    server = AppServer(make_app(service, keys, limits=limits, config=config), limits, has_token=bool(keys))
+    server = AppServer(_make_app(service, keys), _LIMITS, has_token=bool(keys))
     sweeper = asyncio.create_task(_sweep(service))
     try:
         await server.serve(host, port, on_ready=on_ready, drain_s=drain_s)
@@ -149,9 +143,9 @@ async def _sweep(service: Service) -> None:
 class _Server:
     """The handlers."""
 
-    def __init__(self, service: Service, keys: Keys, limits: ServerLimits, config: dict[str, Any]) -> None:
-        self._service, self._keys, self._config = service, keys, config
-        self._load = Load(limits)
+    def __init__(self, service: Service, keys: Keys) -> None:
+        self._service, self._keys = service, keys
+        self._load = Load(_LIMITS)
         self._reading = asyncio.Lock()
         """Held while the protobuf of a pass is parsed, which may take thirty times its size."""
 
@@ -174,7 +168,7 @@ class _Server:
         return web.json_response({"status": "ok"})
 
     async def client_config(self, request: web.Request) -> web.Response:
-        return web.json_response(self._config)
+        return web.json_response(_CONFIG)
 
     async def client_dynamic_config(self, request: web.Request) -> web.Response:
         return web.json_response(_DYNAMIC_CONFIG)
@@ -197,7 +191,7 @@ class _Server:
 
     async def create_session(self, request: web.Request) -> web.Response:
         tenant, body = await self._read(request, bodies.CreateSession)
-        check_sdk(body.sdk_version)
+        _check_sdk(body.sdk_version)
         session = self._service.create_session(tenant, body)
         return web.json_response({"type": "create_session", "session_id": session.id})
 
@@ -276,11 +270,11 @@ class _Server:
     async def join_sampling_session(self, request: web.Request) -> web.Response:
         """A number for another client of the session; drawn, so that it stays unique after a restart."""
         tenant, body = await self._read(request, bodies.SamplingSessionBody)
-        self._service.samplers.find(body.sampling_session_id, tenant)
+        self._service.store.samplers.get(body.sampling_session_id, tenant)
         return web.json_response({"type": "join_sampling_session", "client_counter": 1 + secrets.randbelow(10**9 - 1)})
 
     async def sampler(self, request: web.Request) -> web.Response:
-        found = self._service.samplers.find(request.match_info["id"], self.tenant(request))
+        found = self._service.store.samplers.get(request.match_info["id"], self.tenant(request))
         about = {"sampler_id": found.id, "base_model": self._service.offer.names[0], "model_path": found.path}
         return web.json_response(about)
 
@@ -313,25 +307,13 @@ class _Server:
             return web.Response(body=result, content_type=messages.PROTOBUF)
         return web.json_response(result)
 
-    async def retrieve_futures(self, request: web.Request) -> web.Response:
-        """Which requests of a sampling client are done; their results are then asked for one by one."""
-        tenant, body = await self._read(request, bodies.RetrieveFutures)
-        service, target = self._service, body.target
-        sampler = service.samplers.find(target.sampling_session_id, tenant)
-        service.futures.forget(body.retrieved_request_ids, tenant)
-        channel = f"{sampler.id}/{target.cloned_sampler_id}"
-        done, cursor = await service.futures.completions(
-            channel, body.prev_cursor, min(POLL_S, body.timeout if body.timeout is not None else POLL_S)
-        )
-        return web.json_response({"completions": [_completion(future) for future in done], "cursor": cursor})
-
     async def cancel_future(self, request: web.Request) -> web.Response:
         tenant, body = await self._read(request, bodies.CancelFuture)
         self._service.sampling.cancel(tenant, body.request_id)
         return web.json_response({})
 
 
-def check_sdk(version: str) -> None:
+def _check_sdk(version: str) -> None:
     """Refused(400) for an SDK that sends training data in another way."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST_SDK:
@@ -344,13 +326,6 @@ def _promise(future: Future) -> web.Response:
     if future.num_sequences:
         answer["sample_sequence_ids"] = [f"{future.id}:{index}" for index in range(future.num_sequences)]
     return web.json_response(answer)
-
-
-def _completion(future: Future) -> dict[str, Any]:
-    if isinstance(future.result, Failure):
-        return {"state": "failed", "request_id": future.id}
-    size = len(future.result) if isinstance(future.result, bytes) else None
-    return {"state": "finished", "request_id": future.id, "response_payload_uncompressed_size": size}
 
 
 def _answer_error(request: web.Request, error: Exception) -> web.Response:

@@ -21,7 +21,7 @@ from ludic.types import ConfigError, FloatArray, TokenArray
 
 TargetArray: TypeAlias = npt.NDArray[np.int64]
 Settings: TypeAlias = Mapping[str, Tensor]
-"""What a request sets, by name: one value, or one per target."""
+"""Settings of a request by name: one value, or one per target."""
 
 _SUM = Reduction("sample_sum")
 _WHOLE_BATCH = BatchFacts(num_items=1, num_tokens=1)
@@ -34,14 +34,14 @@ class Row:
     """One datum of a training request."""
 
     tokens: TokenArray
-    """What the model reads."""
+    """The model's input."""
     targets: TargetArray
     """[T] the token after each position, or [T, K] several candidates for it."""
     inputs: Mapping[str, FloatArray]
-    """What the loss is given of each target, by name; in the shape of the targets."""
+    """Inputs of the loss by name, in the shape of the targets."""
 
 
-class DROLoss(Loss):
+class _DROLoss(Loss):
     """−Σ (A ℓ − β/2 (ℓ − ℓ_old)²). It is here because no algorithm of Ludic uses it."""
 
     def __init__(self, beta: Tensor) -> None:
@@ -53,7 +53,7 @@ class DROLoss(Loss):
         return -tokens.reduce_tokens(terms_P, _SUM), {}
 
 
-class GSPOTokenLoss(Loss):
+class _GSPOTokenLoss(Loss):
     """GSPO with a value per token: the ratio is the geometric mean over the marked tokens of a row, and each token has the
     gradient of its own log-probability. It is here because the mark is Tinker's: all tokens of Ludic's GSPO count."""
 
@@ -70,15 +70,15 @@ class GSPOTokenLoss(Loss):
 
 
 @dataclass(frozen=True, slots=True)
-class LossRule:
-    """One loss: what computes it, and what a request gives it."""
+class _LossRule:
+    """One loss, and the inputs and settings that a request gives it."""
 
     make: Callable[[Settings], Loss]
     inputs: frozenset[str]
     defaults: Mapping[str, float] = field(default_factory=dict)
     """Settings of the request (`loss_fn_config`). A clip threshold may also be given per target, as an input."""
     takes_several: bool = False
-    """Whether a position may have several targets."""
+    """True if a position may have several targets."""
 
 
 def _clip(settings: Settings) -> dict[str, Any]:
@@ -91,18 +91,20 @@ _BOUNDS = ("clip_low_threshold", "clip_high_threshold")
 _SAMPLED = frozenset({"logprobs", "advantages"})
 _CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 LOSSES = {
-    "cross_entropy": LossRule(
+    "cross_entropy": _LossRule(
         lambda _: MaskedCausalLMCrossEntropyLoss(reduction=_SUM), frozenset({"weights"}), takes_several=True
     ),
-    "importance_sampling": LossRule(
+    "importance_sampling": _LossRule(
         lambda _: TokenClippedSurrogateLoss(clip_eps_low=math.inf, clip_eps_high=math.inf, reduction=_SUM), _SAMPLED
     ),
-    "ppo": LossRule(lambda s: TokenClippedSurrogateLoss(**_clip(s), reduction=_SUM), _SAMPLED, _CLIP),
-    "cispo": LossRule(lambda s: CISPOLoss(**_clip(s), reduction=_SUM), _SAMPLED, _CLIP),
-    "gspo": LossRule(
-        lambda s: GSPOTokenLoss(s["sequence_ratio_mask"], *_clip(s).values()), _SAMPLED | {"sequence_ratio_mask"}, _CLIP
+    "ppo": _LossRule(lambda s: TokenClippedSurrogateLoss(**_clip(s), reduction=_SUM), _SAMPLED, _CLIP),
+    "cispo": _LossRule(lambda s: CISPOLoss(**_clip(s), reduction=_SUM), _SAMPLED, _CLIP),
+    "gspo": _LossRule(
+        lambda s: _GSPOTokenLoss(s["sequence_ratio_mask"], *_clip(s).values()),
+        _SAMPLED | {"sequence_ratio_mask"},
+        _CLIP,
     ),
-    "dro": LossRule(lambda s: DROLoss(s["beta"]), _SAMPLED, {"beta": 0.05}),
+    "dro": _LossRule(lambda s: _DROLoss(s["beta"]), _SAMPLED, {"beta": 0.05}),
 }
 _NOT_HERE = {
     "stable_reinforce": "It needs what Tinker's samplers record, which this server does not",
@@ -154,7 +156,7 @@ def check_rows(loss: str, rows: Sequence[Row], config: Mapping[str, Any], *, voc
     _check_numbers(rows, vocab_size)
 
 
-def _check_config(loss: str, rule: LossRule, config: Mapping[str, Any]) -> None:
+def _check_config(loss: str, rule: _LossRule, config: Mapping[str, Any]) -> None:
     unknown = sorted(config.keys() - rule.defaults.keys())
     if unknown:
         known = ", ".join(f"{name} (default {value:g})" for name, value in rule.defaults.items()) or "none"
@@ -164,7 +166,7 @@ def _check_config(loss: str, rule: LossRule, config: Mapping[str, Any]) -> None:
             raise ConfigError(f"loss_fn_config[{name!r}] of {loss} is {value!r}; it must be a finite number.")
 
 
-def _problem(loss: str, rule: LossRule, row: Row, max_tokens: int) -> str | None:
+def _problem(loss: str, rule: _LossRule, row: Row, max_tokens: int) -> str | None:
     length, shape = len(row.tokens), row.targets.shape
     if not length:
         return "its model input is empty."

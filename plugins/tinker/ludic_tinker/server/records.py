@@ -53,7 +53,7 @@ class Refused(LudicError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TenantLimits:
-    """What one tenant may hold at a time."""
+    """Limits of one tenant at a time."""
 
     max_runs: int = 16
     """Training runs in memory: an adapter, its gradient and its optimizer each."""
@@ -71,7 +71,7 @@ class TenantLimits:
     max_sessions: int = 1024
     """Sessions, of which those that have ended are forgotten first, with their runs that left no checkpoint."""
     max_metadata_bytes: int = 1 << 16
-    """What a client says about one session, run or checkpoint."""
+    """Size of the metadata of one session, run or checkpoint."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -169,7 +169,7 @@ class Session:
     sdk_version: str = ""
     display_name: str | None = None
     finished: str | None = None
-    """How the client said that it ended: success, errored or interrupted."""
+    """The client's word for its end: success, errored or interrupted."""
     detail: str | None = None
 
 
@@ -185,8 +185,8 @@ class Run:
     """Its seed is always set, so that the same run can be made again."""
     created: float
     user_metadata: Mapping[str, Any] = field(default_factory=dict)
-    is_ended: bool = False
-    """It is listed, and takes no more requests."""
+    ended: float | None = None
+    """Seconds of the epoch; from then on it is listed and takes no more requests."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,7 +203,7 @@ class Sampler:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """What a saved state says about itself."""
+    """Facts about a saved state, written next to it."""
 
     path: "CheckpointPath"
     tenant: str
@@ -213,7 +213,7 @@ class Checkpoint:
     expires: float | None = None
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     number: int = 0
-    """Of the request that saved it: the same request, repeated after a restart, finds its checkpoint."""
+    """Number of the request that saved it: the same request, repeated after a restart, finds its checkpoint."""
     is_unnamed: bool = False
     """Sampler weights that only their sampling session knows; they are not listed."""
 

@@ -1,4 +1,4 @@
-"""What the requests of a training run do: a `Task` for the scheduler from the body that a client sent.
+"""Training requests: a `Task` for the scheduler from the body that a client sent.
 
 The body is what the store keeps, so a request that is carried out again after a restart takes the same way. What is wrong with
 a request becomes its result and not an HTTP error: the SDK has used its number up, and the run waits for every number.
@@ -9,20 +9,18 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from ludic.inference.local import LocalEngine
 from ludic.types import ConfigError, LudicError
+from ludic_tinker.server.bodies import AdamSettings, LoadWeights, OptimStep, SaveExternal, SaveWeights, read_json
 from ludic_tinker.server.futures import Failure, Result
+from ludic_tinker.server.messages import config_of, read_pass, rows_of, write_pass
 from ludic_tinker.server.records import Checkpoint, CheckpointPath, RequestKind, Run, Sampler, TenantLimits
 from ludic_tinker.server.runs import TrainingBase, TrainingRun
 from ludic_tinker.server.scheduler import PassTask, Task, UnreadPass, as_failure
 from ludic_tinker.server.storage.store import DiskStore
-from ludic_tinker.server.wire.bodies import AdamSettings, LoadWeights, OptimStep, SaveExternal, SaveWeights, read_json
-from ludic_tinker.server.wire.messages import config_of, read_pass, rows_of, write_pass
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Done = Callable[[Task, Result], None]
 _SAVES: set[RequestKind] = {"save_weights", "save_weights_for_sampler", "save_weights_external"}
@@ -39,7 +37,7 @@ class OpenRun:
     """Sampler weights without a name, the oldest first."""
     is_closed: bool = False
     is_incomplete: bool = False
-    """Whether a pass failed after some of its rows were added to the gradient."""
+    """True if a pass failed after some of its rows were added to the gradient."""
 
     def trained(self) -> TrainingRun:
         if self.training is None:
@@ -66,11 +64,10 @@ class TrainingRequests:
         limits: TenantLimits,
         *,
         on_sampler: Callable[[OpenRun, Sampler], None],
-        clock: Callable[[], float] = time.time,
     ) -> None:
         """`on_sampler` is told of sampler weights without a name, which the engine holds already."""
         self._base, self._engine, self._store, self._limits = base, engine, store, limits
-        self._on_sampler, self._clock = on_sampler, clock
+        self._on_sampler = on_sampler
 
     def task(self, run: OpenRun, number: int, kind: RequestKind, payload: bytes, done: Done) -> Task:
         """Carries out one request. `done` takes the result, in the scheduler's thread."""
@@ -84,7 +81,7 @@ class TrainingRequests:
             "refused": self._refused,
         }
         if kind != "forward_backward":
-            return simple_task(run, number, lambda: make[kind](run, number, payload), done)
+            return _simple_task(run, number, lambda: make[kind](run, number, payload), done)
         read = functools.partial(self._pass, run, number, payload, done)
         return UnreadPass(run=run.record.id, tenant=run.record.tenant, number=number, done=done, read=read)
 
@@ -96,10 +93,10 @@ class TrainingRequests:
             work = (
                 functools.partial(self._failed_step, run, payload, result) if kind == "optim_step" else lambda: result
             )
-            return simple_task(run, number, work, done)
+            return _simple_task(run, number, work, done)
         is_forward = kind == "forward_backward" and read_pass(payload).forward_only
         if is_forward or kind in _SAVES:
-            return simple_task(run, number, lambda: result, done)
+            return _simple_task(run, number, lambda: result, done)
         return self.task(run, number, kind, payload, done)
 
     # --- in the scheduler's thread ---
@@ -111,7 +108,7 @@ class TrainingRequests:
             self._base.check(request.loss_fn, rows, config)
         except Exception as error:  # noqa: BLE001 - the worker must live; the request hears of it
             failure = as_failure(error)
-            return simple_task(run, number, lambda: failure, done)
+            return _simple_task(run, number, lambda: failure, done)
         return PassTask(
             run=run.record.id,
             tenant=run.record.tenant,
@@ -160,7 +157,7 @@ class TrainingRequests:
         return {"type": "save_weights", "path": str(path)}
 
     def _save_for_sampler(self, run: OpenRun, number: int, payload: bytes) -> Result:
-        body, adapter = read_json(payload, SaveWeights), run.trained().sampler_adapter()
+        body, adapter = read_json(payload, SaveWeights), run.trained().adapter.copy()
         if body.path is not None:
             path = CheckpointPath.named(run.record.id, "sampler", body.path)
             self._save(run, number, path, body, adapter.named())
@@ -175,7 +172,7 @@ class TrainingRequests:
             session=run.record.session,
             tenant=run.record.tenant,
             path=str(path),
-            created=self._clock(),
+            created=time.time(),
         )
         self._store.samplers.put(sampler)
         self._on_sampler(run, sampler)
@@ -192,10 +189,10 @@ class TrainingRequests:
         return {"type": "save_weights_external", "path": str(path)}
 
     def _save(
-        self, run: OpenRun, number: int, path: CheckpointPath, body: SaveWeights, tensors: "Mapping[str, Tensor]"
+        self, run: OpenRun, number: int, path: CheckpointPath, body: SaveWeights, tensors: Mapping[str, Tensor]
     ) -> None:
         self._limits.check_metadata(body.user_metadata)
-        now, is_unnamed = self._clock(), path.kind == "sampler" and body.path is None
+        now, is_unnamed = time.time(), path.kind == "sampler" and body.path is None
         checkpoint = Checkpoint(
             path=path,
             tenant=run.record.tenant,
@@ -231,6 +228,6 @@ def _adam_settings(body: OptimStep) -> AdamSettings:
     return body.adam_params.checked()
 
 
-def simple_task(run: OpenRun, number: int, work: Callable[[], Result], done: Done) -> Task:
+def _simple_task(run: OpenRun, number: int, work: Callable[[], Result], done: Done) -> Task:
     """The task of a request other than a pass."""
     return Task(run=run.record.id, tenant=run.record.tenant, number=number, work=work, done=done)

@@ -1,4 +1,4 @@
-"""What `tinker.RestClient` and the `tinker` command ask for: runs, checkpoints and sessions of a tenant, and downloads.
+"""The endpoints of `tinker.RestClient` and the `tinker` command: runs, checkpoints and sessions of a tenant, and downloads.
 
 A download has a signed address that needs no key and ends after an hour, since the SDK fetches it without one. Refusals are
 never 5xx: the SDK (0.36) repeats such a request for five minutes before it shows the text.
@@ -20,9 +20,9 @@ from aiohttp import web
 from msgspec import Struct
 
 from ludic.util.urls import is_same_secret
+from ludic_tinker.server.bodies import Lifetime
 from ludic_tinker.server.records import Checkpoint, CheckpointPath, Refused, Run
 from ludic_tinker.server.storage.store import DiskStore
-from ludic_tinker.server.wire.bodies import Lifetime
 
 DOWNLOAD = "/api/v1/download"
 """The one address that needs a signature instead of a key."""
@@ -50,7 +50,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Item = TypeVar("Item")
 
 
-class Ttl(Struct, forbid_unknown_fields=True):
+class _Ttl(Struct, forbid_unknown_fields=True):
     """Body of a request that sets when a checkpoint expires."""
 
     ttl_seconds: Lifetime | None
@@ -155,7 +155,7 @@ class _Rest:
     async def set_ttl(self, request: web.Request) -> web.Response:
         path = self._checkpoint(request)
         try:
-            body = msgspec.json.decode(await request.read(), type=Ttl)
+            body = msgspec.json.decode(await request.read(), type=_Ttl)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise Refused(400, f"The body must have ttl_seconds, a number of seconds or null: {error}.") from error
         self._store.checkpoints.set_ttl(path, body.ttl_seconds)

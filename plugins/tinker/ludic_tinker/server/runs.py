@@ -24,9 +24,9 @@ from ludic.training.learner.optimizer import LocalAdamW
 from ludic.training.learner.packing import ActionFields, PackedBatch
 from ludic.training.learner.policy import TrainedPolicy, check_shared_prefixes
 from ludic.types import ConfigError, FloatArray, NotFinite, OutOfGPUMemory, SAWItem
+from ludic_tinker.server.bodies import AdamSettings
 from ludic_tinker.server.losses import Row, check_rows, loss_of
 from ludic_tinker.server.targets import target_logps
-from ludic_tinker.server.wire.bodies import AdamSettings
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class TrainingRun:
         self._optimizer = LocalAdamW([self._flat], fused=True)
 
     def take_gradients(self) -> Tensor:
-        """What backward passes have left on the parameters, in the order of `adapter.flat`; the parameters forget it."""
+        """The gradient that backward passes left on the parameters, in the order of `adapter.flat`; the parameters forget it."""
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._in_order]
         self.drop_gradients()
         return torch.cat([part.reshape(-1) for part in parts])
@@ -60,7 +60,7 @@ class TrainingRun:
         self.gradient = found if self.gradient is None else self.gradient.add_(found)
 
     def drop_gradients(self) -> None:
-        """Forget what backward passes have left on the parameters."""
+        """Forget the gradients that backward passes have left on the parameters."""
         for parameter in self._in_order:
             parameter.grad = None
 
@@ -86,10 +86,6 @@ class TrainingRun:
         self._flat.grad = None
         self.num_steps += 1
         return {"unclipped_grad_l2:mean": norm}
-
-    def sampler_adapter(self) -> LoraAdapter:
-        """A frozen copy of the weights as they are."""
-        return self.adapter.copy()
 
     # --- saving ---
 
@@ -146,7 +142,7 @@ class PassJob:
 
 @dataclass(frozen=True, slots=True)
 class PassOutput:
-    """What a request is answered with."""
+    """The answer to a request."""
 
     logprobs: list[FloatArray]
     """Log-probs of each row's targets, in their shape."""

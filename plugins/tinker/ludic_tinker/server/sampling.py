@@ -9,33 +9,32 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
-from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from torch import Tensor
 
+from ludic.http.turns import Turns
 from ludic.inference.local import LocalEngine
 from ludic.models.adapters import LoraAdapter
 from ludic.tasks import all_or_none, cancel_all
 from ludic.types import ConfigError, ReturnSpec, SamplingParams, TokenCompletionRequest, derive_seed
-from ludic_tinker.server.records import Checkpoint, CheckpointPath, Refused, Sampler
-from ludic_tinker.server.scheduler import FairShares
+from ludic_tinker.server.bodies import CreateSamplingSession, SampleBody, check_sparse
+from ludic_tinker.server.futures import Failure, Future, Futures, Result, request_id
+from ludic_tinker.server.messages import SampledTokens, ScoredPrompt, TopTokens, write_sample
+from ludic_tinker.server.records import Checkpoint, CheckpointPath, Refused, Sampler, TenantLimits, Usage
+from ludic_tinker.server.requests import sampler_id
+from ludic_tinker.server.scheduler import FairShares, as_failure
 from ludic_tinker.server.storage.store import DiskStore
-from ludic_tinker.server.wire.bodies import SampleBody, check_sparse
-from ludic_tinker.server.wire.messages import SampledTokens, ScoredPrompt, TopTokens, write_sample
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
 
 _AHEAD = 1.5
 """Sequences given to the engine for each that it computes at a time, so that it does not wait for this loop."""
 
 
-def sampling_of(body: SampleBody, room: int) -> SamplingParams:
+def _sampling_of(body: SampleBody, room: int) -> SamplingParams:
     """The engine's parameters; `room`: tokens that the context leaves for a completion."""
     asked = body.sampling_params
     stop = asked.stop
@@ -54,99 +53,89 @@ def sampling_of(body: SampleBody, room: int) -> SamplingParams:
     )
 
 
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """A request that has not been given to the engine."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """Facts about the base model that clients are told."""
 
-    num_sequences: int
-    num_tokens: int
-    turn: "asyncio.Future[None]"
+    names: tuple[str, ...]
+    """The names by which they may ask for it, its own first."""
+    max_context: int
+    """Tokens of a prompt and its completion, or of a row."""
+    architecture: str = ""
+    tokenizer_id: str | None = None
+    """The hub id or folder that `get_tokenizer` of the SDK loads."""
 
-
-class Turns:
-    """Room in the engine, given to the tenants fairly."""
-
-    def __init__(self, num_sequences: int) -> None:
-        self._room = num_sequences
-        self._num_running = 0
-        self._shares = FairShares()
-        self._waiting: dict[str, deque[_Waiting]] = {}
-
-    @contextlib.asynccontextmanager
-    async def turn(self, tenant: str, num_sequences: int, num_tokens: int) -> AsyncIterator[None]:
-        """Waits for the tenant's turn; holds the room until the end of the block."""
-        waiting = _Waiting(num_sequences, num_tokens, asyncio.get_running_loop().create_future())
-        self._waiting.setdefault(tenant, deque()).append(waiting)
-        self._admit()
-        try:
-            await waiting.turn
-        except asyncio.CancelledError:
-            if waiting.turn.done() and not waiting.turn.cancelled():  # admitted and cancelled in the same moment
-                self._leave(waiting)
-            else:
-                self._remove(tenant, waiting)
-            raise
-        try:
-            yield
-        finally:
-            self._leave(waiting)
-
-    def _leave(self, waiting: _Waiting) -> None:
-        self._num_running -= waiting.num_sequences
-        self._admit()
-
-    def _remove(self, tenant: str, waiting: _Waiting) -> None:
-        own = self._waiting.get(tenant)
-        if own is not None and waiting in own:
-            own.remove(waiting)
-            if not own:
-                del self._waiting[tenant]
-        self._admit()
-
-    def _admit(self) -> None:
-        while self._waiting:
-            tenant = self._shares.choose(self._waiting)
-            own = self._waiting[tenant]
-            first = own[0]
-            if self._num_running and self._num_running + first.num_sequences > self._room:
-                return  # and none of another tenant before it, or a large request would never have its turn
-            own.popleft()
-            if not own:
-                del self._waiting[tenant]
-            self._shares.charge(tenant, first.num_tokens)
-            self._num_running += first.num_sequences
-            first.turn.set_result(None)
+    def check(self, name: str) -> None:
+        """Refused(400) for another model than the one that is served."""
+        if name not in self.names:
+            raise Refused(400, f"There is no base model {name!r:.200} here. This server has {', '.join(self.names)}.")
 
 
-class Samplers:
-    """The sampling sessions, and the adapters that the engine holds for them."""
+class Sampling:
+    """The sampling sessions of all tenants, their requests, and the adapters that the engine holds for them. It belongs to the
+    event loop.
 
-    def __init__(self, engine: LocalEngine, store: DiskStore, *, max_adapters: int = 32) -> None:
+    A request is known by its sampling session and number: a repeated one is given the future of the first. Samples are not
+    written down; after a restart of the server the SDK asks for them again.
+    """
+
+    def __init__(
+        self,
+        engine: LocalEngine,
+        store: DiskStore,
+        offer: Offer,
+        futures: Futures,
+        usage: Usage,
+        *,
+        limits: TenantLimits,
+        max_adapters: int,
+    ) -> None:
         """`max_adapters`: held by the engine at a time; more only while requests that run need them."""
-        self.engine, self._store, self._max_adapters = engine, store, max_adapters
-        self._by_id: dict[str, Sampler] = {}
+        self.engine, self.offer, self._store = engine, offer, store
+        self._futures, self._usage, self._limits = futures, usage, limits
+        self._max_adapters = max_adapters
+        self.running: dict[str, asyncio.Task[None]] = {}
+        """Tasks of the requests in the engine, by id."""
         self._held: OrderedDict[str, int] = OrderedDict()
         """Adapters of the engine by path, the least recently used first, and the requests that use each now."""
         self._deleted: set[str] = set()
         """Held paths whose weights are deleted; the requests that use them finish."""
         self._loading: dict[str, asyncio.Lock] = {}
-        self._turns = Turns(int(engine.max_sequences * _AHEAD))
+        shares = FairShares()
+        self._turns = Turns(int(engine.max_sequences * _AHEAD), choose=shares.choose, charge=shares.charge)
 
-    def add(self, sampler: Sampler) -> None:
-        self._by_id[sampler.id] = sampler
+    # --- sessions ---
 
-    def find(self, sampler_id: str, tenant: str) -> Sampler:
-        """Refused(404) if there is none, or it is another tenant's."""
-        found = self._by_id.get(sampler_id)
-        if found is None or found.tenant != tenant:
-            raise Refused(404, f"There is no sampling session {sampler_id!r:.200}.")
-        return found
+    def create_session(self, tenant: str, body: CreateSamplingSession) -> Sampler:
+        """A sampling session of weights or of the base model; a repeated request finds the first one's."""
+        name = sampler_id(body.session_id, body.sampling_session_seq_id)
+        try:
+            return self._store.samplers.get(name, tenant)
+        except Refused:
+            sampler = self._new_sampler(tenant, name, body.session_id, body.model_path, body.base_model)
+        if len(self.of_session(body.session_id)) >= self._limits.max_session_samplers:
+            raise Refused(
+                403,
+                f"This session has {self._limits.max_session_samplers} sampling sessions, as many as this server allows. End it "
+                "(ServiceClient.close) and use a new ServiceClient.",
+            )
+        self._store.samplers.put(sampler)
+        return sampler
+
+    def _new_sampler(
+        self, tenant: str, name: str, session: str, model_path: str | None, base_model: str | None
+    ) -> Sampler:
+        if model_path is None:
+            if base_model is None:
+                raise Refused(400, "A sampling session needs a model_path or a base_model.")
+            self.offer.check(base_model)
+            path = None
+        else:
+            path = str(self._store.checkpoints.get(CheckpointPath.parse(model_path), tenant).path)
+        return Sampler(id=name, session=session, tenant=tenant, path=path, created=time.time())
 
     def of_session(self, session_id: str) -> list[Sampler]:
-        return [sampler for sampler in self._by_id.values() if sampler.session == session_id]
-
-    def remove(self, sampler_id: str) -> None:
-        self._by_id.pop(sampler_id, None)
+        return [sampler for sampler in self._store.samplers if sampler.session == session_id]
 
     # --- adapters ---
 
@@ -193,12 +182,56 @@ class Samplers:
 
     # --- requests ---
 
-    def check(self, body: SampleBody, tokens: list[int]) -> SamplingParams:
+    def sample(self, tenant: str, body: SampleBody) -> Future:
+        """Accept a sampling request, once."""
+        if body.sampling_session_id is not None:
+            if body.seq_id is None:
+                raise Refused(400, "A request of a sampling session needs a seq_id.")
+            sampler = self._store.samplers.get(body.sampling_session_id, tenant)
+            name = request_id(sampler.id, body.seq_id)
+            if (known := self._futures.get(name, tenant)) is not None:
+                return known
+        else:
+            name = f"sample-{secrets.token_hex(12)}"
+            sampler = self._new_sampler(tenant, name, "", body.model_path, body.base_model)
+        tokens = body.prompt.tokens
+        sampling = self._check(body, tokens)
+        self._usage.check(tenant)
+        future = self._futures.begin(name, tenant)
+        future.num_sequences = body.num_samples
+        num_tokens = len(tokens) + body.num_samples * sampling.max_tokens
+
+        async def run() -> None:
+            self._usage.add(tenant, num_tokens)
+            result: Result = Failure("The request was cancelled.")
+            try:
+                result = await self._draw(sampler, body, tokens, sampling)
+            except Exception as error:  # noqa: BLE001 - the client hears of it when it asks for the result
+                result = as_failure(error)
+            finally:
+                self._usage.remove(tenant, num_tokens)
+                self.running.pop(name, None)
+                self._futures.resolve(future, result)
+
+        self.running[name] = asyncio.get_running_loop().create_task(run())
+        return future
+
+    def cancel(self, tenant: str, name: str) -> None:
+        """Take a request out of the engine; others are left alone."""
+        if self._futures.get(name, tenant) is not None and (task := self.running.get(name)) is not None:
+            task.cancel()
+
+    def close(self) -> None:
+        """Take all requests out of the engine."""
+        for task in list(self.running.values()):
+            task.cancel()
+
+    def _check(self, body: SampleBody, tokens: list[int]) -> SamplingParams:
         """ConfigError for what the engine would refuse, before the request is accepted."""
         if not tokens:
             raise ConfigError("The prompt is empty; a model needs at least one token to continue.")
         room = self.engine.max_total_tokens - len(tokens)
-        sampling = sampling_of(body, room)
+        sampling = _sampling_of(body, room)
         if sampling.max_tokens > room:
             raise ConfigError(
                 f"The prompt has {len(tokens)} tokens and max_tokens={sampling.max_tokens}; together they may be "
@@ -211,11 +244,11 @@ class Samplers:
             )
         return sampling
 
-    async def sample(self, sampler: Sampler, body: SampleBody, tokens: list[int], sampling: SamplingParams) -> bytes:
+    async def _draw(self, sampler: Sampler, body: SampleBody, tokens: list[int], sampling: SamplingParams) -> bytes:
         """A `SampleResponse`. Cancelling the task takes the sequences out of the engine."""
         num_tokens = len(tokens) + body.num_samples * sampling.max_tokens
         async with (
-            self._turns.turn(sampler.tenant, body.num_samples, num_tokens),
+            self._turns.turn(sampler.tenant, size=body.num_samples, cost=num_tokens),
             self._adapter(sampler.path) as adapter,
         ):
             scoring = asyncio.ensure_future(self._score(body, tokens, adapter))
@@ -292,7 +325,7 @@ def _check_targets(shape: tuple[int, ...], is_any: bool, num_tokens: int) -> Non
         )
 
 
-def adapter_of(engine: LocalEngine, checkpoint: Checkpoint, tensors: "Mapping[str, Tensor]") -> LoraAdapter:
+def adapter_of(engine: LocalEngine, checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> LoraAdapter:
     """The adapter of sampler weights, or of a training state."""
     prefix = "weights/" if checkpoint.path.kind == "training" else ""
     adapter = LoraAdapter.create(engine.model, checkpoint.spec)

@@ -1,4 +1,4 @@
-"""Whose turn it is: fair shares of computed tokens, and the worker thread that carries out training requests.
+"""Turns of training requests: fair shares of computed tokens, and the worker thread that carries out training requests.
 
 Requests of one run are carried out in the order of their numbers, whatever order they arrive in. A round of the worker first
 reads the passes whose turn is near, carries out the other requests (optimizer steps, saving, loading), at most once per run, and
@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TypeAlias
 
 from ludic.types import LudicError
 from ludic_tinker.server.futures import Failure, Result
@@ -30,7 +30,7 @@ class FairShares:
     def __init__(self) -> None:
         self._given: dict[str, float] = {}
         self._now = 0.0
-        """What the tenant whose turn it was last had been given before."""
+        """Tokens that the tenant of the last turn had been given before it."""
 
     def choose(self, tenants: Iterable[str]) -> str:
         """The tenant whose turn it is."""
@@ -88,10 +88,8 @@ class PassTask(Task):
         return sum(len(row.tokens) for row in self.rows)
 
 
-class Compute(Protocol):
-    """`TrainingBase.compute`."""
-
-    def __call__(self, jobs: Sequence[PassJob]) -> list[PassOutput | Exception]: ...
+_Compute: TypeAlias = Callable[[Sequence[PassJob]], list[PassOutput | Exception]]
+"""`TrainingBase.compute`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +99,7 @@ class _Line:
     tenant: str
     next_number: int
     make: Callable[[], None] | None
-    """What has to be done before the first request."""
+    """Makes the run, before the first request."""
     waiting: dict[int, Task] = field(default_factory=dict)
 
     @property
@@ -113,7 +111,7 @@ class _Line:
 class Scheduler:
     """The worker thread and what waits for it."""
 
-    def __init__(self, compute: Compute, *, token_budget: int) -> None:
+    def __init__(self, compute: _Compute, *, token_budget: int) -> None:
         """`token_budget`: tokens of one batch; a longer row is a batch of one."""
         self._compute, self._budget = compute, token_budget
         self._changed = threading.Condition()
@@ -151,13 +149,13 @@ class Scheduler:
             return None if line is None or line.next_number in line.waiting or not line.waiting else line.next_number
 
     def is_over(self, run: str, number: int) -> bool:
-        """Whether this request was carried out, or is older than what a run began with."""
+        """True if this request was carried out, or is older than the first of the run."""
         with self._changed:
             line = self._lines.get(run)
             return line is not None and number < line.next_number
 
     def is_next(self, run: str, number: int) -> bool:
-        """Whether the run can do nothing before this request."""
+        """True if the run can do nothing before this request."""
         with self._changed:
             line = self._lines.get(run)
             return line is not None and line.next_number == number
@@ -317,7 +315,7 @@ def _attempt(work: Callable[[], Result]) -> Result:
 
 
 def as_failure(error: Exception) -> Failure:
-    """What the client is told: the text of our own errors, and no details of others, which are logged."""
+    """The client's view of an error: the text of our own, and no details of others, which are logged."""
     if isinstance(error, LudicError):
         return Failure(str(error))
     logger.error("a request failed", exc_info=error)

@@ -6,15 +6,19 @@ run and number: a repeated one is given the future of the first.
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
+from torch import Tensor
+
+from ludic.inference.local import LocalEngine
 from ludic.models.adapters import AdapterSpec
+from ludic_tinker.server import bodies
 from ludic_tinker.server.futures import Failure, Future, Futures, Result, request_id
 from ludic_tinker.server.records import (
     CheckpointPath,
@@ -28,15 +32,10 @@ from ludic_tinker.server.records import (
 )
 from ludic_tinker.server.requests import OpenRun, TrainingRequests
 from ludic_tinker.server.runs import TrainingBase
-from ludic_tinker.server.sampling import Samplers
-from ludic_tinker.server.sampling_requests import Offer, SamplingRequests
+from ludic_tinker.server.sampling import Offer, Sampling
 from ludic_tinker.server.scheduler import Scheduler, Task
 from ludic_tinker.server.storage.journal import Recovered
 from ludic_tinker.server.storage.store import DiskStore
-from ludic_tinker.server.wire import bodies
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -48,47 +47,47 @@ _MAX_REASON = 1000
 """Longest reason kept for a session's end, in characters."""
 
 
-@dataclass(slots=True, eq=False)
-class _OpenSession:
-    record: Session
-    last_seen: float
-    is_finished: bool = False
-
-
 class Service:
-    """Everything behind the HTTP endpoints of training; `samplers` is everything behind those of sampling."""
+    """Everything behind the HTTP endpoints of training; `sampling` is everything behind those of sampling."""
 
     def __init__(
         self,
         base: TrainingBase,
-        samplers: Samplers,
+        engine: LocalEngine,
         store: DiskStore,
         offer: Offer,
         *,
         token_budget: int,
         limits: TenantLimits | None = None,
+        max_adapters: int = 32,
         max_idle_s: float = 3600.0,
-        clock: Callable[[], float] = time.time,
     ) -> None:
-        """`max_idle_s`: a session ends when its client has been silent for this time. Call it in the running event loop."""
-        self.samplers, self.offer, self.limits = samplers, offer, limits or TenantLimits()
+        """`max_adapters`: held by the engine at a time. `max_idle_s`: a session ends when its client has been silent for this
+        time. Call it in the running event loop."""
+        self.offer, self.limits = offer, limits or TenantLimits()
         self.futures = Futures()
-        self._base, self.store, self._clock, self._max_idle_s = base, store, clock, max_idle_s
-        self._sessions: dict[str, _OpenSession] = {}
+        self._base, self.store, self._max_idle_s = base, store, max_idle_s
+        self._last_seen: dict[str, float] = {}
+        """When the client of each open session was heard last."""
         self._runs: dict[str, OpenRun] = {}
         self._usage = Usage(self.limits)
-        self.sampling = SamplingRequests(
-            samplers, self.futures, self._usage, store, offer, limits=self.limits, clock=clock
+        self.sampling = Sampling(
+            engine,
+            store,
+            offer,
+            self.futures,
+            self._usage,
+            limits=self.limits,
+            max_adapters=max_adapters,
         )
         self._loop = asyncio.get_running_loop()
         self._scheduler = Scheduler(base.compute, token_budget=token_budget)
         self._requests = TrainingRequests(
             base,
-            samplers.engine,
+            engine,
             store,
             self.limits,
             on_sampler=lambda run, sampler: self._post(self._add_unnamed, run, sampler),
-            clock=clock,
         )
 
     async def close(self) -> None:
@@ -104,20 +103,20 @@ class Service:
         session = Session(
             id=f"session-{secrets.token_hex(12)}",
             tenant=tenant,
-            created=self._clock(),
+            created=time.time(),
             tags=tuple(body.tags),
             user_metadata=body.user_metadata or {},
             sdk_version=body.sdk_version,
             display_name=body.display_name,
         )
         self.store.sessions.put(session)
-        self._sessions[session.id] = _OpenSession(session, self._clock())
+        self._last_seen[session.id] = time.time()
         return session
 
     def _make_room(self, tenant: str) -> None:
         """Forget the tenant's oldest sessions that have ended, until one more is allowed."""
         own = self.store.sessions.listed(tenant)
-        ended = [session.id for session in own if self._sessions[session.id].is_finished]
+        ended = [session.id for session in own if session.finished is not None]
         if len(own) - len(ended) >= self.limits.max_sessions:
             raise Refused(
                 403,
@@ -126,49 +125,37 @@ class Service:
             )
         num_over = max(0, len(own) + 1 - self.limits.max_sessions)
         for session_id in ended[len(ended) - num_over :]:
-            del self._sessions[session_id]
             self.store.forget_session(session_id)
 
     def heard(self, tenant: str, session_id: str) -> Session:
         """The client of this session lives. Refused(404) if it is none of the tenant's, Refused(410) if it has ended."""
-        session = self._sessions.get(session_id)
-        if session is None or session.record.tenant != tenant:
-            raise Refused(404, f"There is no session {session_id!r:.200}.")
-        if session.is_finished:
+        session = self.store.sessions.get(session_id, tenant)
+        if session.finished is not None:
             raise Refused(410, f"The session {session_id} has ended.")
-        session.last_seen = self._clock()
-        return session.record
+        self._last_seen[session_id] = time.time()
+        return session
 
     def finish_session(self, tenant: str, session_id: str, reason: str = "success", detail: str | None = None) -> None:
         """End its runs and samplers; named checkpoints stay."""
-        try:
-            self.heard(tenant, session_id)
-        except Refused as refused:
-            if refused.status == 410:
-                return
-            raise
-        self._end_session(session_id, reason[:_MAX_REASON], detail and detail[:_MAX_REASON])
+        if self.store.sessions.get(session_id, tenant).finished is None:
+            self._end_session(session_id, reason[:_MAX_REASON], detail and detail[:_MAX_REASON])
 
     def _end_session(self, session_id: str, reason: str, detail: str | None) -> None:
-        self._sessions[session_id].is_finished = True
         for run in [run for run in self._runs.values() if run.record.session == session_id]:
             self._end_run(run)
-        for sampler in self.samplers.of_session(session_id):
-            self._remove_sampler(sampler)
-            self.futures.close_channels(f"{sampler.id}/")
-        self.store.end_session(session_id, reason, detail)
-
-    def _remove_sampler(self, sampler: Sampler) -> None:
-        self.samplers.remove(sampler.id)
-        self.store.samplers.remove(sampler.id)
+        for sampler in self.sampling.of_session(session_id):
+            self.store.samplers.remove(sampler.id)
+        session = self.store.sessions.get(session_id)
+        self.store.sessions.put(dataclasses.replace(session, finished=reason, detail=detail))
+        self._last_seen.pop(session_id, None)
 
     def sweep(self) -> None:
         """End sessions whose clients are gone, and drop results that were not retrieved. Call it now and then."""
-        now = self._clock()
-        for session in list(self._sessions.values()):
-            if not session.is_finished and now - session.last_seen > self._max_idle_s:
-                logger.warning("session %s was silent for %.0f s; it ends", session.record.id, now - session.last_seen)
-                self._end_session(session.record.id, "interrupted", "its client was silent")
+        now = time.time()
+        for session_id, last_seen in list(self._last_seen.items()):
+            if now - last_seen > self._max_idle_s:
+                logger.warning("session %s was silent for %.0f s; it ends", session_id, now - last_seen)
+                self._end_session(session_id, "interrupted", "its client was silent")
         self.futures.sweep()
 
     # --- runs ---
@@ -214,10 +201,9 @@ class Service:
         return found
 
     def _create(self, record: Run, kind: RequestKind, payload: bytes) -> Future:
-        """A run begins with its request 0. The store drops a run without one: its client was not answered and asks again."""
+        """A run begins with its request 0."""
         self.store.forget_ended_runs(record.tenant, keep=self.limits.max_ended_runs)
-        self.store.add_run(record)
-        self.store.accept(record.id, 0, kind, payload)
+        self.store.add_run(record, kind, payload)
         return self._submit(self._open(record, next_number=0), 0, kind, payload)
 
     def _new_record(
@@ -240,11 +226,11 @@ class Service:
             tenant=tenant,
             base_model=base_model,
             spec=spec,
-            created=self._clock(),
+            created=time.time(),
             user_metadata=metadata or {},
         )
 
-    def _open(self, record: Run, *, next_number: int, state: "Mapping[str, Tensor] | None" = None) -> OpenRun:
+    def _open(self, record: Run, *, next_number: int, state: Mapping[str, Tensor] | None = None) -> OpenRun:
         """The worker makes the run, before its first request."""
         run = self._runs[record.id] = OpenRun(record)
 
@@ -283,22 +269,49 @@ class Service:
         self._forget_unnamed(run, keep=0)
         self.store.end_run(run.record.id)
 
-    def abandon(self, run_id: str) -> None:
+    # --- restart ---
+
+    def recover(self) -> None:
+        """Take over from the server before this one, which may have been killed at any moment. Call it once, before listening.
+
+        Runs are computed up to where they were in the background. The SDK (0.36) continues as if nothing had happened:
+
+        - Requests that were not answered come again with the same numbers (`execute_with_retries`, for 5 minutes), and meet the
+          runs, sessions and results that are here: nothing is carried out twice.
+        - Requests that were answered are only asked for their results (`_APIFuture`, without an end while the server is away; 404
+          would end the client's program), and every one of a training run is in the journal.
+        - Sampling requests are not kept. Their ids are answered with 410, after which `SamplingClient` samples again.
+        - Heartbeats continue; a session that its client has not finished is open, and its client has time again to be heard.
+        """
+        sessions = self.store.sessions.listed()
+        over = {session.id for session in sessions if session.finished is not None}
+        self._last_seen = {session.id: time.time() for session in sessions if session.id not in over}
+        for run, found in self.store.recover():
+            if run.session in over:
+                self.store.end_run(run.id)
+                continue
+            try:
+                self._restore_run(run, found)
+            except Exception as error:
+                logger.exception("run %s cannot be continued; its checkpoints can still be loaded", run.id)
+                self.store.damaged[run.id] = f"{type(error).__name__}: {error}"
+                self._abandon(run.id)
+        for sampler in self.store.samplers.listed():
+            if sampler.session in over:
+                self.store.samplers.remove(sampler.id)
+
+    def _abandon(self, run_id: str) -> None:
         """Take no requests of a run that cannot be restored; its files stay as they are."""
         if (run := self._runs.pop(run_id, None)) is not None:
             run.is_closed = True
             self._scheduler.close_run(run_id)
 
-    def restore_session(self, session: Session) -> None:
-        """A session of before a restart. Its client has time again to be heard."""
-        self._sessions[session.id] = _OpenSession(session, self._clock(), is_finished=session.finished is not None)
-
-    def restore_run(self, record: Run, found: Recovered, unnamed: Iterable[CheckpointPath]) -> None:
+    def _restore_run(self, record: Run, found: Recovered) -> None:
         """A run as it was before a restart: its requests are carried out again. One that has a result keeps it; if it now fails,
         the run does not have the weights that its client was told of, and takes no more requests."""
         logger.info("run %s continues; %d requests are carried out again", record.id, len(found.requests))
         run = self._open(record, next_number=found.next_number, state=found.state)
-        run.unnamed.extend(unnamed)
+        run.unnamed.extend(checkpoint.path for checkpoint in reversed(self.store.checkpoints.unnamed(record.id)))
         for number, result in found.results.items():
             self.futures.resolve(self.futures.begin(request_id(record.id, number), record.tenant), result)
         for request in found.requests:
@@ -315,7 +328,7 @@ class Service:
     def request(self, tenant: str, run_id: str, number: int, kind: RequestKind, payload: bytes) -> Future:
         """Accept a request of a run, once."""
         run = self._find(tenant, run_id)
-        self._sessions[run.record.session].last_seen = self._clock()
+        self._last_seen[run.record.session] = time.time()
         known = self.futures.get(request_id(run_id, number), tenant)
         if known is not None:
             return known
@@ -327,7 +340,7 @@ class Service:
         # The request that a run waits for is always accepted: the SDK sends the parts of a large one in any order.
         if not self._scheduler.is_next(run.record.id, number):
             self._usage.check(run.record.tenant)
-        self.store.accept(run.record.id, number, kind, payload)
+        self.store.journal.accept(run.record.id, number, kind, payload)
         return self._submit(run, number, kind, payload)
 
     def _submit(self, run: OpenRun, number: int, kind: RequestKind, payload: bytes) -> Future:
@@ -352,7 +365,7 @@ class Service:
         def done(task: Task, result: Result) -> None:
             if not run.is_closed and (training := run.training) is not None:
                 try:
-                    self.store.executed(run.record.id, number, result, lambda: training.state(gradient=True))
+                    self.store.journal.executed(run.record.id, number, result, lambda: training.state(gradient=True))
                 except OSError as error:
                     logger.error("request %d of %s could not be written down: %s", number, run.record.id, error)
                     result = Failure(f"The server could not write the result down: {error}", is_users=False)
@@ -370,8 +383,7 @@ class Service:
     def _add_unnamed(self, run: OpenRun, sampler: Sampler) -> None:
         assert sampler.path is not None, "it has weights"
         path = CheckpointPath.parse(sampler.path)
-        self.samplers.held(path)
-        self.samplers.add(sampler)
+        self.sampling.held(path)
         if path not in run.unnamed:
             run.unnamed.append(path)
         self._forget_unnamed(run, keep=self.limits.max_samplers)
@@ -379,10 +391,10 @@ class Service:
     def _forget_unnamed(self, run: OpenRun, *, keep: int) -> None:
         while len(run.unnamed) > keep:
             path = run.unnamed.pop(0)
-            self.samplers.drop(path)
-            for sampler in self.samplers.of_session(run.record.session):
+            self.sampling.drop(path)
+            for sampler in self.sampling.of_session(run.record.session):
                 if sampler.path == str(path):
-                    self._remove_sampler(sampler)
+                    self.store.samplers.remove(sampler.id)
             with contextlib.suppress(Refused):  # the tenant has deleted it
                 self.store.checkpoints.delete(path)
 

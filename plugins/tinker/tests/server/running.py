@@ -6,17 +6,17 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import tinker
 from tinker import types
 
 from ludic.inference.local import LocalEngine
-from ludic_tinker.server.app import CONFIG, serve
+from ludic_tinker.server import app
+from ludic_tinker.server.app import serve
 from ludic_tinker.server.records import Keys, TenantLimits
-from ludic_tinker.server.recovery import recover
 from ludic_tinker.server.runs import TrainingBase
-from ludic_tinker.server.sampling import Samplers
-from ludic_tinker.server.sampling_requests import Offer
+from ludic_tinker.server.sampling import Offer
 from ludic_tinker.server.service import Service
 from ludic_tinker.server.storage.store import DiskStore
 from tests.unit.training.bandit import ByteTokenizer, tiny_llama
@@ -32,8 +32,6 @@ class RunningServer:
         self.model: Any = settings.pop("model", None) or tiny_llama()
         self.offer: Offer = settings.pop("offer", Offer(names=(NAME,), max_context=64))
         self.keys: dict[str, str] = settings.pop("keys", {})
-        self.config = dict(CONFIG)
-        """Features that the next clients are told of."""
         self.limits: TenantLimits = settings.pop("limits", TenantLimits())
         self.folder = tempfile.TemporaryDirectory(prefix="tinker-server-")
         """Its data; what is there at the start is recovered."""
@@ -55,20 +53,20 @@ class RunningServer:
         store = DiskStore(self.folder.name, base_model=NAME)
         self.service = Service(
             base,
-            Samplers(engine, store),
+            engine,
             store,
             self.offer,
             token_budget=256,
             limits=self.limits,
         )
 
-        recover(store, self.service)
+        self.service.recover()
 
         def ready(url: str) -> None:
             self.url = url
             self._is_ready.set()
 
-        serving = asyncio.create_task(serve(self.service, Keys(self.keys), port=0, config=self.config, on_ready=ready))
+        serving = asyncio.create_task(serve(self.service, Keys(self.keys), port=0, on_ready=ready))
         await asyncio.wait(
             [serving, stopping := asyncio.create_task(self.stopped.wait())], return_when=asyncio.FIRST_COMPLETED
         )
@@ -113,14 +111,10 @@ class RunningServer:
     @contextlib.contextmanager
     def client(self, key: str = KEY, **features: Any) -> Iterator[tinker.ServiceClient]:
         """A session of the SDK, which is told of these features."""
-        self.config.update(features)
-        try:
-            with tinker.ServiceClient(base_url=self.url, api_key=key) as client:
+        with tinker.ServiceClient(base_url=self.url, api_key=key) as client:
+            with mock.patch.dict(app._CONFIG, features):
                 _ = client.holder  # connects
-                yield client
-        finally:
-            self.config.clear()
-            self.config.update(CONFIG)
+            yield client
 
 
 def datum(*, start: int = 1, length: int = 6, **inputs: float) -> types.Datum:

@@ -29,17 +29,6 @@ async def test_waiting_client_is_woken_by_the_result():
     assert await waiting == {"x": 1} == await future.wait(0.0), "a result is set once"
 
 
-async def test_future_is_known_to_its_tenant_alone():
-    futures = Futures()
-    future = futures.begin("a#1", "anna")
-    futures.resolve(future, b"result")
-    assert futures.get("a#1", "anna") is future and futures.get("a#1", "bert") is None
-    futures.forget(["a#1"], "bert")
-    assert futures.get("a#1", "anna") is future
-    futures.forget(["a#1"], "anna")
-    assert futures.get("a#1", "anna") is None
-
-
 async def test_results_are_dropped_after_their_time_and_never_before_they_are_there():
     clock = Clock()
     futures = Futures(clock=clock)
@@ -53,33 +42,6 @@ async def test_results_are_dropped_after_their_time_and_never_before_they_are_th
     clock.now = KEPT_S + 1
     futures.sweep()
     assert futures.get("unread", "anna") is None and futures.get("slow", "anna") is slow
-
-
-async def test_completions_are_announced_in_order_and_once_per_cursor():
-    futures = Futures()
-    made = [futures.begin(f"s#{n}", "anna", channel="s/0") for n in range(3)]
-    polling = asyncio.create_task(futures.completions("s/0", 0, 60))
-    await asyncio.sleep(0)
-    futures.resolve(made[2], b"")
-    found, cursor = await polling
-    assert found == [made[2]]
-    futures.resolve(made[0], b"")
-    futures.resolve(made[1], b"")
-    found, cursor = await futures.completions("s/0", cursor, 60)
-    assert found == [made[0], made[1]]
-    assert await futures.completions("s/0", cursor, 0.0) == ([], cursor)
-
-
-async def test_channels_without_a_client_keep_no_results():
-    clock = Clock()
-    futures = Futures(clock=clock)
-    for n in range(5):
-        future = futures.begin(f"s#{n}", "anna", channel="s/0")
-        futures.resolve(future, b"large")
-        futures.retrieved(future)
-    clock.now = KEPT_AFTER_RETRIEVAL_S + 1
-    futures.sweep()
-    assert len(futures) == 0 and not futures._channels
 
 
 @pytest.mark.parametrize(

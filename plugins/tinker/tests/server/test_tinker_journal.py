@@ -1,4 +1,4 @@
-"""The journal of a training run: no acknowledged record is lost, none is invented, whatever moment the process dies at."""
+"""The journal of training runs: no acknowledged record is lost, none is invented, whatever moment the process dies at."""
 
 import multiprocessing
 import os
@@ -6,7 +6,6 @@ import random
 import resource
 import shutil
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +13,50 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
-import ludic.types  # noqa: F401 - first, since ludic.util.files imports it in a circle (mended on branch view)
-from ludic_tinker.server.storage.database import Damaged, StorageError
-from ludic_tinker.server.storage.journal import STEP, Record, RunJournal
+from ludic_tinker.server.storage.database import Damaged, Database, StorageError
+from ludic_tinker.server.storage.journal import SCHEMA, Journal, Record, Recovered
 
 pytestmark = pytest.mark.slow
 
+RUN, STEP = "s1:train:0", "optim_step"
 REQUESTS = [Record(seq, STEP, bytes([seq]) * (20 if seq % 2 else 9000)) for seq in range(6)]
 DISTURBED = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def open_run(folder: Path, **settings: Any) -> RunJournal:
-    folder.mkdir(parents=True, exist_ok=True)
-    return RunJournal(folder, background=ThreadPoolExecutor(1), **{"is_new": True, **settings})
+class OneRun:
+    """A database with the journal of one run."""
+
+    def __init__(self, folder: Path, *, is_new: bool = False, sync: bool = False, **settings: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.database = Database(folder / "server.db", SCHEMA if is_new else None, sync=sync)
+        self.journal = Journal(self.database, lambda run: folder / "run", **settings)
+
+    def request(self, number: int, payload: bytes = b"", kind: str = STEP) -> None:
+        self.journal.accept(RUN, number, kind, payload)
+
+    def done(self, number: int, value: float = 0.0) -> None:
+        """The request is carried out; the state after it is `value`."""
+        self.journal.executed(RUN, number, b"r%d" % number, lambda: {"w": torch.tensor([value])})
+        self.journal.wait(RUN)
+
+    def close(self) -> None:
+        self.journal.close()
+        self.database.close()
+
+
+def recovered(folder: Path) -> Recovered:
+    """What a restarted server finds."""
+    run = OneRun(folder)
+    try:
+        return run.journal.recover(RUN) if run.journal.runs() else Recovered(0, None, (), {})
+    finally:
+        run.close()
 
 
 def reopened(folder: Path) -> list[Record]:
-    """The requests that a restarted server finds."""
-    journal = open_run(folder, is_new=False)
-    try:
-        return list(journal.recover().requests)
-    finally:
-        journal.close()
+    return list(recovered(folder).requests)
 
 
 class Left:
@@ -44,21 +64,21 @@ class Left:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.copy = folder, folder / "copy"
-        journal = open_run(folder / "live")
-        log = folder / "live/journal.db-wal"
+        run = OneRun(folder / "live", is_new=True)
+        log = folder / "live/server.db-wal"
         self.ends = []
         """The size of the log after each request."""
         for record in REQUESTS:
-            journal.request(record.seq, record.kind, record.payload)
+            run.request(record.seq, record.payload)
             self.ends.append(log.stat().st_size)
         shutil.copytree(folder / "live", folder / "killed")
-        journal.close()
+        run.close()
 
     def again(self, name: str) -> tuple[Path, Path]:
         """Database and log of a fresh copy."""
         shutil.rmtree(self.copy, ignore_errors=True)
         shutil.copytree(self.folder / name, self.copy)
-        return self.copy / "journal.db", self.copy / "journal.db-wal"
+        return self.copy / "server.db", self.copy / "server.db-wal"
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +103,9 @@ def test_a_log_cut_at_any_byte_has_exactly_the_records_before_the_cut(left: Left
     kept = [record for record, end in zip(REQUESTS, left.ends, strict=True) if end <= cut]
     assert reopened(left.copy) == kept
 
-    journal, added = open_run(left.copy, is_new=False), Record(7, STEP, b"after the restart")
-    journal.request(added.seq, added.kind, added.payload)
-    journal.close()
+    run, added = OneRun(left.copy), Record(len(kept), STEP, b"after the restart")
+    run.request(added.seq, added.payload)
+    run.close()
     assert reopened(left.copy) == [*kept, added]
 
 
@@ -121,7 +141,7 @@ def test_a_changed_bit_is_never_read_as_a_record(left: Left, name: str, data: An
     try:
         found = reopened(left.copy)
     except Damaged as error:
-        assert "journal.db" in str(error)
+        assert "server.db" in str(error)
     else:
         assert found == REQUESTS or (name == "killed" and found == REQUESTS[:-1] and place >= left.ends[-2])
 
@@ -132,7 +152,7 @@ def test_a_cut_database_is_damaged(left: Left, data: Any):
     file, _ = left.again("live")
     whole = file.read_bytes()
     file.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
-    with pytest.raises(Damaged, match="journal.db"):
+    with pytest.raises(Damaged, match="server.db"):
         reopened(left.copy)
 
 
@@ -140,7 +160,7 @@ def test_a_cut_database_is_damaged(left: Left, data: Any):
 def test_tables_that_cannot_be_read_are_damaged(left: Left, changed: bytes):
     file, _ = left.again("live")
     file.write_bytes(file.read_bytes().replace(b"payload", changed, 1))
-    with pytest.raises(Damaged, match="journal.db"):
+    with pytest.raises(Damaged, match="server.db"):
         reopened(left.copy)
 
 
@@ -148,7 +168,7 @@ def test_a_killed_run_without_its_log_stays_damaged(left: Left):
     _, log = left.again("killed")
     log.unlink()
     for _ in range(2):
-        with pytest.raises(Damaged, match="has lost its log journal.db-wal"):
+        with pytest.raises(Damaged, match="has lost its log server.db-wal"):
             reopened(left.copy)
 
 
@@ -156,85 +176,80 @@ def test_a_killed_run_without_its_log_stays_damaged(left: Left):
 
 
 def test_a_run_is_recovered_from_snapshot_and_later_requests(tmp_path: Path):
-    journal = open_run(tmp_path, snapshot_every=2, num_results=2)
-    for seq in (1, 3, 2, 4):  # in the order of arrival
-        assert journal.request(seq, STEP, b"%d" % seq)
-    for seq in (1, 2, 3):
-        assert journal.snapshot_due == (seq > 2)
-        journal.result(seq, b"r%d" % seq)
-    weights = torch.arange(6.0)
-    journal.snapshot(3, {"a": weights[:2], "b": weights[2:].view(2, 2), "step": torch.tensor(3)})
-    journal.request(5, "load_weights", b"5")
-    journal.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["journal.db", "snapshot-4.safetensors"]
+    run = OneRun(tmp_path, is_new=True, snapshot_every=2, num_results=2)
+    for number in (0, 1, 3, 2, 4):  # in the order of arrival
+        run.request(number, b"%d" % number)
+    run.request(1, b"a retry")
+    snapshots = []
+    for number in (0, 1, 2, 3):
+        run.done(number, number)
+        snapshots += [path.name for path in tmp_path.glob("run/*")]
+    run.journal.executed(RUN, 3, b"carried out again", dict)
+    run.request(5, b"5", "load_weights")
+    run.close()
+    assert snapshots == ["snapshot-2.safetensors", "snapshot-2.safetensors", "snapshot-4.safetensors"]
 
-    journal = open_run(tmp_path, is_new=False)
-    recovered = journal.recover()
-    assert recovered.next_number == 4
-    assert recovered.state is not None and recovered.state["b"].tolist() == [[2.0, 3.0], [4.0, 5.0]]
-    assert [(r.seq, r.kind, r.payload) for r in recovered.requests] == [(4, STEP, b"4"), (5, "load_weights", b"5")]
-    assert recovered.results == {2: b"r2", 3: b"r3"}
-    journal.close()
+    found = recovered(tmp_path)
+    assert (found.next_number, found.state) == (4, {"w": torch.tensor([3.0])})
+    assert found.requests == (Record(4, STEP, b"4"), Record(5, "load_weights", b"5"))
+    assert found.results == {2: b"r2", 3: b"r3"}
 
 
 @pytest.mark.parametrize(("sync", "level"), [(False, 1), (True, 2)])
 def test_with_sync_every_commit_waits_for_the_disk(tmp_path: Path, sync: bool, level: int):
     """Levels of SQLite: 1 waits when the log is emptied, which keeps the tables whole in a power cut, 2 at every commit as well."""
-    journal = open_run(tmp_path, sync=sync)
-    assert journal._database.read("PRAGMA synchronous") == [(level,)]
-    assert journal._database.read("PRAGMA journal_mode") == [("wal",)]
-    journal.close()
-
-
-def test_a_retried_request_is_written_once(tmp_path: Path):
-    journal = open_run(tmp_path)
-    assert journal.request(1, STEP, b"first")
-    assert not journal.request(1, STEP, b"retry")
-    journal.snapshot(1, {"w": torch.ones(1)}, wait=True)
-    assert not journal.request(1, STEP, b"retry after the snapshot")
-    journal.close()
-    assert not open_run(tmp_path).request(1, STEP, b"retry after the restart")
+    run = OneRun(tmp_path, is_new=True, sync=sync)
+    assert run.database.read("PRAGMA synchronous") == [(level,)]
+    assert run.database.read("PRAGMA journal_mode") == [("wal",)]
+    run.close()
 
 
 def test_a_result_is_written_once(tmp_path: Path):
-    journal = open_run(tmp_path)
-    journal.request(1, STEP, b"")
-    journal.result(1, b"before the restart")
-    journal.close()
-    journal = open_run(tmp_path)
-    journal.result(1, b"carried out again")
-    journal.close()
-    assert open_run(tmp_path).recover().results[1] == b"before the restart"
+    run = OneRun(tmp_path, is_new=True)
+    run.request(0)
+    for result in (b"before the restart", b"carried out again"):
+        run.journal.executed(RUN, 0, result, dict)
+    run.close()
+    assert recovered(tmp_path).results == {0: b"before the restart"}
 
 
-def test_a_snapshot_is_due_after_many_bytes(tmp_path: Path):
-    journal = open_run(tmp_path, max_bytes=100_000)
-    journal.request(1, "forward_backward", bytes(90_000))
-    assert not journal.snapshot_due
-    journal.request(2, "forward_backward", bytes(90_000))
-    assert journal.snapshot_due
-    journal.snapshot(1, {"w": torch.ones(1)}, wait=True)
-    assert not journal.snapshot_due  # request 2 is kept, and is not counted again
+def test_a_snapshot_is_due_after_many_bytes_and_leaves_the_log_short(tmp_path: Path):
+    run = OneRun(tmp_path, is_new=True, max_bytes=100_000)
+    for number, is_due in enumerate((False, True, False, True)):
+        run.request(number, bytes(90_000), "forward_backward")
+        run.done(number)
+        assert (tmp_path / f"run/snapshot-{number + 1}.safetensors").exists() == is_due
+        assert (run.database.log_bytes() == 0) == is_due
+    run.close()
 
 
-@pytest.mark.parametrize("left", ["snapshot-9.safetensors", ".unfinished-snapshot-9.safetensors"])
-def test_what_a_killed_snapshot_leaves_is_removed(tmp_path: Path, left: str):
-    journal = open_run(tmp_path)
-    journal.request(1, STEP, b"1")
-    journal.close()
-    (tmp_path / left).write_bytes(b"part")
-    assert [record.seq for record in reopened(tmp_path)] == [1]
-    assert [path.name for path in tmp_path.iterdir()] == ["journal.db"]
+def test_files_of_a_killed_snapshot_are_put_right(tmp_path: Path):
+    """A part of one is removed; a whole one counts although the requests that it contains were not dropped."""
+    run, folder = OneRun(tmp_path, is_new=True), tmp_path / "run"
+    for number in range(3):
+        run.request(number)
+    run.close()
+    folder.mkdir()
+    (folder / ".unfinished-snapshot-9.safetensors").write_bytes(b"part")
+    assert [record.seq for record in reopened(tmp_path)] == [0, 1, 2]
+    for number in (1, 2):
+        save_file({"w": torch.tensor([float(number)])}, folder / f"snapshot-{number}.safetensors")
+    for _ in range(2):
+        found = recovered(tmp_path)
+        assert (found.next_number, found.state) == (2, {"w": torch.tensor([2.0])})
+        assert [record.seq for record in found.requests] == [2]
+        assert [path.name for path in folder.iterdir()] == ["snapshot-2.safetensors"]
 
 
 def test_a_missing_or_damaged_snapshot_is_an_error(tmp_path: Path):
-    journal = open_run(tmp_path)
-    journal.snapshot(3, {"w": torch.ones(1)}, wait=True)
-    journal.close()
-    path = tmp_path / "snapshot-4.safetensors"
+    run = OneRun(tmp_path, is_new=True, snapshot_every=1)
+    run.request(0)
+    run.done(0)
+    run.close()
+    path = tmp_path / "run/snapshot-1.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    for _ in range(2):
-        with pytest.raises(Damaged, match="snapshot-4.safetensors cannot be read"):
+    for said in ("snapshot-1.safetensors cannot be read", "run has lost its snapshot"):
+        with pytest.raises(Damaged, match=said):
             reopened(tmp_path)
         path.unlink(missing_ok=True)
 
@@ -243,26 +258,26 @@ def test_a_missing_or_damaged_snapshot_is_an_error(tmp_path: Path):
 
 
 def test_a_full_disk_fails_the_request_and_leaves_the_journal_usable(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    journal = open_run(tmp_path)
-    journal.request(1, STEP, b"1")
+    run = OneRun(tmp_path, is_new=True)
+    run.request(0)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    size = (tmp_path / "journal.db-wal").stat().st_size
+    size = run.database.log_bytes()
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20_000, hard))  # writes past this size fail, after a part of them
     try:
         with pytest.raises(StorageError, match="MiB are free"):
-            journal.request(2, STEP, bytes(100_000))
-        journal.snapshot(1, {"w": torch.zeros(100_000)})
-        journal.wait()
+            run.request(1, bytes(100_000))
+        run.journal.snapshot(RUN, 0, {"w": torch.zeros(100_000)})
+        run.journal.wait(RUN)
         assert "No snapshot" in caplog.text
         with pytest.raises(StorageError):
-            journal.snapshot(1, {"w": torch.zeros(100_000)}, wait=True)
-        journal.request(3, STEP, b"3")
+            run.journal.snapshot(RUN, 0, {"w": torch.zeros(100_000)}, wait=True)
+        run.request(2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert journal.request(2, STEP, bytes(100_000))
-    journal.close()
-    assert [record.seq for record in reopened(tmp_path)] == [1, 2, 3]
-    assert [path.name for path in tmp_path.iterdir()] == ["journal.db"]
+    run.request(1, bytes(100_000))
+    run.close()
+    assert [record.seq for record in reopened(tmp_path)] == [0, 1, 2]
+    assert list(tmp_path.glob("run/*")) == []
 
 
 # --- kill -9 ---
@@ -270,26 +285,26 @@ def test_a_full_disk_fails_the_request_and_leaves_the_journal_usable(tmp_path: P
 
 def train(folder: Path, acknowledge: int) -> None:
     """A run whose state is the sum of its requests; every number is written to the pipe when it is acknowledged."""
-    journal = open_run(folder, snapshot_every=3)
-    recovered = journal.recover()
-    total = float(recovered.state["total"]) if recovered.state else 0.0
-    last = recovered.next_number - 1
-    for record in recovered.requests:
+    found = recovered(folder)
+    total = float(found.state["total"]) if found.state else 0.0
+    last = found.next_number - 1
+    for record in found.requests:
         total, last = total + record.seq, record.seq
+    run = OneRun(folder, snapshot_every=3)
     while True:
         last += 1
-        journal.request(last, STEP, bytes(20_000))
+        run.request(last, bytes(20_000))
         os.write(acknowledge, last.to_bytes(8, "little"))
         total += last
-        journal.result(last, {})
-        if journal.snapshot_due:
-            journal.snapshot(last, {"total": torch.tensor(total)})
+        state = {"total": torch.tensor(total)}
+        run.journal.executed(RUN, last, {}, lambda state=state: state)
 
 
 def test_kill_at_any_moment_loses_no_acknowledged_request(tmp_path: Path):
     rng = random.Random(0)
     fork = multiprocessing.get_context("fork")
     acknowledged = 0
+    OneRun(tmp_path, is_new=True).close()
     for _ in range(12):
         read, write = os.pipe()
         process = fork.Process(target=train, args=(tmp_path, write))
@@ -304,12 +319,10 @@ def test_kill_at_any_moment_loses_no_acknowledged_request(tmp_path: Path):
             acknowledged = int.from_bytes(rest, "little")
         os.close(read)
 
-        journal = open_run(tmp_path)
-        found = journal.recover()
-        journal.close()
-        seqs = [record.seq for record in found.requests]
-        last = seqs[-1] if seqs else found.next_number - 1
-        assert seqs == list(range(found.next_number, last + 1))
+        found = recovered(tmp_path)
+        numbers = [record.seq for record in found.requests]
+        last = numbers[-1] if numbers else found.next_number - 1
+        assert numbers == list(range(found.next_number, last + 1))
         assert last in (acknowledged, acknowledged + 1)  # written, and not yet acknowledged
         state = float(found.state["total"]) if found.state else 0.0
-        assert state + sum(seqs) == last * (last + 1) / 2
+        assert state + sum(numbers) == last * (last + 1) / 2

@@ -202,17 +202,6 @@ def tinker_command(*arguments: str) -> str:
     return done.stdout
 
 
-def test_the_command_lists_runs_and_checkpoints(run: tinker.TrainingClient):
-    runs = json.loads(tinker_command("--format", "json", "run", "list"))
-    assert run.model_id in [found["training_run_id"] for found in runs["runs"]]
-    assert run.model_id in tinker_command("run", "info", run.model_id)
-    path = f"tinker://{run.model_id}/weights/one"
-    for arguments in (["--run-id", run.model_id], ["--limit", "0"]):
-        listed = json.loads(tinker_command("--format", "json", "checkpoint", "list", *arguments))
-        assert path in [found["tinker_path"] for found in listed["checkpoints"]]
-    assert "weights/one" in tinker_command("checkpoint", "info", path)
-
-
 def test_the_command_downloads_deletes_and_expires_checkpoints(run: tinker.TrainingClient, tmp_path: Path):
     path = run.save_state("mine").result().path
     tinker_command("checkpoint", "set-ttl", path, "--ttl", "7200")

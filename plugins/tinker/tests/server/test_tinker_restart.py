@@ -33,7 +33,7 @@ STEPS = 5
 ADAM = types.AdamParams(learning_rate=1e-3, eps=1e-8)
 """With a small eps the direction of a tiny gradient is its rounding."""
 _FORK = multiprocessing.get_context("forkserver")
-_FORK.set_forkserver_preload(["ludic_serve.command", "ludic_tinker.server.recovery", "ludic_tinker.server.app", "peft"])
+_FORK.set_forkserver_preload(["ludic_serve.command", "ludic_tinker.server.app", "peft"])
 
 
 def serve(arguments: list[str], log: Path) -> None:

@@ -116,15 +116,6 @@ def test_requests_of_a_run_are_carried_out_in_the_order_of_their_numbers(bench):
     assert [number for _, number, _ in bench.wait(20)] == done == list(range(1, 21))
 
 
-def test_a_missing_request_is_named_while_later_ones_wait(bench):
-    bench.open("a/0")
-    bench.step("a/0", 2)
-    assert bench.scheduler.missing("a/0") == 1 and bench.scheduler.is_next("a/0", 1)
-    bench.step("a/0", 1)
-    bench.wait(2)
-    assert bench.scheduler.missing("a/0") is None and bench.scheduler.is_over("a/0", 2)
-
-
 def test_a_run_is_made_before_its_first_request(bench):
     """Also one that is opened while the worker makes another."""
     order: list[str] = []

@@ -1,7 +1,7 @@
 """The data folder of a Tinker server: records, recovered runs and checkpoints, as the next server finds them."""
 
+import json
 import logging
-import math
 import resource
 import shutil
 import tarfile
@@ -56,10 +56,9 @@ def test_records_are_there_after_a_restart_and_only_for_their_tenant(stores: Any
     session = Session(id="s1", tenant="ann", created=1.0, tags=("x",), user_metadata={"k": "v"}, display_name="mine")
     sampler = Sampler(id="s1:sample:0", session="s1", tenant="ann", path=None, created=2.0)
     store.sessions.put(session)
-    store.add_run(RUN)
+    store.add_run(RUN, "create_model")
     store.samplers.put(sampler)
-    store.end_session("s1", "success", "all done")
-    store.end_session("s1", "errored", None)
+    store.sessions.put(replace(session, finished="success", detail="all done"))
 
     store = stores()
     found = store.sessions.get("s1", "ann")
@@ -75,28 +74,13 @@ def test_records_are_there_after_a_restart_and_only_for_their_tenant(stores: Any
     assert stores().samplers.listed() == []
 
 
-def test_a_run_is_recovered_with_state_requests_and_results(stores: Any):
-    store = stores(snapshot_every=2)
-    store.add_run(RUN)
-    for number, kind in enumerate(["forward_backward", "optim_step", "optim_step", "optim_step"], start=1):
-        store.accept(RUN.id, number, kind, b"p%d" % number)
-    store.executed(RUN.id, 1, b"\x00proto", lambda: state(1))
-    store.executed(RUN.id, 2, {"metrics": {"norm": math.inf}}, lambda: state(2))
-    store.executed(RUN.id, 3, {"metrics": {}}, lambda: state(3))
-
-    [(run, found)] = stores().recover()
-    assert (run, found.next_number, found.state) == (RUN, 4, state(3))
-    assert [(r.seq, r.kind, r.payload) for r in found.requests] == [(4, "optim_step", b"p4")]
-    assert found.results == {1: b"\x00proto", 2: {"metrics": {"norm": math.inf}}, 3: {"metrics": {}}}
-
-
 def test_a_failed_request_is_recovered_as_failed(stores: Any):
     store = stores(snapshot_every=1)
-    store.add_run(RUN)
+    store.add_run(RUN, "create_model")
     failures = [Failure("no such loss"), Failure("internal", is_users=False)]
     for number, failure in enumerate(failures, start=1):
-        store.accept(RUN.id, number, "forward_backward", b"")
-        store.executed(RUN.id, number, failure, lambda: state(0))
+        store.journal.accept(RUN.id, number, "forward_backward", b"")
+        store.journal.executed(RUN.id, number, failure, lambda: state(0))
     [(_, found)] = stores().recover()
     assert found.state is None
     assert [found.results[number] for number in (1, 2)] == failures
@@ -104,11 +88,11 @@ def test_a_failed_request_is_recovered_as_failed(stores: Any):
 
 def test_a_pass_makes_no_snapshot_while_a_later_one_may_share_its_batch(stores: Any):
     store = stores(max_journal_bytes=1)
-    store.add_run(RUN)
+    store.add_run(RUN, "create_model")
     for number in (1, 2):
-        store.accept(RUN.id, number, "forward_backward", b"")
-    store.executed(RUN.id, 1, b"", lambda: pytest.fail("the state was read"))
-    store.executed(RUN.id, 2, b"", lambda: state(2))
+        store.journal.accept(RUN.id, number, "forward_backward", b"data")
+    store.journal.executed(RUN.id, 1, b"", lambda: pytest.fail("the state was read"))
+    store.journal.executed(RUN.id, 2, b"", lambda: state(2))
     [(_, found)] = stores().recover()
     assert (found.next_number, found.state, found.results) == (3, state(2), {1: b"", 2: b""})
 
@@ -118,16 +102,16 @@ def test_a_pass_that_is_carried_out_again_makes_no_snapshot_before_the_last_requ
     kinds = ["forward_backward", "forward_backward", "optim_step"]
     results = [b"", b"", {"metrics": {}}]
     store = stores(snapshot_every=2)
-    store.add_run(RUN)
+    store.add_run(RUN, "create_model")
     for number, (kind, result) in enumerate(zip(kinds, results, strict=True), start=1):
-        store.accept(RUN.id, number, kind, b"")
-        store.executed(RUN.id, number, result, lambda: pytest.fail("one step is not enough"))
+        store.journal.accept(RUN.id, number, kind, b"")
+        store.journal.executed(RUN.id, number, result, lambda: pytest.fail("one step is not enough"))
     store = stores(snapshot_every=1)
     [(_, found)] = store.recover()
-    assert found.next_number == 0 and len(found.requests) == 3
+    assert found.next_number == 0 and len(found.requests) == 4
     for number in (1, 2):
-        store.executed(RUN.id, number, b"", lambda: pytest.fail("the state was read"))
-    store.executed(RUN.id, 3, {"metrics": {}}, lambda: state(3))
+        store.journal.executed(RUN.id, number, b"", lambda: pytest.fail("the state was read"))
+    store.journal.executed(RUN.id, 3, {"metrics": {}}, lambda: state(3))
     [(_, found)] = stores().recover()
     assert (found.next_number, found.state) == (4, state(3))
 
@@ -135,9 +119,9 @@ def test_a_pass_that_is_carried_out_again_makes_no_snapshot_before_the_last_requ
 def test_a_loaded_checkpoint_is_not_read_again(stores: Any):
     """It may be overwritten between the load and the restart."""
     store = stores()
-    store.add_run(RUN)
-    store.accept(RUN.id, 1, "load_weights", b"")
-    store.executed(RUN.id, 1, {}, lambda: state(7))
+    store.add_run(RUN, "create_model")
+    store.journal.accept(RUN.id, 1, "load_weights", b"")
+    store.journal.executed(RUN.id, 1, {}, lambda: state(7))
     [(_, found)] = stores().recover()
     assert (found.next_number, found.state, found.requests) == (2, state(7), ())
     assert found.results == {1: {}}
@@ -145,24 +129,33 @@ def test_a_loaded_checkpoint_is_not_read_again(stores: Any):
 
 def test_an_ended_run_is_listed_and_not_recovered(stores: Any):
     store = stores()
-    store.add_run(RUN)
-    store.accept(RUN.id, 1, "optim_step", b"")
+    store.add_run(RUN, "create_model")
+    store.journal.accept(RUN.id, 1, "optim_step", b"")
     store.end_run(RUN.id)
     store = stores()
     assert store.recover() == []
     assert [run.id for run in store.runs.listed("ann")] == [RUN.id]
-    assert list((store.folder / "runs" / RUN.id).iterdir()) == []
+    assert not (store.folder / "runs" / RUN.id).exists() and not store.journal.runs()
+    assert store.last_request(RUN.id) == pytest.approx(time.time(), abs=60)
+
+
+def test_requests_of_a_run_whose_creation_was_not_answered_are_dropped(stores: Any):
+    """The server was killed after it wrote request 0 and before it wrote the run; the client asks again."""
+    store = stores()
+    store.journal.accept(RUN.id, 0, "create_model", b"")
+    store = stores()
+    assert store.recover() == [] and not store.journal.runs()
 
 
 def test_a_damaged_run_is_left_out_and_named(stores: Any, caplog: pytest.LogCaptureFixture):
     store = stores()
-    store.add_run(RUN)
-    store.add_run(other := replace(RUN, id="s1:train:1"))
+    store.add_run(RUN, "create_model")
+    store.add_run(other := replace(RUN, id="s1:train:1"), "create_model")
     for number in (1, 2):
-        store.accept(RUN.id, number, "optim_step", b"the payload")
-    journal = store.folder / "runs" / RUN.id / "journal.db"
+        store.journal.accept(RUN.id, number, "optim_step", b"the payload")
+    file = store.folder / "server.db"
     store.close()
-    journal.write_bytes(journal.read_bytes().replace(b"the payload", b"thepayload!"))
+    file.write_bytes(file.read_bytes().replace(b"the payload", b"thepayload!"))
 
     store = stores()
     with caplog.at_level(logging.ERROR):
@@ -171,27 +164,12 @@ def test_a_damaged_run_is_left_out_and_named(stores: Any, caplog: pytest.LogCapt
     assert RUN.id in caplog.text
 
 
-@pytest.mark.parametrize("lost", ["log", "file"])
-def test_a_run_without_its_journal_is_left_out(stores: Any, tmp_path: Path, lost: str):
-    """The files of a server that was killed, of which one is gone."""
-    store = stores()
-    for run in (RUN, replace(RUN, id="s1:train:1")):
-        store.add_run(run)
-        store.accept(run.id, 0, "create_model", b"")
-    shutil.copytree(store.folder, tmp_path / "killed")
-    (tmp_path / "killed/runs" / RUN.id / {"log": "journal.db-wal", "file": "journal.db"}[lost]).unlink()
-    killed = DiskStore(tmp_path / "killed", base_model="tiny")
-    assert [run.id for run, _ in killed.recover()] == ["s1:train:1"]
-    assert {"log": "has lost its log", "file": "is empty"}[lost] in killed.damaged[RUN.id]
-    killed.close()
-
-
 @pytest.mark.parametrize("damage", ["cut", "zeros", "no database", "log is gone", "log is changed"])
 def test_a_damaged_database_is_set_aside_and_checkpoints_stay(
     stores: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ):
     store = stores()
-    store.add_run(RUN)
+    store.add_run(RUN, "create_model")
     store.checkpoints.save(*saved("weights", "one"), overwrite=False)
     if "log" not in damage:
         store.close()
@@ -218,15 +196,18 @@ def test_a_damaged_database_is_set_aside_and_checkpoints_stay(
         assert len(list(folder.glob("server.db.damaged-*"))) == 1
         assert caplog.text.count("It is set aside") == 1
         if attempt == 0:
-            started.add_run(RUN)
+            started.add_run(RUN, "create_model")
             started.end_run(RUN.id)
             started.runs.remove(RUN.id)
         started.close()
 
 
-def test_a_folder_of_another_format_says_what_to_do(tmp_path: Path):
-    (tmp_path / "server.json").write_text('{"format": 1, "base_model": "tiny", "secret": "00"}')
-    with pytest.raises(ConfigError, match="Ludic 0.2, whose journals are no longer read. Choose another folder"):
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_folder_of_another_format_says_what_to_do(tmp_path: Path, version: int):
+    (tmp_path / "server.json").write_text(json.dumps({"format": version, "base_model": "tiny", "secret": "00"}))
+    with pytest.raises(
+        ConfigError, match="another version of Ludic, whose journals are no longer read. Choose another"
+    ):
         DiskStore(tmp_path, base_model="tiny")
 
 
@@ -243,15 +224,15 @@ def test_a_folder_has_one_server_and_one_base_model(tmp_path: Path):
 def test_a_full_disk_is_an_error_of_the_request(stores: Any):
     """RLIMIT_FSIZE makes writes fail as a full disk does."""
     store = stores()
-    store.add_run(RUN)
+    store.add_run(RUN, "create_model")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     sampler = Sampler(id="x", session="s1", tenant="ann", path=None, created=2.0)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
     try:
         for write in (
             lambda: store.samplers.put(sampler),
-            lambda: store.accept(RUN.id, 0, "create_model", b""),
-            lambda: store.add_run(replace(RUN, id="s1:train:1")),
+            lambda: store.journal.accept(RUN.id, 1, "optim_step", b""),
+            lambda: store.add_run(replace(RUN, id="s1:train:1"), "create_model"),
             lambda: store.checkpoints.save(*saved("weights", "one"), overwrite=False),
         ):
             with pytest.raises(StorageError, match="MiB are free"):
@@ -261,10 +242,10 @@ def test_a_full_disk_is_an_error_of_the_request(stores: Any):
     assert store.samplers.listed() == store.checkpoints.listed("ann") == []
     assert [run.id for run in store.runs.listed()] == [RUN.id]
     store.samplers.put(sampler)
-    store.accept(RUN.id, 0, "create_model", b"")
+    store.journal.accept(RUN.id, 1, "optim_step", b"")
     store = stores()
     assert store.samplers.listed() == [sampler]
-    assert [len(found.requests) for _, found in store.recover()] == [1]
+    assert [len(found.requests) for _, found in store.recover()] == [2]
 
 
 # --- checkpoints ---
@@ -332,23 +313,6 @@ def test_a_repeated_save_finds_its_checkpoint_and_another_is_refused(stores: Any
     assert refused.value.status == 409
     store.checkpoints.save(later, {**tensors, "num_steps": torch.tensor(5)}, overwrite=True)
     assert stores().checkpoints.load(first.path)[1]["num_steps"] == 5
-
-
-def test_listing_has_the_tenants_named_checkpoints_newest_first(stores: Any):
-    store = stores()
-    for name, fields in (
-        ("a", {"created": 1.0}),
-        ("b", {"created": 2.0}),
-        ("c", {"is_unnamed": True}),
-        ("d", {"tenant": "bob"}),
-    ):
-        store.checkpoints.save(*saved("sampler_weights", name, **fields), overwrite=False)
-    assert [c.path.name for c in store.checkpoints.listed("ann")] == ["b", "a"]
-    assert [c.path.name for c in store.checkpoints.listed("ann", RUN.id)] == ["b", "a"]
-    assert store.checkpoints.listed("ann", "another run") == []
-    assert [c.path.name for c in store.checkpoints.unnamed(RUN.id)] == ["c"]
-    with pytest.raises(Refused, match="There is no checkpoint"):
-        store.checkpoints.get(CheckpointPath(RUN.id, "sampler", "d"), "ann")
 
 
 def test_a_checkpoint_expires_and_is_deleted(stores: Any):

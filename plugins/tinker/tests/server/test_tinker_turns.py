@@ -6,20 +6,22 @@ import random
 
 import pytest
 
-from ludic_tinker.server.sampling import Turns
+from ludic.http.turns import Turns
+from ludic_tinker.server.scheduler import FairShares
 
 
 class Visitors:
     """Requests that stay in the engine until they are let go."""
 
     def __init__(self, room: int) -> None:
-        self.turns = Turns(room)
+        shares = FairShares()
+        self.turns = Turns(room, choose=shares.choose, charge=shares.charge)
         self.entered: list[str] = []
         self.num_inside = self.most_inside = 0
         self.leave = asyncio.Event()
 
     async def visit(self, tenant: str, num_sequences: int = 1, num_tokens: int = 10) -> None:
-        async with self.turns.turn(tenant, num_sequences, num_tokens):
+        async with self.turns.turn(tenant, size=num_sequences, cost=num_tokens):
             self.entered.append(tenant)
             self.num_inside += num_sequences
             self.most_inside = max(self.most_inside, self.num_inside)
@@ -68,5 +70,5 @@ async def test_cancelled_requests_leave_no_hole(seed: int):
     for task in tasks:
         with contextlib.suppress(asyncio.CancelledError):
             await task
-    assert inside.num_inside == 0 == inside.turns._num_running and not inside.turns._waiting
+    assert inside.num_inside == 0 == inside.turns.num_running and not inside.turns.num_waiting
     assert inside.most_inside <= 3

@@ -217,7 +217,7 @@ def _prefix(path: CheckpointPath) -> str:
 
 
 def _peft_config(checkpoint: Checkpoint, adapter: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What peft needs to load the adapter, from the shapes of A [R, N] and B [M, R]."""
+    """The settings by which peft loads the adapter, from the shapes of A [R, N] and B [M, R]."""
     modules = [name.partition(".lora_A.")[0] for name in adapter if ".lora_A." in name]
     shapes = {m: (adapter[f"{m}.lora_B.weight"].shape[0], adapter[f"{m}.lora_A.weight"].shape[1]) for m in modules}
     return LoraAdapter(checkpoint.spec, shapes, torch.device("meta")).peft_config(checkpoint.base_model)

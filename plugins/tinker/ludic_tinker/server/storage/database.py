@@ -40,19 +40,14 @@ class Damaged(StorageError):
     """A file does not hold what was written."""
 
 
-def log_of(path: Path) -> Path:
-    """The file in which SQLite keeps the log of a database."""
-    return path.with_name(f"{path.name}-wal")
-
-
 class Database:
     """One file of tables. Thread-safe; no other process opens it."""
 
     def __init__(self, path: Path, schema: str | None = None, *, sync: bool = False) -> None:
         """`schema` makes the tables of a new file; without it the file must have them. `sync`: each commit waits for the disk."""
-        self.path, self._log = path, log_of(path)
+        self.path, self.log = path, path.with_name(f"{path.name}-wal")
         self._lock = threading.RLock()
-        had_log = self._log.exists()
+        had_log = self.log.exists()
         self._connection = sqlite3.connect(path, check_same_thread=False)
         try:
             with self._explained():
@@ -76,20 +71,20 @@ class Database:
 
     def _check(self, version: int, had_log: bool) -> None:
         if version == _OPEN and not had_log:
-            raise Damaged(f"{self.path} has lost its log {self._log.name}, which held what was written last.")
+            raise Damaged(f"{self.path} has lost its log {self.log.name}, which held what was written last.")
         [[_, num_frames, _]] = self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
         if self._has_commit_after(num_frames):
-            raise Damaged(f"{self._log} is damaged at byte {_LOG_HEADER_BYTES + num_frames * _FRAME_BYTES}.")
+            raise Damaged(f"{self.log} is damaged at byte {_LOG_HEADER_BYTES + num_frames * _FRAME_BYTES}.")
         problems = [text for (text,) in self._connection.execute("PRAGMA integrity_check(1)")]
         if problems != ["ok"]:
             raise Damaged(f"{self.path} is damaged: {problems[0]}.")
 
     def _has_commit_after(self, num_frames: int) -> bool:
-        """Whether a transaction ends behind the frames that SQLite could read; what a killed process leaves has no end."""
+        """True if a transaction ends behind the frames that SQLite could read; what a killed process leaves has no end."""
         frames = range(max(0, num_frames), (self.log_bytes() - _LOG_HEADER_BYTES) // _FRAME_BYTES)
         if not frames:
             return False
-        with self._log.open("rb") as log:
+        with self.log.open("rb") as log:
             for frame in frames:
                 log.seek(_LOG_HEADER_BYTES + frame * _FRAME_BYTES + 4)
                 if any(log.read(4)):
@@ -131,7 +126,7 @@ class Database:
 
     def log_bytes(self) -> int:
         """Size of the log: what was written since it was emptied last."""
-        return self._log.stat().st_size if self._log.exists() else 0
+        return self.log.stat().st_size if self.log.exists() else 0
 
     def empty_log(self) -> None:
         """Move what the log holds to the tables. Where that fails, for instance on a full disk, it stays in the log."""
@@ -144,10 +139,3 @@ class Database:
             with contextlib.suppress(sqlite3.Error):
                 self._connection.execute("PRAGMA user_version=0")
             self._connection.close()
-
-    def delete(self) -> None:
-        """Close it and remove its files."""
-        with self._lock:
-            self._connection.close()
-            self._log.unlink(missing_ok=True)
-            self.path.unlink(missing_ok=True)

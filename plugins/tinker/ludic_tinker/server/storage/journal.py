@@ -1,4 +1,4 @@
-"""The journal of one training run: its requests and their results, in a database that survives `kill -9`.
+"""The journal of training runs: their requests and results in the server's database, and snapshots of their states as files.
 
 The server writes a request before it answers the client's submit, and the result before the client can retrieve it. A snapshot
 of the run's state replaces the requests that it contains.
@@ -11,8 +11,9 @@ request whose id a restarted server does not know ends the client's program.
 
 import json
 import logging
+import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,19 +25,20 @@ from torch import Tensor
 
 from ludic.util.files import UNFINISHED, parse_json, replacing
 from ludic_tinker.server.futures import Failure, Result
+from ludic_tinker.server.records import RequestKind
 from ludic_tinker.server.storage.database import Damaged, Database, StorageError
 
 logger = logging.getLogger(__name__)
 
-STEP = "optim_step"
-"""The kind of request that counts as a step."""
-_TABLES = ("requests", "results", "start")
-"""`start` has the number of the first request that the snapshot does not contain, if there is a snapshot."""
-_SCHEMA = ";".join(
-    f"CREATE TABLE {name} (seq INTEGER PRIMARY KEY, kind TEXT, payload BLOB, checksum INTEGER)" for name in _TABLES
+SCHEMA = (
+    "CREATE TABLE journal (run TEXT, role TEXT, seq INTEGER, kind TEXT, time REAL, checksum INTEGER, payload BLOB, "
+    "PRIMARY KEY (run, role, seq))"
 )
-_FIRST = "SELECT coalesce(max(seq), 0) FROM start"
-_NUM_STEPS = "SELECT count(*) FROM requests JOIN results USING (seq) WHERE requests.kind = ?"
+_REQUEST, _RESULT = "request", "result"
+"""Roles of a record."""
+_STEP: RequestKind = "optim_step"
+_LOAD: RequestKind = "load_weights"
+_PASS: RequestKind = "forward_backward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What a restarted server continues from."""
+    """The point from which a restarted server continues a run."""
 
     next_number: int
     """The number of the first request that the state does not contain."""
@@ -65,7 +67,17 @@ class Recovered:
     requests: tuple[Record, ...]
     """Requests from that number on, in order. All are carried out again, except saves and failed ones that have a result."""
     results: Mapping[int, Result]
-    """By number: of those requests that were done, and of some earlier ones. A request that has one keeps it."""
+    """Results by number of the requests that were done, and of some earlier ones. A request that has one keeps it."""
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Work of a run since the last attempt to write a snapshot of it."""
+
+    num_steps: int = 0
+    num_bytes: int = 0
+    writing: "futures.Future[None] | None" = None
+    """The snapshot that is written in the background."""
 
 
 def own_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -73,154 +85,176 @@ def own_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
 
-class RunJournal:
-    """Requests, results and snapshots of one run, in its folder: journal.db has the requests from some number N on, and
-    snapshot-N.safetensors the state before them. Thread-safe."""
+class Journal:
+    """Requests, results and snapshots of all runs: the database has the requests of a run from some number N on, and
+    snapshot-N.safetensors in its folder the state before them. Thread-safe."""
 
     def __init__(
         self,
-        folder: Path,
+        database: Database,
+        folder_of: Callable[[str], Path],
         *,
-        background: futures.Executor,
-        is_new: bool = False,
-        sync: bool = False,
         snapshot_every: int = 16,
         max_bytes: int = 64 << 20,
         num_results: int = 256,
     ) -> None:
-        """`background`: carries out the writing of snapshots. A snapshot is due after `snapshot_every` steps or `max_bytes` of
-        the log. `num_results`: how many results of requests before the snapshot are kept; a client has no more open requests."""
-        self.folder, self._background = folder, background
+        """`folder_of`: the folder of a run. A snapshot is due after `snapshot_every` steps or `max_bytes` of requests.
+        `num_results`: how many results of requests before the snapshot are kept; a client has no more open requests."""
+        self._database, self._folder_of = database, folder_of
         self._snapshot_every, self._max_bytes, self._num_results = snapshot_every, max_bytes, num_results
-        self._pending: futures.Future[None] | None = None
-        self._database = Database(folder / "journal.db", _SCHEMA if is_new else None, sync=sync)
-        self._tried_steps = self._tried_bytes = 0
-        """How many there were at the last attempt to write a snapshot, if it failed."""
+        self._background = futures.ThreadPoolExecutor(1, thread_name_prefix="ludic-tinker-snapshots")
+        self._progress: dict[str, _Progress] = {}
 
-    def recover(self) -> Recovered:
-        """Contents of the files. Called once, after opening."""
-        requests, results, starts = map(self._records, _TABLES)
-        first = starts[0].seq if starts else 0
-        self._remove_snapshots(but=self._snapshot(first))
+    # --- requests and results ---
+
+    def accept(self, run: str, number: int, kind: str, payload: bytes) -> None:
+        """Write a request; one that the run has already stays as it is."""
+        self._insert(run, _REQUEST, Record(number, kind, payload))
+
+    def executed(self, run: str, number: int, result: Result, state: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Write the result of a request, which is visible when this returns, and a snapshot if one is due.
+
+        A request that is carried out again after a restart keeps its first result. A full disk raises nothing here: the
+        request itself is in the journal, so a restart carries it out again.
+        """
+        found = self._database.read(
+            "SELECT kind, length(payload) FROM journal WHERE run = ? AND role = ? AND seq = ?", run, _REQUEST, number
+        )
+        if not found:  # the run has ended meanwhile
+            return
+        [(kind, num_bytes)] = found
         try:
-            state = load_file(self._snapshot(first)) if first else None
-        except (OSError, SafetensorError) as error:
-            raise Damaged(f"{self._snapshot(first)} cannot be read: {error}.") from error
-        return Recovered(first, state, tuple(requests), {record.seq: _decoded(record) for record in results})
+            self._insert(run, _RESULT, Record(number, *_encoded(result)))
+            if kind == _LOAD and not isinstance(result, Failure):
+                # The loaded checkpoint may be overwritten later, so a restart must not have to load it again.
+                self.snapshot(run, number, state(), wait=True)
+        except StorageError as error:
+            logger.warning("The result of request %d of %s is not kept for a restart: %s", number, run, error)
+        own = self._progress_of(run)
+        own.num_steps += kind == _STEP
+        own.num_bytes += num_bytes
+        is_due = own.num_steps >= self._snapshot_every or own.num_bytes > self._max_bytes
+        if not is_due or (own.writing is not None and not own.writing.done()):
+            return
+        # The state may contain a part of a later pass if this is one, since they share batches; then a later request has come.
+        if kind != _PASS or self._is_last(run, number):
+            self.snapshot(run, number, state())
 
-    def _records(self, table: str) -> list[Record]:
-        found = []
-        for *fields, checksum in self._database.read(f"SELECT seq, kind, payload, checksum FROM {table} ORDER BY seq"):
-            if not all(map(isinstance, fields, (int, str, bytes))) or Record(*fields).checksum != checksum:
-                raise Damaged(f"{self._database.path} is damaged: number {fields[0]} of {table} has a wrong checksum.")
-            found.append(Record(*fields))
-        return found
+    def _progress_of(self, run: str) -> _Progress:
+        return self._progress.setdefault(run, _Progress())
 
-    # --- writing ---
-
-    def request(self, seq: int, kind: str, payload: bytes) -> bool:
-        """Write a request; False if the run has it already, which a client's retry causes."""
-        return self._insert("requests", Record(seq, kind, payload), f"({_FIRST})")
-
-    def result(self, seq: int, result: Result) -> None:
-        """Write the result of a request. One that is carried out again after a restart keeps the first."""
-        self._insert("results", Record(seq, *_encoded(result)), "0")
-
-    def _insert(self, table: str, record: Record, lowest: str) -> bool:
-        row = (record.seq, record.kind, record.payload, record.checksum, record.seq)
+    def _insert(self, run: str, role: str, record: Record) -> None:
+        row = (run, role, record.seq, record.kind, time.time(), record.checksum, record.payload)
         with self._database.writing() as execute:
-            return execute(f"INSERT OR IGNORE INTO {table} SELECT ?, ?, ?, ? WHERE ? >= {lowest}", row).rowcount > 0
+            execute("INSERT OR IGNORE INTO journal VALUES (?, ?, ?, ?, ?, ?, ?)", row)
 
-    def kind(self, seq: int) -> str | None:
-        """The kind of a request after the snapshot."""
-        found = self._database.read("SELECT kind FROM requests WHERE seq = ?", seq)
-        return found[0][0] if found else None
+    def _is_last(self, run: str, number: int) -> bool:
+        """True if no later request has come. Results do not tell: after a restart requests that have one are carried out again."""
+        later = "SELECT 1 FROM journal WHERE run = ? AND role = ? AND seq > ? LIMIT 1"
+        return not self._database.read(later, run, _REQUEST, number)
+
+    def last_time(self, run: str) -> float | None:
+        """When a run was last written to; None if nothing is kept of it."""
+        [[found]] = self._database.read("SELECT max(time) FROM journal WHERE run = ?", run)
+        return None if found is None else float(found)
 
     # --- snapshots ---
 
-    @property
-    def snapshot_due(self) -> bool:
-        """Whether there is enough since the last snapshot for another one."""
-        if self._pending is not None and not self._pending.done():
-            return False
-        num_steps = self._num_steps() - self._tried_steps
-        return num_steps >= self._snapshot_every or self._database.log_bytes() - self._tried_bytes > self._max_bytes
-
-    def _num_steps(self) -> int:
-        """Steps since the last snapshot that were carried out."""
-        [[num_steps]] = self._database.read(_NUM_STEPS, STEP)
-        assert isinstance(num_steps, int), "count(*)"
-        return num_steps
-
-    def is_last(self, seq: int) -> bool:
-        """Whether no later request has come. Results do not tell: after a restart requests that have one are carried out again."""
-        return not self._database.read("SELECT 1 FROM requests WHERE seq > ? LIMIT 1", seq)
-
-    def snapshot(self, seq: int, state: Mapping[str, Tensor], *, wait: bool = False) -> None:
-        """Write the state in the background, then drop the requests up to `seq`, all of which it must contain.
+    def snapshot(self, run: str, number: int, state: Mapping[str, Tensor], *, wait: bool = False) -> None:
+        """Write the state in the background, then drop the requests up to `number`, all of which it must contain.
 
         `state` must not change afterwards. A failure is logged: the earlier snapshot and all requests remain. With `wait`
         the snapshot is on the disk when it returns, and a failure raises StorageError.
         """
-        self.wait()
+        self.wait(run)
+        own = self._progress_of(run)
+        own.num_steps = own.num_bytes = 0
         if wait:
-            self._write_snapshot(seq + 1, state)
+            self._write_snapshot(run, number + 1, state)
         else:
-            self._pending = self._background.submit(self._snapshot_in_background, seq + 1, state)
+            own.writing = self._background.submit(self._snapshot_in_background, run, number + 1, state)
 
-    def wait(self) -> None:
-        """Until the snapshot in the background is written, or has failed."""
-        if self._pending is not None:
-            futures.wait([self._pending])
+    def wait(self, run: str) -> None:
+        """Wait until the snapshot in the background is written, or has failed."""
+        if (writing := self._progress_of(run).writing) is not None:
+            futures.wait([writing])
 
-    def _snapshot_in_background(self, first: int, state: Mapping[str, Tensor]) -> None:
+    def _snapshot_in_background(self, run: str, first: int, state: Mapping[str, Tensor]) -> None:
         try:
-            self._write_snapshot(first, state)
+            self._write_snapshot(run, first, state)
         except StorageError as error:
-            logger.warning("No snapshot of %s: %s The journal is kept.", self.folder.name, error)
-            self._tried_steps, self._tried_bytes = self._num_steps(), self._database.log_bytes()
+            logger.warning("No snapshot of %s: %s The journal is kept.", run, error)
 
-    def _write_snapshot(self, first: int, state: Mapping[str, Tensor]) -> None:
-        [[known]] = self._database.read(_FIRST)
-        path, start = self._snapshot(first), (first, "snapshot", b"")
-        if first <= known:
-            return
+    def _write_snapshot(self, run: str, first: int, state: Mapping[str, Tensor]) -> None:
+        path = self._snapshot(run, first)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as unfinished:
                 save_file(own_tensors(state), unfinished)
             with self._database.writing() as execute:
-                execute("DELETE FROM requests WHERE seq < ?", (first,))
-                execute("DELETE FROM results WHERE seq < ?", (first - self._num_results,))
-                execute("DELETE FROM start")
-                execute("INSERT INTO start VALUES (?, ?, ?, ?)", (*start, Record(*start).checksum))
+                for role, kept_from in ((_REQUEST, first), (_RESULT, first - self._num_results)):
+                    execute("DELETE FROM journal WHERE run = ? AND role = ? AND seq < ?", (run, role, kept_from))
         except (OSError, SafetensorError) as error:
-            path.with_name(f"{UNFINISHED}{path.name}").unlink(missing_ok=True)
+            for left in (path, path.with_name(f"{UNFINISHED}{path.name}")):
+                left.unlink(missing_ok=True)
             raise error if isinstance(error, StorageError) else StorageError.of(path, error) from error
         self._database.empty_log()
-        self._tried_steps, self._tried_bytes = 0, self._database.log_bytes()
-        self._remove_snapshots(but=path)
+        self._remove_snapshots(run, but=path)
 
-    # --- files ---
+    def _snapshot(self, run: str, first: int) -> Path:
+        return self._folder_of(run) / f"snapshot-{first}.safetensors"
 
-    def _snapshot(self, first: int) -> Path:
-        return self.folder / f"snapshot-{first}.safetensors"
-
-    def _remove_snapshots(self, *, but: Path | None = None) -> None:
+    def _remove_snapshots(self, run: str, *, but: Path | None = None) -> None:
         for pattern in ("snapshot-*", f"{UNFINISHED}snapshot-*"):
-            for path in self.folder.glob(pattern):
+            for path in self._folder_of(run).glob(pattern):
                 if path != but:
                     path.unlink(missing_ok=True)
 
-    def close(self) -> None:
-        """After the snapshot in the background."""
-        self.wait()
-        self._database.close()
+    # --- restart and end ---
 
-    def delete(self) -> None:
-        """Close and remove all files: the run will not be continued."""
-        self.wait()
-        self._database.delete()
-        self._remove_snapshots()
+    def recover(self, run: str) -> Recovered:
+        """Contents of the journal of one run. Called once, before its first request."""
+        requests, results = self._records(run, _REQUEST), self._records(run, _RESULT)
+        # A server that was killed before it dropped the requests that a snapshot contains has left them; they do not count.
+        snapshots = self._folder_of(run).glob("snapshot-*.safetensors")
+        first = max((int(path.stem.removeprefix("snapshot-")) for path in snapshots), default=0)
+        path = self._snapshot(run, first)
+        if not first and (not requests or requests[0].seq > 0):
+            raise Damaged(f"{path.parent} has lost its snapshot, which contained the first requests.")
+        self._remove_snapshots(run, but=path)
+        try:
+            state = load_file(path) if first else None
+        except (OSError, SafetensorError) as error:
+            raise Damaged(f"{path} cannot be read: {error}.") from error
+        left = tuple(request for request in requests if request.seq >= first)
+        return Recovered(first, state, left, {record.seq: _decoded(record) for record in results})
+
+    def _records(self, run: str, role: str) -> list[Record]:
+        found = []
+        rows = "SELECT seq, kind, payload, checksum FROM journal WHERE run = ? AND role = ? ORDER BY seq"
+        for *fields, checksum in self._database.read(rows, run, role):
+            if not all(map(isinstance, fields, (int, str, bytes))) or Record(*fields).checksum != checksum:
+                raise Damaged(f"{self._database.path} is damaged: {role} {fields[0]} of {run} has a wrong checksum.")
+            found.append(Record(*fields))
+        return found
+
+    def runs(self) -> set[str]:
+        """The runs that have records."""
+        return {run for (run,) in self._database.read("SELECT DISTINCT run FROM journal")}
+
+    def end(self, run: str) -> None:
+        """Remove records and snapshots: the run will not be continued."""
+        self.wait(run)
+        with self._database.writing() as execute:
+            execute("DELETE FROM journal WHERE run = ?", (run,))
+        self._remove_snapshots(run)
+        self._progress.pop(run, None)
+        if self._database.log_bytes() > self._max_bytes:
+            self._database.empty_log()
+
+    def close(self) -> None:
+        """End after the snapshots in the background."""
+        self._background.shutdown()
 
 
 def _encoded(result: Result) -> tuple[str, bytes]:

@@ -23,7 +23,7 @@ Lifetime = Annotated[int, Meta(ge=1, le=100 * 366 * 24 * 3600)]
 
 
 class Body(Struct, kw_only=True):
-    """What many bodies have, and nobody reads."""
+    """A field that many bodies have, and nobody reads."""
 
     type: str = ""
 
@@ -49,7 +49,7 @@ class FinishSession(Struct, kw_only=True):
     detail: str | None = None
 
 
-class LoraSettings(Struct, kw_only=True):
+class _LoraSettings(Struct, kw_only=True):
     rank: Annotated[int, Meta(ge=1)] = 32
     seed: int | None = None
     train_unembed: bool = True
@@ -66,7 +66,7 @@ class CreateModel(Body, kw_only=True):
     model_seq_id: Number
     base_model: str
     user_metadata: dict[str, Any] | None = None
-    lora_config: LoraSettings = msgspec.field(default_factory=LoraSettings)
+    lora_config: _LoraSettings = msgspec.field(default_factory=_LoraSettings)
     optimizer_config: OptimizerSettings = msgspec.field(default_factory=OptimizerSettings)
 
 
@@ -170,7 +170,7 @@ class Prompt(Struct, kw_only=True):
         return [token for chunk in self.chunks for token in chunk.tokens or ()]
 
 
-class SamplingBody(Struct, kw_only=True):
+class _SamplingBody(Struct, kw_only=True):
     max_tokens: int | None = None
     seed: int | None = None
     stop: str | list[str | int] | None = None
@@ -201,7 +201,7 @@ class JsonTensor(Struct, kw_only=True):
 
 class SampleBody(Body, kw_only=True):
     prompt: Prompt
-    sampling_params: SamplingBody
+    sampling_params: _SamplingBody
     num_samples: Annotated[int, Meta(ge=1, le=1024)] = 1
     sampling_session_id: str | None = None
     seq_id: Number | None = None
@@ -217,18 +217,6 @@ class SampleBody(Body, kw_only=True):
 class RetrieveFuture(Struct, kw_only=True):
     request_id: str
     allow_metadata_only: bool = False
-
-
-class FuturesTarget(Body, kw_only=True):
-    sampling_session_id: str
-    cloned_sampler_id: Number = 0
-
-
-class RetrieveFutures(Struct, kw_only=True):
-    target: FuturesTarget
-    prev_cursor: Number = 0
-    timeout: float | None = None
-    retrieved_request_ids: list[str] = []
 
 
 class CancelFuture(Struct, kw_only=True):

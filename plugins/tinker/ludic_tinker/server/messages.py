@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ludic.types import ConfigError, FloatArray, MissingExtra, token_array
+from ludic_tinker.server.bodies import MAX_ENTRIES, JsonTensor, check_sparse, from_csr, shaped
 from ludic_tinker.server.losses import Row
 from ludic_tinker.server.records import Refused
 from ludic_tinker.server.runs import PassOutput
-from ludic_tinker.server.wire.bodies import MAX_ENTRIES, JsonTensor, check_sparse, from_csr, shaped
 
 try:
     from google.protobuf.message import DecodeError
@@ -23,7 +23,7 @@ except ImportError as error:
 PROTOBUF = "application/x-protobuf"
 _NUMPY = {proto.DTYPE_FLOAT32: np.float32, proto.DTYPE_INT64: np.int64, proto.DTYPE_INT32: np.int32}
 _MASKED_LOGPROB = -99999.0
-"""What the SDK reads as "no entry" in a table of the likeliest tokens."""
+"""The value that the SDK reads as "no entry" in a table of the likeliest tokens."""
 _MAX_PARTS = 1 << 17
 """Rows of a request with their chunks and tensors; the SDK sends 1,024 rows at most."""
 
@@ -46,13 +46,13 @@ def read_head(data: bytes) -> tuple[Any, str | None]:
     """A `ForwardBackwardRequest`, and what is wrong with its size."""
     request = read_pass(data)
     try:
-        check_size(request)
+        _check_size(request)
     except ConfigError as error:
         return request, str(error)
     return request, None
 
 
-def check_size(request: Any) -> None:
+def _check_size(request: Any) -> None:
     """Raise ConfigError for what would take too much memory, from the shapes of tensors alone."""
     num_parts = len(request.data)
     if num_parts <= _MAX_PARTS:
@@ -78,7 +78,7 @@ def check_size(request: Any) -> None:
 
 def rows_of(request: Any) -> list[Row]:
     """The data of a `ForwardBackwardRequest`; ConfigError for what cannot be read."""
-    check_size(request)
+    _check_size(request)
     return [_row(datum, number) for number, datum in enumerate(request.data)]
 
 
@@ -121,7 +121,8 @@ def _tensor(tensor: Any) -> npt.NDArray[Any]:
 
 def write_pass(outputs: Sequence[PassOutput]) -> bytes:
     """A `ForwardBackwardOutput` from the outputs of the parts of a pass."""
-    answer = proto.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=_joined_metrics(outputs))
+    loss = float(sum(output.metrics["loss:sum"] for output in outputs))
+    answer = proto.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics={"loss:sum": loss})
     rows = [row for output in outputs for row in output.logprobs]
     for trailing, group in itertools.groupby(rows, key=lambda row: row.shape[1:]):
         own = [np.ascontiguousarray(row, np.float32) for row in group]
@@ -134,24 +135,6 @@ def write_pass(outputs: Sequence[PassOutput]) -> bytes:
         field.offsets = np.cumsum([0, *(row.nbytes for row in own)], dtype=np.int64).tobytes()
     data: bytes = answer.SerializeToString()
     return data
-
-
-def _joined_metrics(outputs: Sequence[PassOutput]) -> dict[str, float]:
-    """The metrics joined as the SDK joins the parts of a large request: sums are added, means weighted by rows."""
-    if len(outputs) == 1:
-        return dict(outputs[0].metrics)
-    weights = [len(output.logprobs) for output in outputs]
-    joined = {}
-    for name in outputs[0].metrics:
-        values = [output.metrics[name] for output in outputs]
-        how = name.rpartition(":")[2]
-        if how == "sum":
-            joined[name] = float(sum(values))
-        elif how in ("min", "max"):
-            joined[name] = min(values) if how == "min" else max(values)
-        else:
-            joined[name] = float(np.average(values, weights=weights))
-    return joined
 
 
 # --- samples ---

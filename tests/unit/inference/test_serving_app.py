@@ -149,14 +149,6 @@ async def test_a_request_that_comes_while_it_drains_is_refused_and_its_connectio
         writer.close()
 
 
-async def test_idle_connections_do_not_hold_the_end_up():
-    async with running() as (here, session):
-        assert await text(session.get("/now")) == "now"
-        _, writer = await asyncio.open_connection(session._base_url.host, session._base_url.port)  # says nothing
-        await here.server.close(LONG_S)
-        writer.close()
-
-
 @pytest.mark.parametrize("drain_s", [0.0, 0.01])
 async def test_what_has_not_ended_in_time_is_cut_off(drain_s, caplog):
     async with running() as (here, session):

@@ -54,7 +54,7 @@ class EngineClosed(PolicyGone):
 
 
 class TryAgain(LudicError):
-    """A process lost what it needs to continue, such as a queue or a lease; started again, it may succeed. Commands exit with 75."""
+    """A process lost what it needs to continue, such as a queue or a lease. A new start may succeed; commands exit with 75."""
 
 
 class QueueFull(LudicError, RuntimeError):

@@ -2,7 +2,7 @@
 
 An env knows no models, prompts or tokens. It names the agents that must act (`active_agents`), takes their actions, and returns
 outcomes for those that acted and optionally for others. All its random numbers come from `reset(seed=…)`, so the same seed and
-the same actions give the same episode, also beside concurrent episodes.
+the same actions give the same episode, also with concurrent episodes.
 
 Protocols await only `async_reset` and `async_step`. An env that computes implements `reset` and `step`, which run in the env's own
 thread (ludic.envs.threads); one that does asynchronous I/O overrides the awaitable pair instead.
@@ -111,7 +111,7 @@ class LudicEnv(ABC, Generic[AgentID, Obs, Action]):
         raise SnapshotUnsupported(f"{type(self).__name__} does not offer snapshots.")
 
     def _require_running(self) -> None:
-        """For `step`: refuse to go on before reset or after the end."""
+        """For `step`: refuse to continue before reset or after the end."""
         if not self.active_agents:
             raise ResetNeeded(f"{type(self).__name__}.step was called, but no episode is running. Call reset first.")
 

@@ -179,7 +179,7 @@ _THOUSANDS = re.compile(r"\d,\d{3}(?!\d)")
 
 
 def _same_kind_of_list(a: str, b: str) -> tuple[str, str] | None:
-    r"""The pair, if both may be the same kind of collection; a bare list beside a tuple becomes a tuple, since its order counts.
+    r"""The pair, if both may be the same kind of collection; a bare list compared with a tuple becomes one, since its order counts.
 
     math-verify takes (1,2) for \{1,2\} and for the list 2, 1, and leaves out repeated items.
     """

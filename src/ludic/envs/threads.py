@@ -1,4 +1,4 @@
-"""A thread for an environment: its calls run there one after the other, while the event loop goes on.
+"""A thread for an environment: its calls run there one after the other, while the event loop keeps running.
 
 `LudicEnv.async_reset` and `async_step` use it unless the env's class says `blocking = False`. All calls of one env run in one
 thread, as some libraries require (sqlite, emulators, OpenGL), and in one copy of the context variables. The threads are daemons, so

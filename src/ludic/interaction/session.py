@@ -94,7 +94,7 @@ class AgentSession:
     stop: StopReason | None = None
     """Why the agent's part ended; None while it runs."""
     retired: StopReason | None = None
-    """Why the agent takes no more turns, while the episode goes on."""
+    """Why the agent takes no more turns while the episode continues."""
     _rollout: Rollout = field(init=False)
     _steps: list[Step] = field(init=False)
     _num_acts: int = 0
@@ -259,7 +259,7 @@ class AgentSession:
             self._tell(outcome.obs, outcome.info)
 
     def stop_acting(self, stop: StopReason) -> None:
-        """Stop the agent's turns while the episode goes on; later outcomes still count."""
+        """Stop the agent's turns while the episode continues; later outcomes still count."""
         self.retired = stop
 
     def finish(self, stop: StopReason) -> None:

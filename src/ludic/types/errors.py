@@ -30,7 +30,7 @@ def encodable(text: str) -> str:
 
 
 class RunComplete(ConfigError):
-    """A run that is to go on has made all its updates. Commands print it and exit with 0: a scheduler may repeat them."""
+    """A resumed run has made all its updates already. Commands print it and exit with 0: a scheduler may repeat them."""
 
 
 class UnknownName(LudicError, KeyError):
@@ -54,7 +54,7 @@ class EngineClosed(PolicyGone):
 
 
 class TryAgain(LudicError):
-    """A process lost what it needs to go on, such as a queue or a lease; started again, it may succeed. Commands exit with 75."""
+    """A process lost what it needs to continue, such as a queue or a lease. A new start may succeed; commands exit with 75."""
 
 
 class QueueFull(LudicError, RuntimeError):
@@ -102,7 +102,7 @@ class EnvWorkerError(LudicError, RuntimeError):
 
 
 class BrokenSample(LudicError, ValueError):
-    """A sample of a dataset cannot be graded; its episodes fail, and those of other samples go on."""
+    """A sample of a dataset cannot be graded; its episodes fail, those of other samples continue."""
 
 
 class ResetNeeded(LudicError, RuntimeError):

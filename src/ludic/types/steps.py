@@ -214,7 +214,7 @@ OWN_COMPONENTS = ("env", "parser", "reward", "call")
 
 
 def own_scores(step: Step) -> dict[str, float]:
-    """The components of a step that no scorer added, before their weights. A gateway session has names of the user's, too."""
+    """The components of a step that no scorer added, before their weights. A gateway session may also have the user's names."""
     scored = step.info.get(SCORES, {})
     return {name: value for name, value in scores_of(step).items() if name in OWN_COMPONENTS or name not in scored}
 

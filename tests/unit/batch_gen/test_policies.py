@@ -127,14 +127,3 @@ def test_every_call_seats_each_policy_that_always_plays():
     for before, after in zip(free, stratified, strict=True):
         assert (before == after) == ({"a", "b", "c"} <= {name for seats in before for name in seats.values()})
     assert len({str(call[0]["X"])[:1] + str(call[0]["O"])[:1] for call in stratified}) >= 3, "not always the same group"
-
-
-def test_policy_without_a_seating_cannot_always_play():
-    with pytest.raises(ConfigError, match="No seating has eve"):
-        AssignedRequests(requests_fn(), SEATINGS, policies(), always=["one", "eve"])
-
-
-def test_a_request_without_env_seed_is_refused():
-    nameless = RolloutRequest(env=GAME.env, protocol=GAME.protocol)
-    with pytest.raises(ConfigError, match="env_seed"):
-        AssignedRequests(lambda: [nameless], SEATINGS, policies(one=says("A1"), past=Past([0])))()

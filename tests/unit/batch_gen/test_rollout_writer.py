@@ -28,8 +28,8 @@ from ludic.types import (
     load_rollouts,
 )
 from ludic.util import files
-from ludic.util.files import read_lines, repair
-from ludic.util.line_writer import MEMBER_BYTES, LineWriter
+from ludic.util.files import read_lines
+from ludic.util.line_writer import LineWriter
 from tests.fakes import make_agent
 from tests.unit.batch_gen.parts import RL, TotalReward, make_engine, request, summary
 
@@ -145,33 +145,6 @@ async def test_an_episode_of_which_only_a_part_was_written_is_played_again(tmp_p
     assert len(FinishedEpisodes(path).completed_ids) == 1
 
 
-async def test_half_a_line_is_cut_off_before_the_next_is_written(tmp_path):
-    path = tmp_path / "rollouts.jsonl"
-    await make_engine(jsonl_path=path).generate_rollouts([request(), request()], max_steps=1)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-20])
-    await make_engine(jsonl_path=path).generate_rollouts([request()], max_steps=1)
-    assert len(list(load_rollouts(path))) == 2
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (b'{"a": 1}\n{"b"', b'{"a": 1}\n'),
-        (b'{"a": 1}\n{"b": 2}', b'{"a": 1}\n{"b": 2}\n'),
-        (b'{"a": 1}\n', b'{"a": 1}\n'),
-        (b'{"a"', b""),
-        (b"", b""),
-        (b'{"a": 1}\n' + b'{"b": "' + b"x" * 200_000, b'{"a": 1}\n'),
-    ],
-)
-def test_the_next_writer_repairs_the_last_line(tmp_path, before, after):
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(before)
-    repair(path)
-    assert path.read_bytes() == after
-
-
 async def test_requests_that_cannot_be_recognised_again_are_written_but_not_resumed(tmp_path):
     path = tmp_path / "x.jsonl"
     odd = [request(env={"fail_on": object()}), request(), request()]
@@ -209,16 +182,6 @@ async def test_writing_survives_a_new_event_loop(tmp_path):
 def an_episode(number: int = 0, **meta) -> Episode:
     plan = EpisodePlan(index=number, request=request(), env_seed=0, sampling_seed=0)
     return Episode(plan=plan, rollouts=[Rollout(meta={"engine": {}, "number": number, **meta})])
-
-
-async def test_episodes_that_finish_during_a_write_are_written_together(tmp_path, monkeypatch):
-    sizes = []
-    append = LineWriter.append
-    monkeypatch.setattr(LineWriter, "append", lambda self, lines: (sizes.append(len(lines)), append(self, lines))[1])
-    writer = RolloutWriter(tmp_path / "x.jsonl.gz")
-    await asyncio.gather(*(writer.write(an_episode(number, text="x" * 20_000)) for number in range(100)))
-    assert [rollout.meta["number"] for rollout in load_rollouts(tmp_path / "x.jsonl.gz")] == list(range(100))
-    assert len(sizes) < 20 and max(sizes) < MEMBER_BYTES + 25_000
 
 
 async def test_an_episode_that_is_not_json_fails_alone(tmp_path):
@@ -273,18 +236,6 @@ def test_a_compressed_file_is_whole_after_every_append_and_standard_tools_read_i
             assert gzip.decompress(path.read_bytes()) == written
     assert gzip.decompress(path.read_bytes()) == written
     assert path.stat().st_size < len(written) / 10
-
-
-def test_lines_of_a_compressed_file_are_found_again_in_any_order(tmp_path):
-    path = tmp_path / "x.jsonl.gz"
-    writer = LineWriter(path)
-    written = lines_of(*range(4000))  # several members
-    for line in written:
-        writer.append(line)
-    found = [line for line, _ in read_lines(path)]
-    assert len({line.member for line in found}) > 2
-    for number in (3999, 0, 2000, 1999, 3999):
-        assert found[number].read() == written[number]
 
 
 def test_lines_of_a_file_made_by_gzip_are_found_again_without_a_pass_for_each(tmp_path):

@@ -1,11 +1,14 @@
 """From samples to tensors: what is too long, which samples go together, and where each action token is."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ludic.training.learner import packing
 from ludic.training.learner.packing import (
     balanced_shares,
     collate_saw_items,
@@ -16,7 +19,17 @@ from ludic.training.learner.packing import (
     truncated,
     without_padding,
 )
-from ludic.types import ActorTokenLogps, ConfigError, SampleAttachments, SampleOrigin, SAWItem, VersionRun
+from ludic.types import (
+    ActorTokenLogps,
+    ConfigError,
+    FloatArray,
+    SampleAttachments,
+    SampleOrigin,
+    SAWItem,
+    VersionRun,
+    samples,
+)
+from ludic.types.columns import COLUMNS, Column
 
 
 def sample(mask, *, first_id=10, weight=1.0, logps=True, token_weights=None, attention=None, runs=(), temperature=None):
@@ -214,3 +227,21 @@ def test_collate_pads_at_the_right():
     np.testing.assert_allclose(batch["old_logp_action"], [-0.3, -0.3])
     assert batch["input_ids"].dtype == batch["attention_mask"].dtype == torch.int64
     assert batch["action_mask"].dtype == batch["weight"].dtype == torch.float32
+
+
+# --- a column more ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class WithSurprise(SampleAttachments):
+    surprise: FloatArray | None = None
+
+
+def test_a_new_fact_of_every_token_is_a_field_and_an_entry_of_the_table(monkeypatch):
+    for module in (samples, packing):
+        monkeypatch.setattr(module, "COLUMNS", (*COLUMNS, Column("surprise", is_packed=True)))
+    item = SAWItem([1, 2, 3], None, [0, 1, 1], 1.0, attachments=WithSurprise(surprise=[0.5, 1.5]))
+    assert truncated(item, 2).attachments.surprise.tolist() == [0.5]
+    assert pack([item, truncated(item, 2)], "cpu").actions.columns["surprise"].tolist() == [0.5, 1.5, 0.5]
+    with pytest.raises(ValueError, match="'surprise': 1"):
+        SAWItem([1, 2, 3], None, [0, 1, 1], 1.0, attachments=WithSurprise(surprise=[0.5]))

@@ -61,7 +61,7 @@ _LIMITS = WireLimits()
 
 
 class _GroupFacts(NamedTuple):
-    """Facts of a group that the queue stores beside the payload."""
+    """Facts of a group that the queue stores with the payload."""
 
     num_items: int
     oldest_version: int | None

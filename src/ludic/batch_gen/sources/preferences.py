@@ -27,7 +27,7 @@ class PreferenceBatchSource:
     """Endless epochs over stored preferences, shuffled per epoch and rendered with the model's chat template.
 
     Of a pair it makes two samples with the weights 1 and −1, of an answer one with the weight 1. Labelled samples are taken
-    `kl_samples` at a time, as one comparison: each with the weight 1 or −1, and beside it the completion of the next one behind
+    `kl_samples` at a time, as one comparison: each with the weight 1 or −1, and next to it the completion of the next one behind
     the same prompt, with the weight 0 (KTO).
     """
 

@@ -1,4 +1,4 @@
-"""`StragglerRunner`: a batch closes when a share of its episodes is done; the others go on while it is trained on.
+"""`StragglerRunner`: a batch closes when a share of its episodes is done; the others continue while it is trained on.
 
 Groups stay whole: a batch holds every episode of a group or none. An unfinished group counts for the next batch, which draws
 that many fewer new groups; its episodes continue with the new weights, and their traces record which version sampled which token.

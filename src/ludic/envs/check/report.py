@@ -16,7 +16,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _LONG_S = 0.005
-"""Median time of a step from which on an env hurts those beside it in one process."""
+"""Median time of a step from which on an env slows the other envs of its process."""
 _LARGE_MB = 256
 
 

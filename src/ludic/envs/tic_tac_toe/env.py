@@ -45,7 +45,7 @@ _MAX_RANDOM_PLIES = 4
 def _shown(
     board: str, mark: Mark, opponent_cell: int | None, view: View, to_move: Mark
 ) -> tuple[Observation, Result | None]:
-    """The observation of a player, and how the game ended for it (None while it goes on)."""
+    """The observation of a player, and how the game ended for it (None before its end)."""
     result = result_for(board, mark)
     if view == "compact":
         return (f"{mark} {compact(board)}" if mark == to_move or result is not None else ""), result

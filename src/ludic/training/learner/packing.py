@@ -78,7 +78,7 @@ PADDING_ITEM = SAWItem(np.zeros(2, dtype=np.int32), None, np.array([False, True]
 
 
 def balanced_shares(items: Sequence[SAWItem], num_shares: int, *, share_prefixes: bool = False) -> list[list[SAWItem]]:
-    """Every sample in one share, and about as many tokens in each: the longest first, always to the smallest share.
+    """Every sample in one share, and about equally many tokens in each: the longest first, always to the smallest share.
 
     With `share_prefixes`, samples with a common prefix go together, unless they are more than a share.
     """
@@ -226,7 +226,7 @@ class ObservationFields:
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Samples end to end; padded, each as long as the longest."""
+    """Samples end to end; padded, each with the length of the longest."""
 
     ids_T: Tensor
     positions_T: Tensor

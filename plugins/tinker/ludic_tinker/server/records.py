@@ -73,11 +73,6 @@ class TenantLimits:
     max_metadata_bytes: int = 1 << 16
     """Size of the metadata of one session, run or checkpoint."""
 
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"TenantLimits.{name}={getattr(self, name)}; it must be at least 1.")
-
     def check_metadata(self, *given: Any) -> None:
         """Refused(400) for metadata that are too large to be kept."""
         size = len(msgspec.json.encode(given))

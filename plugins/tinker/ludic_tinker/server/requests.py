@@ -22,7 +22,7 @@ from ludic_tinker.server.runs import TrainingBase, TrainingRun
 from ludic_tinker.server.scheduler import PassTask, Task, UnreadPass, as_failure
 from ludic_tinker.server.storage.store import DiskStore
 
-Done = Callable[[Task, Result], None]
+Done = Callable[[Result], None]
 _SAVES: set[RequestKind] = {"save_weights", "save_weights_for_sampler", "save_weights_external"}
 
 

@@ -54,7 +54,7 @@ class Task:
     number: int
     work: Callable[[], Result] = lambda: {}
     """Called in the worker thread. A LudicError says what was wrong with the request."""
-    done: "Callable[[Task, Result], None]"
+    done: Callable[[Result], None]
     """Takes the result, in the worker thread."""
 
 
@@ -132,7 +132,7 @@ class Scheduler:
         with self._changed:
             line = self._lines.pop(run, None)
         for task in line.waiting.values() if line is not None else ():
-            task.done(task, Failure("The training run has ended."))
+            task.done(Failure("The training run has ended."))
 
     def submit(self, task: Task) -> None:
         """Carry out a request when its turn comes. Its run must be open and its number new."""
@@ -304,7 +304,7 @@ class Scheduler:
             line = self._lines.get(task.run)
             if line is not None and line.waiting.pop(task.number, None) is not None:
                 line.next_number = task.number + 1
-        task.done(task, result)
+        task.done(result)
 
 
 def _attempt(work: Callable[[], Result]) -> Result:

@@ -320,7 +320,7 @@ class Service:
                 self._submit(run, number, kind, payload)
                 continue
             _, done = self._begin(run, number, payload)
-            done = functools.partial(_kept, run, found.results[number], done)
+            done = functools.partial(_kept, run, number, found.results[number], done)
             self._enqueue(self._requests.repeated(run, number, kind, payload, found.results[number], done), payload)
 
     # --- training requests ---
@@ -352,7 +352,7 @@ class Service:
         self._usage.add(task.tenant, len(payload) // _BYTES_PER_TOKEN)
         self._scheduler.submit(task)
 
-    def _begin(self, run: OpenRun, number: int, payload: bytes) -> tuple[Future, Callable[[Task, Result], None]]:
+    def _begin(self, run: OpenRun, number: int, payload: bytes) -> tuple[Future, Callable[[Result], None]]:
         """A future, and what the worker calls with its result."""
         name, tenant = request_id(run.record.id, number), run.record.tenant
         # A request of before a restart may have its result already.
@@ -362,7 +362,7 @@ class Service:
             self._usage.remove(tenant, len(payload) // _BYTES_PER_TOKEN)
             self.futures.resolve(future, result)
 
-        def done(task: Task, result: Result) -> None:
+        def done(result: Result) -> None:
             if not run.is_closed and (training := run.training) is not None:
                 try:
                     self.store.journal.executed(run.record.id, number, result, lambda: training.state(gradient=True))
@@ -415,12 +415,12 @@ def _run_id(session_id: str, number: int) -> str:
     return f"{session_id}:train:{number}"
 
 
-def _kept(run: OpenRun, before: Result, done: Callable[[Task, Result], None], task: Task, result: Result) -> None:
+def _kept(run: OpenRun, number: int, before: Result, done: Callable[[Result], None], result: Result) -> None:
     """The end of a request that was carried out again after a restart."""
     if isinstance(result, Failure) and not isinstance(before, Failure):
-        logger.error("request %d of %s succeeded before the restart, now: %s", task.number, task.run, result.message)
+        logger.error("request %d of %s succeeded before the restart, now: %s", number, run.record.id, result.message)
         run.training = None
-    done(task, before)
+    done(before)
 
 
 def _check_optimizer(asked: bodies.OptimizerSettings | None) -> None:

@@ -57,7 +57,7 @@ class Bench:
             self.scheduler.open(run, run.split("/")[0], next_number=1)
 
     def _settings(self, run: str, number: int) -> dict[str, Any]:
-        def done(task: Task, result: Result) -> None:
+        def done(result: Result) -> None:
             self.results.put((run, number, result))
 
         return {"run": run, "tenant": run.split("/")[0], "number": number, "done": done}
@@ -207,7 +207,7 @@ def test_at_most_a_batch_of_a_run_is_read_ahead(bench):
     def submit(number: int) -> None:
         settings = bench._settings("a/0", number)
         put = settings["done"]
-        settings["done"] = lambda task, result: (ended.append(number), put(task, result))
+        settings["done"] = lambda result: (ended.append(number), put(result))
 
         def read() -> Task:
             held.append(number - len(ended))

@@ -97,8 +97,6 @@ class DiskStore:
         """`sync`: what was acknowledged also survives a power cut, for one disk write per request. `snapshot_every`: steps of a
         run after which its state is saved, so that a restart computes no more than these again; `max_journal_bytes`: the same for
         the data of requests, of passes without steps too."""
-        if snapshot_every < 1:
-            raise ConfigError(f"snapshot_every={snapshot_every}; it must be at least 1 step.")
         self.folder = Path(folder)
         self._runs = self.folder / "runs"
         try:

@@ -220,7 +220,7 @@ def with_pinned_checkpoints(config: RunConfig, parts: Parts | None = None) -> Ru
     if config.train.max_seq_len is None and uses_gateway(config.agent, parts):
         file = config.run.runs / values["name"] / CONFIG
         stored = read_toml(RunConfig, file).train.max_seq_len if file.is_file() else None  # of a run that is resumed
-        longest = stored or _usual_length(config.model, parts.model)
+        longest = stored or usual_length(config.model, parts.model)
         config = with_values(config, {"max_seq_len": min(longest, config.train.micro_token_budget or longest)})
     return config
 
@@ -376,7 +376,7 @@ LONGEST_USUAL = 32_768
 _CONTEXTS = {TINY: TINY_LENGTH, SMOLLM2: 8192}
 
 
-def _usual_length(settings: ModelSettings, given: LoadedModel | None = None) -> int:
+def usual_length(settings: ModelSettings, given: LoadedModel | None = None) -> int:
     """Tokens of a sample of an agent with its own prompts: all that the model takes, up to `LONGEST_USUAL`."""
     model = base_settings(settings).model
     if given is None and model in _CONTEXTS:

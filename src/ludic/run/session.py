@@ -32,7 +32,7 @@ from ludic.run.protocols.agents import outside_agent
 from ludic.run.resolve import ResolvedRun
 from ludic.run.settings import refuse
 from ludic.training import RLAlgorithm, Trainer
-from ludic.training.critic.critic import CriticKind
+from ludic.training.critic.gae import CriticKind
 from ludic.training.learner.token_recorder import TokenRecorder
 from ludic.training.multi_policy import PolicyTrainers
 from ludic.types import (

@@ -144,11 +144,6 @@ class Pipeline(Engine):
             "max_waiting": settings.max_waiting or max(64, 4 * num_groups),
         }
 
-    async def finished(self, run: ResolvedRun, step: int) -> None:
-        from ludic_pipeline.generation import mark_finished
-
-        await mark_finished(run, step)
-
 
 PIPELINE = Pipeline()
 

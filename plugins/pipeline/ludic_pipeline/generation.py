@@ -71,6 +71,9 @@ class PipelineSession(PolicySession):
         )
 
     @staticmethod
+    async def finished(self, num_updates: int) -> None:
+        await mark_finished(self._run, num_updates)
+
     def check(run: ResolvedRun) -> None:
         PolicySession.check(run)
         require_redis("engine = 'pipeline'")

@@ -39,8 +39,6 @@ __all__ = [
 ]  # fmt: skip
 
 LOOPBACK = "127.0.0.1"
-OF_RUN = "--of-run"
-"""`OF_RUN RUN_FOLDER PORT` starts the server of a run that `ludic launch` has started."""
 
 
 def start_vllm_server(
@@ -137,31 +135,9 @@ def serve(arguments: Sequence[str], *, insecure: bool = True) -> NoReturn:
     os.execve(command.arguments[0], command.arguments, dict(command.environment))
 
 
-def _serve_run(folder: Path, port: str) -> NoReturn:
-    """Save the model of a run for vLLM and become its server. The learner replaces the served weights at its start."""
-    from ludic.run.config.run_config import RunConfig
-    from ludic.run.folder import CONFIG, SERVER
-    from ludic.run.settings import read_toml
-
-    config = read_toml(RunConfig, folder / CONFIG)
-    install = find_vllm()  # before torch and a model are loaded
-    from ludic.run.model import load_policy
-    from ludic_vllm.generation import save_for_server
-
-    model = folder / SERVER / "model"
-    loaded = load_policy(config.model, seed=config.trainer.seed)
-    flags = save_for_server(loaded, model, quantization=config.rollouts.server_quantization)
-    if not install.is_cpu:
-        flags += ["--gpu-memory-utilization", str(config.rollouts.server_memory)]
-    length = ["--max-model-len", str(config.trainer.max_seq_len)]
-    serve([str(model), "--port", port, "--run-folder", str(folder / SERVER), *length, *flags])
-
-
 def main() -> None:
     """Entry point; a user error is one line on stderr, not a traceback."""
     try:
-        if sys.argv[1:2] == [OF_RUN]:
-            _serve_run(Path(sys.argv[2]), sys.argv[3])
         serve(sys.argv[1:])
     except LudicError as error:
         sys.stderr.write(f"vllm_server: {error}\n")

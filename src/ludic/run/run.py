@@ -152,7 +152,7 @@ class Run:
                 await stack.enter_async_context(session.sampling())
                 stats = await trainer.train(self.resolved.steps - trainer.step)
             if trainer.step >= self.resolved.steps:
-                await engine_of(self.config).finished(self.resolved, trainer.step)
+                await session.finished(trainer.step)
         return TrainResult(
             step=trainer.step,
             stopped_by=trainer.stop.reason if trainer.stop.is_set else None,

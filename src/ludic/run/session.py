@@ -153,6 +153,10 @@ class Session(ABC):
         """Plays the evaluation's tasks once with the current weights."""
         raise NotImplementedError(f"{type(self).__name__} plays in its loop alone")
 
+    async def finished(self, num_updates: int) -> None:
+        """Called after the last update of the run."""
+        return
+
     def status(self) -> str:
         """A line about the queue of a pipeline; empty for others."""
         return ""

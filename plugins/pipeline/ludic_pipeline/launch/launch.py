@@ -30,10 +30,9 @@ from ludic.util.files import parse_json
 from ludic.util.processes import RestartLimit
 from ludic_pipeline.feature import REDIS_VARIABLE, SERVER_VARIABLE, given_redis, given_servers, pipeline_of
 from ludic_pipeline.generation import clear_queue, pipeline_algorithm
-from ludic_pipeline.launch.command import LaunchArgs
+from ludic_pipeline.launch.arguments import LaunchArgs
 from ludic_pipeline.launch.processes import LocalProcesses, RayProcesses
 from ludic_pipeline.launch.supervisor import MergedOutput, Role, Supervisor, WhenDone
-from ludic_vllm.vllm_server import OF_RUN
 
 _MISTAKE = frozenset({2})
 """Exit code of `ludic` commands for a user's mistake."""
@@ -146,7 +145,7 @@ def make_roles(
         helpers.append(
             Role(
                 name="server",
-                command=(sys.executable, "-m", "ludic_vllm.vllm_server", OF_RUN, folder, str(port)),
+                command=(sys.executable, "-m", "ludic_vllm.run_server", folder, str(port)),
                 hopeless=_MISTAKE,
                 stop_within_s=20.0,
                 url=environment[SERVER_VARIABLE],

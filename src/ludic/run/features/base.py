@@ -180,9 +180,6 @@ class Engine(Feature):
         """Defaults of its settings that depend on others, for a run of this name."""
         return {}
 
-    async def finished(self, run: ResolvedRun, step: int) -> None:
-        """Called after the last update of the run."""
-
     def session_class(self) -> type[Session]:
         module, _, name = self.session.partition(":")
         found: type[Session] = getattr(importlib.import_module(module), name)

@@ -4,13 +4,20 @@
 tool_agent.py.
 """
 
+from typing import TYPE_CHECKING
+
 from ludic.agents.base_agent import Agent, AgentActResult, AgentActStep
-from ludic.agents.branching_agent import BranchingAgent
-from ludic.agents.folding_agent import FoldingAgent, FoldingReActAgent
 from ludic.agents.react_agent import ReActAgent, ReToolAgent
 from ludic.agents.tool_agent import CallAgent, ToolAgent, ToolScope
+from ludic.plugins import lazy
+
+if TYPE_CHECKING:
+    from ludic.agents.branching_agent import BranchingAgent
+    from ludic.agents.folding_agent import FoldingAgent, FoldingReActAgent
 
 __all__ = [
     "Agent", "ToolAgent", "CallAgent", "ReActAgent", "ReToolAgent", "BranchingAgent", "FoldingAgent", "FoldingReActAgent",
     "AgentActStep", "AgentActResult", "ToolScope",
 ]  # fmt: skip
+
+__getattr__ = lazy(__name__, {"branching_agent": "BranchingAgent", "folding_agent": "FoldingAgent FoldingReActAgent"})

@@ -5,12 +5,19 @@ are made by name (`ludic.registry.envs.make("tic_tac_toe")`) or imported from th
 processes.
 """
 
-from ludic.envs.check import EnvCheckFailed, EnvReport, check_env
+from typing import TYPE_CHECKING
+
 from ludic.envs.dataset_qa_env import DatasetQAEnv, ParserFn, PromptBuilder, Sample, VerifierFn
 from ludic.envs.env import LudicEnv
 from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.plugins import lazy
+
+if TYPE_CHECKING:
+    from ludic.envs.check import EnvCheckFailed, EnvReport, check_env
 
 __all__ = [
     "LudicEnv", "SingleAgentEnv", "DatasetQAEnv", "Sample", "ParserFn", "VerifierFn", "PromptBuilder",
     "check_env", "EnvCheckFailed", "EnvReport",
 ]  # fmt: skip
+
+__getattr__ = lazy(__name__, {"check": "EnvCheckFailed EnvReport check_env"})

@@ -6,7 +6,6 @@ templates/ (tokens), then local/ (the embedded engine).
 
 from typing import TYPE_CHECKING
 
-from ludic.inference.openai_client import OpenAIChatClient
 from ludic.inference.scripted import ScriptedClient
 from ludic.inference.teachers import LocalTeacher, tokenizer_fingerprint
 from ludic.inference.templates.chat import (
@@ -38,6 +37,7 @@ from ludic.types import (
 )
 
 if TYPE_CHECKING:
+    from ludic.inference.openai_client import OpenAIChatClient
     from ludic_tinker.client import TinkerChatClient, TinkerConfig
     from ludic_vllm.client import VLLMChatClient
     from ludic_vllm.teacher import VLLMTeacher
@@ -54,6 +54,7 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
+        "openai_client": "OpenAIChatClient",
         "ludic_tinker.client": "TinkerChatClient TinkerConfig",
         "ludic_vllm.client": "VLLMChatClient",
         "ludic_vllm.teacher": "VLLMTeacher",

@@ -3,6 +3,8 @@
 `batch_gen` and `run` import it; it imports `agents` and `envs`. Start with single_agent.py, then session.py (one agent's episode).
 """
 
+from typing import TYPE_CHECKING
+
 from ludic.interaction.base import (
     RESERVED_INFO_KEYS,
     ExternalToolHandler,
@@ -13,9 +15,12 @@ from ludic.interaction.base import (
     score_or_record,
     split_parser_reward,
 )
-from ludic.interaction.delegating import Delegate, DelegatingProtocol, TaskEnv
 from ludic.interaction.multi_agent import MultiAgentProtocol, Policies, RoleAssignment, VersionedPolicies
 from ludic.interaction.single_agent import SingleAgentProtocol, SingleAgentSyncProtocol
+from ludic.plugins import lazy
+
+if TYPE_CHECKING:
+    from ludic.interaction.delegating import Delegate, DelegatingProtocol, TaskEnv
 
 __all__ = [
     "InteractionProtocol", "SingleAgentProtocol", "SingleAgentSyncProtocol", "MultiAgentProtocol",
@@ -25,3 +30,5 @@ __all__ = [
 ]  # fmt: skip
 
 MultiAgentSyncProtocol = MultiAgentProtocol
+
+__getattr__ = lazy(__name__, {"delegating": "Delegate DelegatingProtocol TaskEnv"})

@@ -4,8 +4,9 @@ Algorithms choose a rule; no torch here. A rule sees a whole batch, so a baselin
 weight. Start with group.py (GRPO's advantage) or returns.py.
 """
 
-from ludic.training.credit_assignment.branches import FoldedReturn, ProcessFn, fold_penalties
-from ludic.training.credit_assignment.combine import EpisodeCredit, RoutedCredit, ScaledCredit
+from typing import TYPE_CHECKING
+
+from ludic.plugins import lazy
 from ludic.training.credit_assignment.group import (
     ComponentNormalizedReturn,
     GroupNormalizedReturn,
@@ -20,23 +21,27 @@ from ludic.training.credit_assignment.group import (
 )
 from ludic.training.credit_assignment.grouping import returns_to_go
 from ludic.training.credit_assignment.returns import ConstantCredit, EpisodicReturn, MonteCarloReturn, PerStepReward
-from ludic.training.credit_assignment.shaping import (
-    KLCreditModifier,
-    PotentialFn,
-    PotentialShaping,
-    Relabel,
-    Relabelled,
-    info_potential,
-    with_turn_rewards,
-)
-from ludic.training.credit_assignment.turns import (
-    StateFn,
-    StateGroupReturn,
-    TurnGroupReturn,
-    TurnLeaveOneOutReturn,
-    observation_before,
-)
-from ludic.training.credit_assignment.value import GAE, BetaValueTracker, TrackedValueReturn, ValueFn, gae
+
+if TYPE_CHECKING:
+    from ludic.training.credit_assignment.branches import FoldedReturn, ProcessFn, fold_penalties
+    from ludic.training.credit_assignment.combine import EpisodeCredit, RoutedCredit, ScaledCredit
+    from ludic.training.credit_assignment.shaping import (
+        KLCreditModifier,
+        PotentialFn,
+        PotentialShaping,
+        Relabel,
+        Relabelled,
+        info_potential,
+        with_turn_rewards,
+    )
+    from ludic.training.credit_assignment.turns import (
+        StateFn,
+        StateGroupReturn,
+        TurnGroupReturn,
+        TurnLeaveOneOutReturn,
+        observation_before,
+    )
+    from ludic.training.credit_assignment.value import GAE, BetaValueTracker, TrackedValueReturn, ValueFn, gae
 
 __all__ = [
     "MonteCarloReturn", "EpisodicReturn", "PerStepReward", "ConstantCredit", "GroupNormalizedReturn", "HybridNormalizedReturn",
@@ -46,3 +51,14 @@ __all__ = [
     "ValueFn", "gae", "KLCreditModifier", "ScaledCredit", "RoutedCredit", "EpisodeCredit", "Relabelled", "Relabel",
     "with_turn_rewards", "PotentialShaping", "PotentialFn", "info_potential", "returns_to_go",
 ]  # fmt: skip
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "branches": "FoldedReturn ProcessFn fold_penalties",
+        "combine": "EpisodeCredit RoutedCredit ScaledCredit",
+        "shaping": "KLCreditModifier PotentialFn PotentialShaping Relabel Relabelled info_potential with_turn_rewards",
+        "turns": "StateFn StateGroupReturn TurnGroupReturn TurnLeaveOneOutReturn observation_before",
+        "value": "GAE BetaValueTracker TrackedValueReturn ValueFn gae",
+    },
+)

@@ -1,6 +1,6 @@
 """The streams of random numbers that are derived from one seed: the first index after it in `ludic.types.derive_seed`.
 
-Every number is fixed for ever. With another one, a run that is resumed, or played again from its seed, would get other tasks and
+No number ever changes. With another one, a run that is resumed, or played again from its seed, would get other tasks and
 other samples. A new stream takes the next free number of its table; plug-ins number theirs themselves, from 200.
 """
 

@@ -3,7 +3,7 @@
 from ludic import seeds
 
 
-def test_the_numbers_are_fixed_for_ever():
+def test_the_numbers_never_change():
     tables = {kind: {each.name: int(each) for each in getattr(seeds, kind)} for kind in dir(seeds) if "Seeds" in kind}
     assert tables == {
         "BatchSeeds": {"EVAL_ENV": 101, "EVAL_SAMPLING": 102, "TASKS": 103, "ENVS": 104, "RECORDED": 105, "HELD_OUT": 106, "REPLAY": 107},

@@ -313,7 +313,7 @@ def test_resume_finds_custom_algorithm_agent_parser_and_tools(ludic, tmp_path):
     )
     assert "The letters of a word." in character_tokenizer().decode(prompt.tolist())
     for wrong, message in (
-        (["--algo", "parts/own.py:nothing"], "gives a NoneType; it must return an RLAlgorithm"),
+        (["--algo", "parts/own.py:nothing"], "makes a NoneType; it must return an RLAlgorithm"),
         (
             ["--agent", "parts/own.py:nothing"],
             "The agent nothing() cannot be called: too many positional arguments. Its first argument is the task",

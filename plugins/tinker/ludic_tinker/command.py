@@ -20,7 +20,7 @@ _KEY_SHOWN = "tml-any"
 
 
 @dataclass(frozen=True)
-class TinkerServeArgs:
+class _TinkerServeArgs:
     """Serve Tinker's protocol: its SDK trains LoRA adapters of this model and samples from them."""
 
     model: str
@@ -81,7 +81,7 @@ class TinkerServeArgs:
 
 def serve_tinker(args: list[str]) -> int:
     """`args` without --tinker."""
-    given = parse(TinkerServeArgs, args, prog="ludic serve --tinker")
+    given = parse(_TinkerServeArgs, args, prog="ludic serve --tinker")
     need_extras("serve,tinker", "ludic serve --tinker")
     if given.api_keys is None:
         given = replace(given, api_key=given.api_key or os.environ.get("LUDIC_API_KEY") or None)
@@ -96,7 +96,7 @@ def serve_tinker(args: list[str]) -> int:
     return 0
 
 
-def _load(given: TinkerServeArgs, stack: contextlib.ExitStack) -> Callable[[], Coroutine[Any, Any, None]]:
+def _load(given: _TinkerServeArgs, stack: contextlib.ExitStack) -> Callable[[], Coroutine[Any, Any, None]]:
     """Load the model, and return what serves it."""
     import torch  # here and not above: it takes seconds, and --help should not
 
@@ -153,7 +153,7 @@ def _load(given: TinkerServeArgs, stack: contextlib.ExitStack) -> Callable[[], C
     return run
 
 
-def _engine(given: TinkerServeArgs, loaded: Any) -> Any:
+def _engine(given: _TinkerServeArgs, loaded: Any) -> Any:
     """The sampler of the base model with adapters of several runs at a time."""
     from ludic.inference.local import LocalEngine
     from ludic.models.attention import NotRoutable

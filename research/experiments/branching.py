@@ -25,7 +25,6 @@ import numpy as np
 import tyro
 
 from ludic.agents import BranchingAgent
-from ludic.batch_gen.stitching import call_segments
 from ludic.context import FullDialog
 from ludic.envs import SingleAgentEnv
 from ludic.inference import HFChatTemplate, ScriptedClient
@@ -36,6 +35,7 @@ from ludic.models.prefix_tree import TokenTree
 from ludic.parsers import raw_parser
 from ludic.run import build
 from ludic.types import InferenceSpec, Info, Rollout, SamplingParams, StepOutcome, derive_seed, save_rollouts
+from ludic.types.segments import call_segments
 from scripts import plot_seeds
 
 EarnedBy: TypeAlias = Literal["page", "episode"]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ludic.distributed import BroadcastPolicyPublisher, VllmControlPlane
 from ludic_vllm.client import VLLMChatClient
-from ludic_vllm.publish.interfaces import TensorCommunicator
+from ludic_vllm.publish.broadcast import TensorCommunicator
 from ludic_vllm.publish.transfer import Bucket
 from ludic_vllm.publish.vllm import make_communicator
 from ludic_vllm.vllm_server import start_vllm_server, wait_for_vllm_health

@@ -71,9 +71,10 @@ class PipelineSession(PolicySession):
         )
 
     @staticmethod
-    async def finished(self, num_updates: int) -> None:
-        await mark_finished(self._run, num_updates)
+    async def finished(run: ResolvedRun, num_updates: int) -> None:
+        await mark_finished(run, num_updates)
 
+    @staticmethod
     def check(run: ResolvedRun) -> None:
         PolicySession.check(run)
         require_redis("engine = 'pipeline'")

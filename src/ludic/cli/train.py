@@ -89,12 +89,13 @@ def reported(run: "Run", *, resume: bool) -> Iterator[Report]:
     from ludic.run import RunFailed
     from ludic.run.features.base import engine_of
     from ludic.run.folder import how_to_resume, saved_step
+    from ludic.run.run import session_class
 
     try:
         _say(*_opening(run, resume=resume))
     except RunComplete:
         if not engine_of(run.config).plays_here:  # the learner may have died before it told the actors
-            asyncio.run(engine_of(run.config).finished(run.resolved, saved_step(run.folder)))
+            asyncio.run(session_class(run.resolved).finished(run.resolved, saved_step(run.folder)))
         raise
     report = Report()
     with run:

@@ -152,7 +152,7 @@ class Run:
                 await stack.enter_async_context(session.sampling())
                 stats = await trainer.train(self.resolved.steps - trainer.step)
             if trainer.step >= self.resolved.steps:
-                await session.finished(trainer.step)
+                await session.finished(self.resolved, trainer.step)
         return TrainResult(
             step=trainer.step,
             stopped_by=trainer.stop.reason if trainer.stop.is_set else None,

@@ -153,8 +153,9 @@ class Session(ABC):
         """Plays the evaluation's tasks once with the current weights."""
         raise NotImplementedError(f"{type(self).__name__} plays in its loop alone")
 
-    async def finished(self, num_updates: int) -> None:
-        """Called after the last update of the run."""
+    @staticmethod
+    async def finished(run: ResolvedRun, num_updates: int) -> None:
+        """Called after the last update of the run; also later, where its process may have died before."""
         return
 
     def status(self) -> str:

@@ -35,7 +35,7 @@ def make_adamw(
         optimizer = adamw8bit()(parameters, **settings)
     else:
         on_gpu = parameters[0].is_cuda
-        kind = FullPrecisionAdamW if _is_narrow(parameters) else LocalAdamW
+        kind = FullPrecisionAdamW if is_narrow(parameters) else LocalAdamW
         optimizer = kind(parameters, **settings, fused=on_gpu, foreach=not on_gpu)
     if cfg.critic_lr is not None:
         [group] = optimizer.param_groups
@@ -136,7 +136,7 @@ def adamw8bit() -> type[torch.optim.Optimizer]:
     return FullPrecisionAdamW8bit
 
 
-def _is_narrow(parameters: Iterable[nn.Parameter]) -> bool:
+def is_narrow(parameters: Iterable[nn.Parameter]) -> bool:
     """True if any of them would lose small updates."""
     return any(p.dtype in _NARROW for p in parameters)
 

@@ -31,12 +31,34 @@ def test_the_viewer_reads_run_folders_without_what_writes_them(tree):
         assert not [module for module in loaded if any(structure.is_in(module, writer) for writer in writers)]
 
 
-def test_no_circles_at_module_level(tree):
-    assert structure.circles(tree.arrows(functions=False)) == []
+def test_the_trainer_loads_at_most_19000_lines(tree):
+    assert tree.lines(tree.closure("ludic.training.trainer")) <= 19_000
 
 
-def test_the_viewer_has_at_most_14_files(tree):
-    assert tree.folders()["plugins/view/ludic_view"] <= 14
+def test_the_program_of_the_training_page_loads_at_most_31000_lines(tree):
+    assert tree.lines(tree.program()) <= 31_000
+
+
+def test_there_are_no_circles_also_none_through_imports_in_functions(tree):
+    assert structure.circles(tree.arrows(functions=True)) == []
+
+
+def test_no_function_takes_more_than_13_parameters(tree):
+    assert structure.parameters(tree.modules.values())[0] <= 13
+
+
+def test_run_has_at_most_70_raises_of_config_error(tree):
+    assert structure.config_errors(tree) <= 70
+
+
+def test_docstrings_are_whole_sentences(tree):
+    """Or noun phrases that stand alone; at most 2 % begin in mid-sentence."""
+    fragments, texts = structure.docstrings(tree.modules.values())
+    assert fragments <= texts * 0.02
+
+
+def test_no_folder_has_more_than_14_files(tree):
+    assert tree.folders().most_common(1)[0][1] <= 14
 
 
 def test_neither_the_evaluation_nor_the_doctor_names_another_plug_in(tree):

@@ -8,13 +8,14 @@ import pytest
 from scripts import tutorials as script
 from tests import forked, warm_python
 
+pytestmark = pytest.mark.docs
+
 pytest.importorskip("peft", reason="the lora extra is not installed")
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "tutorials").glob("*.py"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tutorial_runs(name, tmp_path):
     if name.startswith("2_"):

@@ -7,7 +7,7 @@ import pytest
 
 from tests.contract.pages import BLOCK, DOCS, run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.docs
 
 PAGE = (DOCS / "cookbook.md").read_text()
 

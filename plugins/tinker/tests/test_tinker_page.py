@@ -18,7 +18,7 @@ from tests.chat_templates import make_tokenizer
 from tests.contract.pages import DOCS
 from tests.tinker_fake import FakeTinker
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.docs
 
 PAGE = (DOCS / "tinker.md").read_text()
 LIBRARY, MINIMAL = (DOCS / name for name in re.findall(r"\((\.\./examples/tinker_service/\w+\.py)\)", PAGE))
@@ -60,7 +60,6 @@ def test_the_program_for_the_minimal_loop_runs(fake: FakeTinker):
     assert fake.asked("sessions/session-0/finish")
 
 
-@pytest.mark.slow
 def test_the_program_of_the_servers_page_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -9,10 +9,11 @@ from ludic.eval.report import METRICS
 from tests.contract.pages import BLOCK, DOCS, run
 from tests.unit.eval.quiz import questions, quiz_engine
 
+pytestmark = pytest.mark.docs
+
 PAGE = (DOCS / "evaluation.md").read_text()
 
 
-@pytest.mark.slow
 def test_the_program_of_the_page_runs(tmp_path):
     blocks = [text for kind, text in BLOCK.findall(PAGE) if kind == "python"]
     printed = run("python", "\n".join(blocks), tmp_path)

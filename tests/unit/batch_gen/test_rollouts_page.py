@@ -3,6 +3,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.docs
+
 PAGE = (Path(__file__).parents[3] / "docs" / "rollouts.md").read_text()
 
 

@@ -4,10 +4,11 @@ import pytest
 
 from tests.contract.pages import BLOCK, DOCS, run
 
+pytestmark = pytest.mark.docs
+
 PAGE = (DOCS / "tools.md").read_text()
 
 
-@pytest.mark.slow
 def test_the_programs_of_the_page_print_what_it_says(tmp_path):
     blocks = BLOCK.findall(PAGE)
     program = "\n".join(text for kind, text in blocks if kind == "python")

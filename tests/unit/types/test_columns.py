@@ -1,4 +1,4 @@
-"""The table of a sample's columns: it names the fields of `SampleAttachments`, and says what becomes of each in a part of a sample."""
+"""The table of columns: it names the fields of `SampleAttachments`, and each column is cut with its sample."""
 
 from dataclasses import fields
 

@@ -43,6 +43,7 @@ from ludic.types.errors import (
     how_to_install_package,
     is_users_file,
 )
+from ludic.util.lazy import is_plugin, missing
 
 _ID = re.compile(r"[A-Za-z0-9_.\-]+(/[A-Za-z0-9_.\-]+)?")
 _HOME = "ludic/"
@@ -335,7 +336,9 @@ def _imported_names(path: Path) -> set[str]:
 
 
 def _name_extra(error: BaseException, needed_for: str) -> None:
-    """Raise MissingExtra if the import of PyTorch or transformers failed."""
+    """Raise MissingExtra if the import of PyTorch, transformers or a plug-in failed."""
+    if isinstance(error, ModuleNotFoundError) and is_plugin(error.name):
+        raise missing(str(error.name), needed_for) from error
     if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "transformers", "safetensors"):
         raise MissingExtra("train", needed_for) from error
 

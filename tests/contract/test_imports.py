@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compat": {"types"},
     "catalog": set(),
     "plugins": {"types", "util"},
-    "registry": {"types", "catalog", "plugins"},
+    "registry": {"types", "catalog", "plugins", "util"},
     "parsers": BASE,
     "context": BASE,
     "http": BASE,

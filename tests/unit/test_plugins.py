@@ -87,3 +87,31 @@ def test_shims_have_the_names_of_their_plugin_and_no_others():
     with pytest.raises(AttributeError, match=r"module 'ludic\.sandbox' has no attribute 'nothing'"):
         _ = ludic.sandbox.nothing
     assert Path(sys.modules["ludic.sandbox"].__file__).parent.name == "sandbox"
+
+
+def test_a_plugin_that_another_one_needs_is_named_where_a_command_loads_it(monkeypatch, capsys):
+    from ludic.cli import commands, main
+
+    def load():
+        raise ModuleNotFoundError("No module named 'ludic_vllm'", name="ludic_vllm")
+
+    monkeypatch.setattr(
+        commands, "find", lambda name: type("Found", (), {"load": staticmethod(lambda: lambda args: load())})
+    )
+    monkeypatch.setattr(sys, "argv", ["ludic", "launch", "tic_tac_toe"])
+    with pytest.raises(SystemExit):
+        main.main()
+    said = capsys.readouterr().err
+    assert (
+        said.startswith("ludic: `ludic launch` is in the plug-in ludic_vllm, which is not installed.")
+        and said.count("\n") == 1
+    )
+
+
+def test_an_env_whose_plugin_is_missing_names_it():
+    from ludic import registry
+    from ludic.util.errors import MissingPlugin
+
+    registry.envs.register("of_nowhere", "ludic_nowhere:Env")
+    with pytest.raises(MissingPlugin, match="The env 'of_nowhere' is in the plug-in ludic_nowhere"):
+        registry.envs.make("of_nowhere")

@@ -1,6 +1,6 @@
 """Judges: rewards from the judgement of a model. They are scorers (`ludic.types.Scorer`) for `ludic.rewards`.
 
-`run` and `cli` import it. Start with llm.py (one reply), group.py (siblings); model.py asks a model, or an agent with tools, and
+Start with llm.py (one reply), group.py (siblings); model.py asks a model, or an agent with tools, and
 caches; verdicts.py delimits data and reads replies; rescoring.py scores stored rollouts and compares with known answers; lazy.py is
 `--judge`.
 See docs/judges.md.

@@ -1,6 +1,7 @@
 """Sandboxes for untrusted programs: bubblewrap, docker, podman, apptainer; pools of them, limits, results. See docs/sandbox.md.
 
-`envs` and `tools` import it; it imports nothing but `types`. Start with interface.py, then pool.py and bubblewrap.py.
+`ludic_envs` and `ludic_serve` import it. Start with interface.py, then pool.py and bubblewrap.py. code_exec/ and harbor/ are tasks
+whose answers are programs or commands.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
 """Training and sampling through the Tinker service: client, chat template, published policy, learner and trainer.
 
-`run` and `minimal` may import it; it imports `training`, `inference` and `distributed`. Start with learner.py.
+Start with learner.py; server/ runs the service's programs on hardware of yours.
 """

@@ -1,5 +1,5 @@
 """vLLM: the client for its server, the routing over several servers, the process that runs it, and the code inside it.
 
-`distributed.publish` and `run` import it; loads without vllm installed. Only vLLM imports worker.py and logits_processor.py.
+`ludic_pipeline` imports it. It loads without vllm installed: only vLLM imports inside/. publish/ sends weights to servers.
 Start with client.py, then process.py.
 """

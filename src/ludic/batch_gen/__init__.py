@@ -1,6 +1,6 @@
 """Batch generation: runs episodes, applies the credit rule, stitches tokens into samples, serves batches.
 
-`run`, `eval` and `minimal` import it; `training` sees only its interfaces (`ludic.types`). Start with engine.py (episodes), then
+`run` and `eval` import it; `training` sees only its interfaces (`ludic.types`). Start with engine.py (episodes), then
 stitching.py (samples), sources/ (batches), requests/ (tasks). The names below are imported when they are asked for.
 """
 

@@ -17,6 +17,7 @@ from ludic import __version__
 from ludic.cli import commands
 from ludic.cli.terminal.colour import harmless, make_log_harmless
 from ludic.cli.terminal.pages import HELP, HELP_ALL, greeting, overview
+from ludic.util.lazy import is_plugin, missing
 
 BASE = ("numpy", "msgspec", "rich", "tyro")
 """The packages of the base install."""
@@ -93,6 +94,9 @@ def _run() -> None:
         sys.stderr.close()
         sys.exit(141)
     except ModuleNotFoundError as error:
+        if is_plugin(error.name):
+            print(f"ludic: {missing(str(error.name), f'`ludic {sys.argv[1]}`')}", file=sys.stderr)
+            sys.exit(2)
         if error.name not in BASE:
             raise
         print(f"ludic: the package {error.name!r} is missing; `ludic doctor` says how to install it.", file=sys.stderr)

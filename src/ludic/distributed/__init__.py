@@ -1,6 +1,6 @@
 """One model on several ranks (FSDP2), and the ways in which new weights reach the samplers.
 
-`training` and `run` import it. Start with ranks.py and fsdp.py, or publisher.py and folder.py.
+`training` and `run` import it; it imports `models` and `inference`. Start with ranks.py and fsdp.py, or publisher.py and folder.py.
 """
 
 from typing import TYPE_CHECKING

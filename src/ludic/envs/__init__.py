@@ -1,8 +1,8 @@
 """Environments: `LudicEnv`, two bases to build on, the contract check, and the built-in tasks.
 
-`interaction`, `batch_gen` and `run` import it; it imports `sandbox` and `tools`. Start with single_agent_env.py, then check/. Tasks
-are made by name (`ludic.registry.envs.make("tic_tac_toe")`) or imported from their modules. workers/ holds envs in other
-processes.
+`interaction`, `batch_gen` and `run` import it; it imports `tools`. Start with single_agent_env.py, then check/. Tasks
+are made by name (`ludic.registry.envs.make("tic_tac_toe")`) or imported from their modules. More of them, and
+processes that hold them, are in the plug-in `ludic_envs`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
 """Evaluation: runs episodes and reports accuracy, pass@k and ratings with confidence intervals.
 
-`run`, `cli` and `minimal` import it; it imports `batch_gen`. Start with evaluator.py, then report.py.
+`run` and `cli` import it; it imports `batch_gen`. Start with evaluator.py, then report.py.
 """
 
 from ludic.eval.evaluator import (

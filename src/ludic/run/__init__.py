@@ -1,6 +1,6 @@
 """A training run as a library part: settings, model, environment, folder, and the objects that a run consists of.
 
-`cli`, examples and notebooks import it; it may import everything but `cli` and `minimal`. Start with run.py (`build`, `Run`), then
+`cli`, examples and notebooks import it; it may import everything but `cli`. Start with run.py (`build`, `Run`), then
 config/ (settings), given.py (the env, and parts as objects), resolve.py (every default filled in) and checks.py. features/ has what
 a run may have beyond the plain loop, each declared in one place. session.py is what a run consists of once weights are loaded:
 samples, evaluation, the loop; several.py is the same for several policies, whose settings and seats are in policies.py; other

@@ -1,6 +1,6 @@
 """Tools: callables that a model can call, their schemas and their safe execution, and the built-in ones.
 
-`agents` imports it; it imports `sandbox`. Start with tool.py.
+`agents` and `envs` import it. Start with tool.py.
 """
 
 from typing import TYPE_CHECKING

@@ -1,8 +1,9 @@
 """Training: credit assignment, losses, algorithms, the learner and the trainer, under one name.
 
-`run` and `tinker` import it; it never imports `batch_gen` (the table below only names it, so that one import serves a loop).
+`run` and plug-ins import it; it never imports `batch_gen` (the table below only names it, so that one import serves a loop).
 Nothing is imported until it is asked for, so `ludic.training.MonteCarloReturn` loads no torch. Start with trainer.py, then
 algorithms/presets.py (what GRPO is), credit_assignment/group.py (its advantage), losses/, learner/ (the update).
+algorithm.py and loss.py are older import paths of algorithms/ and losses/.
 """
 
 import importlib

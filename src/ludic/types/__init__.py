@@ -1,7 +1,7 @@
 """Types that cross package borders. Standard library and numpy only.
 
-Every package may import it; it imports none. Start with rollout.py and samples.py, then interfaces.py. A name loads its own module
-only: `ludic.types.ConfigError` loads errors.py.
+Every package may import it; it imports `util` only. Start with rollout.py and samples.py, then interfaces.py. A name loads its
+own module only: `ludic.types.ConfigError` loads errors.py.
 """
 
 from typing import TYPE_CHECKING

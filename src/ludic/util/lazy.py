@@ -17,7 +17,7 @@ def forward(shim: str, package: str) -> Callable[[str], Any]:
         try:
             module = importlib.import_module(package)
         except ModuleNotFoundError as error:
-            if not _is_plugin(error.name):
+            if not is_plugin(error.name):
                 raise
             raise missing(str(error.name), f"{shim}.{name}") from error
         try:
@@ -39,7 +39,7 @@ def lazy(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
         try:
             found = getattr(importlib.import_module(home), name)
         except ModuleNotFoundError as error:
-            if not _is_plugin(error.name):
+            if not is_plugin(error.name):
                 raise
             raise missing(str(error.name), f"{package}.{name}") from error
         setattr(sys.modules[package], name, found)
@@ -48,7 +48,7 @@ def lazy(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     return __getattr__
 
 
-def _is_plugin(absent: str | None) -> bool:
+def is_plugin(absent: str | None) -> bool:
     """True if a module that could not be imported is a plug-in as a whole: the one that has the name, or one that it imports."""
     return absent is not None and absent.startswith("ludic_") and "." not in absent
 

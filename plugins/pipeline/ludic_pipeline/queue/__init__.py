@@ -1,6 +1,6 @@
 """The pipeline: actors push groups of samples to Redis, learners train on them, either may restart.
 
-`run` and `cli` import it. It loads without Redis; classes that need Redis raise MissingExtra when they are built. Start with
+It loads without Redis; classes that need Redis raise MissingExtra when they are built. Start with
 actor.py and source.py (the two ends), then queue.py. `ludic_pipeline.launch.supervisor` restarts actors and learners that die.
 """
 

@@ -1,8 +1,8 @@
 """The gateway: an unchanged agent talks to a model API over HTTP, and every call becomes part of a rollout.
 
-`run` and `cli` import it; it imports interaction, inference and what is below. Loads without torch. Start with forest.py (where a
+Loads without torch. Start with forest.py (where a
 request continues), then session.py, server.py and wire/ (one file per API dialect). protocol.py plays episodes with agents.py's
-functions and commands; training.py has `train` and `evaluate`, the short way to all of it; online.py
+functions and commands; training.py has `train` and `evaluate`, which do all of it in one call; online.py
 makes batches of sessions that agents outside have finished.
 """
 

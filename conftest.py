@@ -25,10 +25,10 @@ SHARED = {
     "one SmolLM2": ("test_local_engine_smollm2.py", "test_smollm2_template.py", "test_gateway_clients.py"),
 }  # fmt: skip
 """These files share what a session has once, so one worker takes all of them."""
-PLUGINS = [f"ludic_{name}" for name in ("envs", "gpu", "judges", "ops", "pipeline", "sandbox", "serve", "tinker", "view", "vllm")]
+PLUGINS = [
     f"ludic_{name}"
-    for name in ["envs", "gpu", "judges", "ops", "pipeline", "sandbox", "serve", "tinker", "view", "vllm"]
-)
+    for name in ("envs", "gpu", "judges", "ops", "pipeline", "sandbox", "serve", "tinker", "view", "vllm")
+]
 SLOW_TO_IMPORT = ("adapters/test_verifiers.py", "adapters/test_reasoning_gym.py", "envs/tests/test_mcp_tools.py")
 """Seconds in each worker, for the pydantic models of these packages and a hundred generators. `make test-fast` leaves them out."""
 

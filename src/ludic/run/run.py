@@ -128,7 +128,7 @@ class Run:
         session.begin(resume=resume, first_step=start.first_step)
         self._logger = self._closing.enter_context(contextlib.closing(make_loggers(run, session.status)))
         with self._explained():
-            self.trainer = session.loop(self._logger)
+            self.trainer = session.loop(self._logger, start)
 
     def train(self, steps: int | None = None) -> TrainResult:
         """Make `steps` more updates; without it, what is left of the settings' `steps`. Saves at the end and on Ctrl-C."""

@@ -111,8 +111,9 @@ class Session(ABC):
     def evaluator(self) -> Evaluator:
         """Evaluates the current weights, or a copy of them where evaluation runs in the background."""
 
-    def loop(self, logger: TrainingLogger) -> TrainingLoop:
+    def loop(self, logger: TrainingLogger, start: ResumePoint) -> TrainingLoop:
         """The loop at the step that the run begins with; several policies are evaluated and logged together."""
+        self._start = start  # a session that has evaluated the first weights may go on from a checkpoint
         if not self._run.policies:
             (only,) = self.trained
             return self._trainer(only, logger)

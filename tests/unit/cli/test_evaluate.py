@@ -208,6 +208,12 @@ def test_models_with_the_same_name_do_not_share_episodes(folder, share_a_file):
     assert len(list((mine / "rollouts").glob("*.jsonl.gz"))) == (1 if share_a_file else 2)
 
 
+def test_model_identity_does_not_depend_on_spelling_or_other_models(folder):
+    (typed,) = evaluated_models(PolicySettings(model=("one",)))
+    _, compared = evaluated_models(PolicySettings(model=("two/../two/../one", str(folder / "one"))))
+    assert (compared.identity, compared.file_stem) == (typed.identity, typed.file_stem)
+
+
 def test_no_two_models_of_a_comparison_share_a_file(folder):
     for name in ("a/model", "b/model", "model_2"):
         save_model(folder / name)

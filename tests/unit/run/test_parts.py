@@ -247,6 +247,7 @@ def test_as_many_episodes_run_at_a_time_as_the_engine_computes_together():
     engine.close()
     served = serve_locally(loaded, max_length=64, concurrency=1000)
     assert served.client.max_sequences == 64  # a CPU is not faster with more
+    assert served.client.max_model_len == 64, "no more than can be trained on"
     served.close()
 
 
@@ -269,6 +270,13 @@ def test_existing_objects_are_exempt_from_garbage_collection_only_inside_the_blo
         assert gc.get_freeze_count() > 1000
         raise KeyError
     assert gc.get_freeze_count() == 0
+
+
+def test_objects_that_the_program_has_exempted_stay_so(nothing_exempt):
+    with long_lived_objects_exempt():
+        with long_lived_objects_exempt():
+            pass
+        assert gc.get_freeze_count() > 1000
 
 
 class Loop:

@@ -157,6 +157,15 @@ def test_weights_that_are_not_loaded_are_not_evaluated():
         assert run.evaluate().metrics["num_samples"] == 200
 
 
+def test_first_weights_may_be_evaluated_before_the_run_is_resumed():
+    with build(env=Letter, **SMALL, name="both", steps=2) as run:
+        run.train(steps=1)
+    with build(env=Letter, **SMALL, name="both", steps=2) as run:
+        run.evaluate()
+        run.resume()
+    assert [entry["train/step"] for entry in read_metrics("runs/both/metrics.jsonl") if "train/step" in entry] == [1, 2]
+
+
 def test_closed_run_resumes_from_its_newest_checkpoint():
     run = build(env=Letter, **SMALL, name="again")
     run.train(steps=1)

@@ -164,3 +164,16 @@ def test_several_kinds_of_requests_can_be_mixed_and_resumed():
     resumed = mixed()
     resumed.load_state_dict(whole.state_dict())
     assert drawn(whole()) == drawn(resumed()) == ["c", "d", "y"]
+
+
+def test_groups_with_neighbouring_seeds_share_no_sampling_seed():
+    """Counting up from the base would make seed 7 of one group seed 0 of the group seven further on."""
+    members = GRPORequestStrategy(8).expand([request(sampling_seed=index) for index in range(50)])
+    assert len({m.sampling_seed for m in members}) == 400
+
+
+def test_a_second_pass_samples_with_new_seeds_in_the_same_worlds():
+    next_requests = dataset("ab", batch_size=2)
+    first, second = next_requests(), next_requests()
+    assert [r.env_seed for r in first] == [r.env_seed for r in second] == [0, 1]
+    assert {r.sampling_seed for r in first}.isdisjoint(r.sampling_seed for r in second)

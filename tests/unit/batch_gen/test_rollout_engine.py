@@ -401,3 +401,17 @@ async def test_an_env_that_cannot_be_made_is_a_failed_episode():
     requests = [request(), request(), request("picky", {"sample": 3})]
     rollouts = await make_engine(env_registry={"picky": make}).generate_rollouts(requests, max_steps=1)
     assert rollouts[2].failure.message == "bad sample 3" and rollouts[2].meta["engine"]["env_kind"] == "picky"
+
+
+async def test_episodes_of_one_request_sample_differently():
+    rollouts = await make_engine().generate_rollouts(
+        [request(env_seed=1, sampling_seed=2, num_episodes=4)], max_steps=1
+    )
+    assert {r.meta["env_seed"] for r in rollouts} == {1}
+    assert len({r.meta["sampling_seed"] for r in rollouts}) == 4
+
+
+async def test_exactly_the_allowed_share_may_fail():
+    requests = [request(env={"fail_on": i} if i < 2 else {}) for i in range(10)]
+    rollouts = await make_engine(max_retries=0, max_failed_share=0.2).generate_rollouts(requests, max_steps=1)
+    assert sum(r.failure is not None for r in rollouts) == 2

@@ -28,7 +28,7 @@ from ludic.types import (
     load_rollouts,
 )
 from ludic.util import files
-from ludic.util.files import read_lines
+from ludic.util.files import read_lines, repair
 from ludic.util.line_writer import LineWriter
 from tests.fakes import make_agent
 from tests.unit.batch_gen.parts import RL, TotalReward, make_engine, request, summary
@@ -397,3 +397,41 @@ async def test_a_write_error_stops_the_run(tmp_path):
     (tmp_path / "x.jsonl").mkdir()
     with pytest.raises(OSError):
         await make_engine(jsonl_path=tmp_path / "x.jsonl").generate_rollouts([request()], max_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b'{"a": 1}\n{"b"', b'{"a": 1}\n'),
+        (b'{"a": 1}\n{"b": 2}', b'{"a": 1}\n{"b": 2}\n'),
+        (b'{"a": 1}\n', b'{"a": 1}\n'),
+        (b'{"a"', b""),
+        (b"", b""),
+        (b'{"a": 1}\n' + b'{"b": "' + b"x" * 200_000, b'{"a": 1}\n'),
+    ],
+)
+def test_the_next_writer_repairs_the_last_line(tmp_path, before, after):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(before)
+    repair(path)
+    assert path.read_bytes() == after
+
+
+def test_a_damaged_end_is_skipped_and_cut(tmp_path):
+    path = tmp_path / "x.jsonl.gz"
+    LineWriter(path).append(lines_of(1)[0])
+    path.write_bytes(path.read_bytes() + b"\x00" * 500)  # what a power cut can leave
+    assert texts(path) == lines_of(1)
+    LineWriter(path).append(lines_of(2)[0])
+    assert texts(path) == lines_of(1, 2)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
+def test_of_a_line_beyond_the_bound_the_beginning_is_read_and_the_next_is_found(tmp_path, suffix, monkeypatch):
+    monkeypatch.setattr(files, "_BLOCK", 64)
+    path = tmp_path / f"x.{suffix}"
+    short, long = b'{"n": 1}\n', b'"' + b"x" * 5000 + b'"\n'
+    LineWriter(path).append(short + long + short)
+    (_, first), (cut, beginning), (last, text) = read_lines(path, longest=100)
+    assert first == text == short and beginning == long[:100] + b"\n"
+    assert cut.length == len(long) and last.read() == short

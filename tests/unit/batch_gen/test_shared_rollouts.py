@@ -267,3 +267,16 @@ def test_two_trainers_that_ask_at_the_same_time_are_refused():
 
     with pytest.raises(ConfigError, match="take turns"):
         asyncio.run(scenario())
+
+
+class Follower:
+    """Hears of versions."""
+
+    def notify_version(self, version: int) -> None:
+        pass
+
+
+def test_a_resume_with_other_followers_is_refused():
+    state = Stream().source("ann").state_dict()
+    with pytest.raises(ConfigError, match=r"'ann' has 0 followers \(leagues\), batches_for was given 1"):
+        Stream().source("ann", followers=[Follower()]).load_state_dict(state)

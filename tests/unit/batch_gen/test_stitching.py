@@ -380,3 +380,13 @@ def test_versions_are_run_lengths_with_equal_neighbours_merged():
     )
     (item,) = stitch_rollout(rollout, weights_of(rollout))
     assert item.attachments.version_runs == ((4, 1), (5, 2), (6, 1)) and item.oldest_version == 4
+
+
+@pytest.mark.parametrize(
+    "second",
+    [{"temperature": 0.5}, {"logprobs": None}, {"runs": ()}],
+    ids=["another temperature", "without logprobs", "without versions"],
+)
+def test_calls_that_differ_in_kind_are_not_put_together(second):
+    items = stitch_rollout(rollout := two_turns(**second), weights_of(rollout))
+    assert [item.input_ids.tolist() for item in items] == [[1, 2, 3, 4], [1, 2, 3, 4, 5, 6]]

@@ -118,3 +118,13 @@ def test_file_and_rewards_that_do_not_fit_are_named(tmp_path):
     path.write_text(json.dumps(TWO_TURNS) + "\n" + json.dumps(TWO_TURNS))
     with pytest.raises(ConfigError, match="one per trace"):
         list(read_training_traces(path, rewards=[1.0]))
+
+
+def test_turn_masked_as_a_whole_is_only_context():
+    rollout = rollout_of_trace(
+        trace(turn("a", [1], [2, 3], [0, 0]), turn("b", [1, 2, 3], [4], [1])), reward=1.0, group_id="g"
+    )
+    (item,) = items(rollout)
+    assert (item.input_ids.tolist(), item.action_mask.astype(int).tolist()) == ([1, 2, 3, 4], [0, 0, 0, 1])
+    assert rollout.group_id == "g"
+    assert rollout_of_trace(trace(turn("a", [1], [2], [0])), reward=1.0) is None

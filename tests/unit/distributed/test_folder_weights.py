@@ -272,3 +272,10 @@ async def test_client_samples_from_the_published_weights_and_reports_their_versi
         after = await ask(engine, prompt, max_tokens=6)
     assert tokens(after) == greedy(copy_of(trained), prompt, 6) != tokens(before)
     assert before.version_runs == ((0, 6),) and after.version_runs == ((7, 6),)
+
+
+def test_publisher_casts_to_its_dtype(folder):
+    trained, server = new_model(seed=9), StillServer(new_model())
+    FolderPublisher(folder, dtype=torch.bfloat16).publish(dict(trained.named_parameters()), 1)
+    FolderFollower(folder, server).update()
+    assert are_same(server.model, {name: p.to(torch.bfloat16).float() for name, p in trained.named_parameters()})

@@ -17,6 +17,7 @@ from ludic.training.learner.batches import (
     credit_over_ranks,
     scatter_batch,
 )
+from ludic.training.learner.metrics import MetricSums, merge
 from ludic.training.learner.packing import balanced_shares
 from ludic.types import ConfigError, RequestsExhausted
 from ludic.util.stop import StopRequested
@@ -149,3 +150,14 @@ def test_balanced_shares_are_disjoint_and_of_similar_length():
     assert sorted(id(item) for share in shares for item in share) == sorted(map(id, items))
     lengths = [sum(len(item.input_ids) for item in share) for share in shares]
     assert max(lengths) - min(lengths) <= 9
+
+
+def test_merged_metrics_of_ranks_equal_those_of_one_process():
+    whole, first, second = MetricSums(), MetricSums(), MetricSums()
+    for sums in (whole, first):
+        sums.add({"loss": (1.0, 0.5), "kl": (2.0, 4.0)})
+        sums.add_max({"ratio": 3.0})
+    for sums in (whole, second):
+        sums.add({"loss": (3.0, 0.5)})
+        sums.add_max({"ratio": 2.0})
+    assert merge([first.totals(), second.totals(), MetricSums().totals()]).means() == whole.means()

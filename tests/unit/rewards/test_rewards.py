@@ -208,3 +208,17 @@ async def test_a_session_of_several_threads_is_scored_in_its_main_rollout():
     assert main.own_reward == 1.0 and thread.own_reward == 0.25
     rule = EpisodeCredit(EpisodicReturn())
     assert set(rule.compute([main, thread]).values()) == {1.125}, "all threads get the credit of the whole session"
+
+
+async def test_the_weight_of_a_component_comes_before_that_of_its_scorer():
+    (rollout,) = await played()
+    rewards = Rewards([Fixed(answer={"judge/style": 1.0, "judge/fact": 1.0})], {"judge": 0.5, "judge/fact": 2.0})
+    await rewards.score_episode([rollout])
+    assert rollout.reward_components["judge/style"] == 0.5 and rollout.reward_components["judge/fact"] == 2.0
+
+
+async def test_a_weight_for_env_scales_the_envs_reward_and_its_value_is_kept():
+    (right, *_) = [rollout for rollout in await played(8) if rollout.total_reward > 1]
+    await Rewards([], {"env": 0.25}).score_episode([right])
+    assert right.total_reward == 0.25 + 0.1 and right.reward_components == {"env": 0.25, "parser": 0.1}
+    assert right.scores == {"env": 1.0, "parser": 0.1}

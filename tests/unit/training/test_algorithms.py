@@ -30,6 +30,7 @@ from ludic.training.algorithms import (
 )
 from ludic.training.learner.packing import collate_saw_items
 from ludic.training.losses import (
+    BatchNormalized,
     CompositeLoss,
     Needs,
     Reduction,
@@ -262,6 +263,28 @@ def test_sft_ignores_the_sampling_temperature():
     (seen,) = make_sft().preprocess(SAWBatch(items=[cold])).items
     assert seen.attachments.temperature is None and cold.attachments.temperature == 0.6
     assert seen.token_weights.tolist() == [1.0, 3.0] and seen.input_ids.tolist() == cold.input_ids.tolist()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_divisors_and_caps_reach_the_loss(name):
+    def policy_loss(**settings):
+        loss = maker(name)(**settings).loss
+        while isinstance(loss, BatchNormalized | CompositeLoss):
+            loss = loss.loss if isinstance(loss, BatchNormalized) else loss.terms[0].loss
+        return loss
+
+    has = {setting.partition("=")[0] for setting in PRESETS[name][1].split()}
+    if "ratio_clip" in has:
+        assert (policy_loss(ratio_clip=5.0).ratio_clip, policy_loss(ratio_clip=None).ratio_clip) == (5.0, None)
+    if "behavior_cap" in has:
+        assert policy_loss(behavior_cap=3.0).behavior_cap == 3.0
+    if "reduction" in has:
+        assert policy_loss(reduction="episode_mean").reduction == Reduction("episode_mean")
+    if "length_normalize" in has:
+        for value, kind in ((True, "sample_mean"), (False, "sample_sum")):
+            loss = policy_loss(length_normalize=value)
+            assert getattr(loss, "length_normalize", value) == value
+            assert hasattr(loss, "length_normalize") or loss.reduction == Reduction(kind)
 
 
 @pytest.mark.parametrize("name", sorted(name for name, row in PRESETS.items() if "drop_zero_weight" in row[1]))

@@ -251,3 +251,22 @@ def test_critic_settings_that_do_not_fit_are_refused():
         make_ppo(over="episodes")
     with pytest.raises(ConfigError, match="there are shared, detached, separate"):
         make_ppo(critic="twin")
+
+
+@every_variant
+async def test_micro_token_budget_does_not_change_the_ppo_update(variant):
+    weights = []
+    for budget in (64, 512):
+        trainer = hand_trainer(
+            ppo_batch(0), ppo_batch(1), algo=algo(variant), cfg={"micro_token_budget": budget}, **critic_for(variant)
+        )
+        await trainer.train()
+        weights.append(weights_of(trainer))
+    assert all(torch.allclose(a, b, atol=2e-5) for a, b in zip(*weights, strict=True))
+
+
+def test_output_layer_of_a_separate_critic_is_not_trained():
+    model = tiny_llama(seed=7)
+    trainer = hand_trainer(algo=algo("separate"), critic=model)
+    trained = {id(p) for p in trainer.critic.parameters()}
+    assert id(model.lm_head.weight) not in trained and id(model.model.embed_tokens.weight) in trained

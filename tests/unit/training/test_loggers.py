@@ -1,5 +1,6 @@
 """Loggers, with the real packages behind them."""
 
+import contextlib
 import io
 import json
 import logging
@@ -8,8 +9,10 @@ import multiprocessing
 import os
 import resource
 import signal
+import sqlite3
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -257,7 +260,74 @@ def test_trackio_gets_the_same_names_and_steps(monkeypatch):
     assert (fake.settings["project"], fake.settings["name"], fake.settings["resume"]) == ("Ludic", "a-run", "allow")
 
 
+def test_trackio_keeps_the_logged_steps(tmp_path, monkeypatch):
+    """Runs where the extra is installed."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    pytest.importorskip("trackio", reason="the trackio extra is not installed")
+    for steps in ((3, 4), (5,)):  # a run, and its resumed second part
+        logger = TrackioLogger(project="ludic-test", name="a-run", config={"lr": 0.1})
+        for step in steps:
+            logger.log(step, {"train/loss": 0.5 * step})
+        logger.close()
+    (database,) = tmp_path.glob("*.db")
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        rows = list(connection.execute("select run_name, run_id, step, metrics from metrics order by step"))
+    assert [(name, step, json.loads(metrics)) for name, _, step, metrics in rows] == [
+        ("a-run", step, {"train/loss": 0.5 * step}) for step in (3, 4, 5)
+    ]
+    assert len({run_id for _, run_id, _, _ in rows}) == 1, "one run"
+
+
 # --- wandb ------------------------------------------------------------------------------------------------------
+
+
+def leveldb_records(content: bytes) -> Iterator[bytes]:
+    """LevelDB's log format, after wandb's own 7 bytes: blocks of 32 KiB, and records that may continue in the next."""
+    block, header, first_or_middle = 32 * 1024, 7, (2, 3)
+    position, record = 7, b""
+    while position + header <= len(content):
+        if block - position % block < header:
+            position += block - position % block
+            continue
+        size, kind = int.from_bytes(content[position + 4 : position + 6], "little"), content[position + 6]
+        if position + header + size > len(content):
+            return  # not written yet
+        record += content[position + header : position + header + size]
+        position += header + size
+        if kind not in first_or_middle:
+            yield record
+            record = b""
+
+
+def test_wandb_offline_run_has_the_logged_steps(tmp_path: Path, monkeypatch):
+    pytest.importorskip("wandb", reason="the wandb extra is not installed")
+    from wandb.proto import wandb_internal_pb2
+
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_PROJECT", "from-the-environment")
+    logger = WandbLogger(name="a-run", config={"lr": 0.1}, dir=tmp_path, mode="offline")
+    run = logger._run
+    assert (run.project, run.name, dict(run.config)) == ("from-the-environment", "a-run", {"lr": 0.1})
+    for step, stats in ((3, {"train/loss": 0.5}), (2, {"eval/accuracy": 0.25}), (5, {"train/loss": 0.125})):
+        logger.log(step, stats)
+    logger.close()
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    records: list = []
+    deadline = time.monotonic() + 20
+    while not records or records[-1].WhichOneof("record_type") != "exit":  # another process writes the file
+        assert time.monotonic() < deadline, "wandb never finished its file"
+        records = [wandb_internal_pb2.Record.FromString(data) for data in leveldb_records(file.read_bytes())]
+    first, second = (
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+    )
+    assert (first["_step"], first["train/loss"], first["eval/accuracy"]) == (3, 0.5, 0.25)
+    assert (second["_step"], second["train/loss"]) == (5, 0.125)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ from ludic.training import CheckpointConfig, TrainerConfig, TrainingLoop, make_g
 from ludic.training.checkpoint.rank_files import encoded
 from ludic.training.config import LRSchedule
 from ludic.training.learner.mini_batches import BatchInProgress, groups_of, items_of_state, items_state
+from ludic.training.multi_policy import train_policies
 from ludic.types import (
     CandidateSets,
+    ConfigError,
     Image,
     ImageSpan,
     MessageSpan,
@@ -297,3 +299,8 @@ def same(ours, theirs):
     if isinstance(theirs, np.ndarray):
         return ours.dtype == theirs.dtype and np.array_equal(ours, theirs)
     return ours == theirs
+
+
+async def test_several_policies_refuse_several_steps_per_batch():
+    with pytest.raises(ConfigError, match="4 optimizer steps per batch"):
+        await train_policies({"one": hand_trainer(grouped(4), cfg={"mini_batches": 4})})

@@ -245,3 +245,15 @@ def test_a_new_fact_of_every_token_is_a_field_and_an_entry_of_the_table(monkeypa
     assert pack([item, truncated(item, 2)], "cpu").actions.columns["surprise"].tolist() == [0.5, 1.5, 0.5]
     with pytest.raises(ValueError, match="'surprise': 1"):
         SAWItem([1, 2, 3], None, [0, 1, 1], 1.0, attachments=WithSurprise(surprise=[0.5]))
+
+
+def test_sample_larger_than_the_budget_is_refused():
+    with pytest.raises(ConfigError, match=r"11 tokens, more than micro_token_budget=10"):
+        split_packed([of_length(11)], 10)
+
+
+def test_fit_length_drop_keeps_the_others_in_order():
+    items = [of_length(3, first_id=1), two_turns(), of_length(6, first_id=2)]
+    fitted = fit_length(items, 6, "drop")
+    assert fitted.items == [items[0], items[2]]
+    assert (fitted.num_truncated, fitted.num_dropped) == (0, 1)

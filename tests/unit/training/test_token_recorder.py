@@ -14,6 +14,7 @@ import torch
 from ludic.run.config.rollouts import RolloutSettings
 from ludic.training import Trainer, TrainerConfig, make_grpo
 from ludic.training.learner.gradients import accumulate_gradients
+from ludic.training.learner.packing import PADDING_ITEM
 from ludic.training.learner.policy import TrainedPolicy
 from ludic.training.learner.token_recorder import StepRecord, TokenRecorder
 from ludic.training.losses import CorrectedLoss, TokenClippedSurrogateLoss, TokenMask, as_loss
@@ -284,3 +285,18 @@ def test_out_of_memory_in_the_record_is_a_warning(tmp_path, monkeypatch, caplog)
 def test_save_tokens_refuses_what_it_does_not_know(text):
     with pytest.raises(ConfigError, match="every=N"):
         RolloutSettings(save_tokens=text)
+
+
+def test_padding_items_of_other_ranks_are_not_recorded():
+    record, _ = recorded([PADDING_ITEM])
+    assert not record.items
+
+
+def test_rows_of_a_rollout_are_those_of_its_tokens_in_every_form():
+    items = [with_prefix(item, np.arange(7, dtype=np.int32)) for item in random_items(LENGTHS)]
+    ways = [{"packed": True}, {"packed": False}, {"packed": True, "share_prefixes": True}]
+    first, *others = [by_rollout(recorded(items, budget=90, **way)[0].arrays()) for way in ways]
+    for other in others:
+        for id, columns in first.items():
+            for name in ("logp", "entropy", "gradient"):
+                np.testing.assert_allclose(other[id][name], columns[name], rtol=2e-3, atol=2e-3, err_msg=f"{id} {name}")

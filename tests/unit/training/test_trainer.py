@@ -48,7 +48,7 @@ from tests.unit.training.bandit import (
     tiny_llama,
     train_until,
 )
-from tests.unit.training.samples import random_items
+from tests.unit.training.samples import assert_same_up_to_rounding, first_moments, random_items
 
 pytestmark = pytest.mark.slow
 
@@ -484,3 +484,32 @@ def test_publisher_of_another_models_adapter_is_refused():
 def test_numbers_out_of_range_are_refused(name, value):
     with pytest.raises(ConfigError, match="lr=" if name == "learning_rate" else f"{name}="):
         TrainerConfig(**{name: value})
+
+
+async def test_gradient_checkpointing_does_not_change_the_update():
+    batch = random_items([12, 20, 9])
+    weights = []
+    for checkpointing in (False, True):
+        trainer = hand_trainer(batch, cfg={"gradient_checkpointing": checkpointing})
+        await trainer.train()
+        weights.append([p.detach().clone() for p in trainer.model.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*weights, strict=True))
+
+
+async def test_packed_and_padded_training_agree():
+    batch = random_items([12, 20, 9, 15, 30])
+    results = []
+    for packed in (True, False):
+        trainer = hand_trainer(batch, batch, cfg={"packed": packed})
+        await trainer.train()
+        results.append(first_moments(trainer.model, trainer.optimizer))
+    assert_same_up_to_rounding(*results)
+
+
+async def test_failed_step_is_not_reported_as_trained():
+    trainer = hand_trainer(algo=make_sft())
+    source = trainer.batch_source = Accounting(random_items([12], vocab=64))
+    trainer.learner._clip_gradients = lambda step: (_ for _ in ()).throw(FloatingPointError("nan"))
+    with pytest.raises(FloatingPointError):
+        await trainer.train_step()
+    assert source.told == []

@@ -449,3 +449,28 @@ def test_very_large_weights_are_finite():
     trainer.model.model.embed_tokens.weight.data[200] = 1e30  # its square is not; the token does not occur
     trainer.train_step_sync()
     assert trainer.step == 1
+
+
+async def test_untrained_batch_is_made_again_after_a_resume(tmp_path):
+    class Counting(Given):
+        num_taken = 0
+
+        async def next_batch(self):
+            self.num_taken += 1
+            return await super().next_batch()
+
+        def state_dict(self):
+            return {"num_taken": self.num_taken}
+
+        def load_state_dict(self, state):
+            self.num_taken = state["num_taken"]
+
+    good, too_long = random_items([12, 20]), random_items([100])
+    config = CheckpointConfig(output_dir=tmp_path)
+    trainer = hand_trainer(batch_source=Counting(good, too_long), checkpoint_config=config)
+    await trainer.train_step()
+    with pytest.raises(ConfigError, match="100 tokens"):
+        await trainer.train_step()
+    trainer.save_checkpoint()
+    resumed = hand_trainer(batch_source=Counting(), checkpoint_config=config, resume_from="latest")
+    assert resumed.batch_source.num_taken == 1

@@ -2,6 +2,8 @@
 
 import importlib
 import inspect
+import subprocess
+import sys
 from collections.abc import Mapping
 
 import pytest
@@ -271,3 +273,9 @@ def test_the_import_lines_of_the_documents_work():
 def test_all_lists_only_names_that_exist(module: str):
     loaded = importlib.import_module(module)
     assert [name for name in getattr(loaded, "__all__", ()) if not hasattr(loaded, name)] == []
+
+
+def test_a_face_lists_names_that_it_has_not_imported():
+    code = "import ludic.envs, ludic.agents; print({'check_env', 'LudicEnv'} <= set(dir(ludic.envs)), 'FoldingAgent' in dir(ludic.agents))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]

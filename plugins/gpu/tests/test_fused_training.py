@@ -6,6 +6,7 @@ Here in fp32 with the functions of plain.py; plugins/gpu/tests/test_cuda_fused_t
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
@@ -126,6 +127,13 @@ def test_adapters_have_the_values_and_gradients_of_the_modules(family):
 def test_adapters_on_some_layers_with_other_scales_and_ranks(settings):
     model = with_adapters(**settings).get_base_model()
     assert_equal(of_fused(model, *inputs()), of_modules(model, *inputs()))
+
+
+def test_adapters_and_recomputed_layers():
+    model = with_adapters().get_base_model()
+    expected = of_fused(model, *inputs())
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert_equal(of_fused(model, *inputs()), expected)
 
 
 def test_disabled_adapters_give_the_base_model():
@@ -367,6 +375,16 @@ def test_large_models_are_not_captured(recorded, monkeypatch):
     for _ in range(3):
         fused.hidden(*inputs()).sum().backward()
     assert not recorded
+
+
+@pytest.mark.parametrize("lengths", [[1], [512], [513], [3, 500, 9], [1000] * 16, [7] * 100, [1024] * 16])
+def test_rounded_shapes_hold_the_sequences(lengths):
+    tokens, sequences, longest = graphs._rounded_shape(lengths)
+    bounds = graphs._padded_bounds(lengths, tokens, sequences, longest)
+    assert 0 <= tokens - sum(lengths) < max(512, sum(lengths) / 8)
+    assert len(bounds) == sequences + 1 and bounds[0] == 0 and bounds[-1] == tokens
+    assert np.diff(bounds)[: len(lengths)].tolist() == lengths
+    assert np.diff(bounds).min() >= 0 and np.diff(bounds).max() <= longest
 
 
 def test_hooks_and_replaced_modules_are_noticed():

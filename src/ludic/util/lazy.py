@@ -31,6 +31,8 @@ def forward(shim: str, package: str) -> Callable[[str], Any]:
 def lazy(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     """The `__getattr__` of a package that imports each module on first use. `names`: module -> names in it."""
     homes = {name: module for module, inside in names.items() for name in inside.split()}
+    own = vars(sys.modules[package])
+    own["__dir__"] = lambda: sorted({*own, *homes})
 
     def __getattr__(name: str) -> Any:
         if name not in homes:

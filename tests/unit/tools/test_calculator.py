@@ -1,6 +1,8 @@
 """The calculator: exact where numbers are, safe whatever is typed."""
 
 import math
+import subprocess
+import sys
 import time
 from fractions import Fraction
 
@@ -189,3 +191,8 @@ def test_any_text_gives_a_number_or_a_value_error(text):
         pass
     except OverflowError:  # float() of a long whole number, not the calculator
         pass
+
+
+def test_the_package_has_the_tool_also_after_the_module_of_its_name_is_imported():
+    code = "import ludic.tools.calculator; from ludic.tools import calculator; calculator('1 + 1')"
+    subprocess.run([sys.executable, "-c", code], check=True)

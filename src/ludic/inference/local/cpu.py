@@ -2,8 +2,9 @@
 
 Batches are padded to a minimum number of tokens, and keys to a multiple (`kv.padded_length`), because products with very few
 rows and sums with a remainder take another path through the math library and round differently. With this padding a request
-gets the same logits, bit for bit, alone and in company, if the forward pass `keeps_rows`, which it tries on the processor at hand.
-Otherwise logits differ by rounding, and `sampling` still draws the same tokens except for near ties.
+gets the same logits, bit for bit, alone and in company, if the forward pass `keeps_rows`, which it tries on the processor at hand;
+on x86_64 only while its prompt is not shared (from `MIN_SHARED` tokens on) and does not continue from the cache, since attention is
+not tried. Otherwise logits differ by rounding, and `sampling` still draws the same tokens except for near ties.
 """
 
 from collections.abc import Callable, Iterator

@@ -79,6 +79,8 @@ class LocalEngine:
         `adapters`: requests may name a LoRA adapter that `add_adapter` has added (docs/engine.md).
         `pack_weights`: keep copies of matrices in the order that the hardware reads them; False saves their memory.
         `compile_layers`: False runs every model through its own layers as they are."""
+        if unknown := sorted(cache.keys() - CacheSettings.__annotations__.keys()):  # before the model is loaded
+            raise TypeError(f"LocalEngine() got an unexpected keyword argument {unknown[0]!r}")
         if adapters and record_experts:
             raise ConfigError("An engine with adapters=True has no record_experts. Leave one out.")
         loaded = load_model(model, tokenizer, dtype=dtype, device=device)

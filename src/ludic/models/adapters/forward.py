@@ -174,11 +174,13 @@ class AdaptedForward:
             return _AdaptedLinear(own, self._pass, linears[0] is head, *linears)
 
         self._forward: Forward = make_forward(view, pack=pack, packed=packed)
+        self._plain: list[_AdaptedLinear] = []
         if not isinstance(self._forward, FusedLlama):  # what is not packed: some layers, or all on a GPU
             for name, linear in adaptable_linears(view).items():
                 parent, _, child = name.rpartition(".")
                 layer = _AdaptedLinear((name,), self._pass, linear is head, linear, layout=Layout.PLAIN)
                 setattr(view.get_submodule(parent) if parent else view, child, layer)
+                self._plain.append(layer)
         self.min_rows = self._forward.min_rows
 
     @property
@@ -195,6 +197,8 @@ class AdaptedForward:
 
     def refresh(self) -> None:
         self._forward.refresh()
+        for layer in self._plain:
+            layer.refresh()
 
 
 class AdapterNames:

@@ -260,3 +260,18 @@ async def test_mistakes_are_named():
     plain.close()
     with pytest.raises(ConfigError, match="record_experts"):
         make_engine(model, adapters=True, record_experts=True)
+
+
+async def test_layers_that_are_not_packed_follow_weights_that_are_replaced():
+    model, prompt = new_model(), some_prompt(9)
+    adapter = adapters_for(model)["a"]
+    expected = engine_with(new_model(seed=1), {"a": adapter}, pack_weights=False)
+    engine = engine_with(model, {"a": adapter}, pack_weights=False)
+    (before,) = await answers(engine, [asked(prompt, "a")])
+    for own, other in zip(model.parameters(), new_model(seed=1).parameters(), strict=True):
+        own.data = other.data
+    engine.new_version()
+    (after,) = await answers(engine, [asked(prompt, "a")])
+    assert same(after, (await answers(expected, [asked(prompt, "a")]))[0]) and not same(after, before)
+    engine.close()
+    expected.close()

@@ -119,6 +119,11 @@ def test_an_engine_that_cannot_work_is_refused(settings):
 # --- models that cannot be served ---
 
 
+def test_a_misspelled_setting_is_refused_before_the_model_is_loaded():
+    with pytest.raises(TypeError, match=r"LocalEngine\(\) got an unexpected keyword argument 'kv_token'"):
+        LocalEngine("no such model", kv_token=64)
+
+
 def test_something_that_is_no_model_is_refused():
     with pytest.raises(ConfigError, match="Linear is not a transformers model"):
         make_engine(torch.nn.Linear(2, 2))

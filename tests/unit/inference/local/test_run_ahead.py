@@ -156,6 +156,18 @@ async def test_a_cancelled_request_leaves_the_others_alone():
         assert engine.stats["kv_blocks_used"] == 0
 
 
+async def test_admission_that_keeps_room_changes_no_token_and_preempts_less():
+    num_preemptions = []
+    for keep_room in (False, True):
+        engine, _ = make_engine(120, keep_room=keep_room)
+        asked = mixed_requests()
+        async with engine:
+            answers = await asyncio.gather(*(engine.complete_tokens(one) for one in asked))
+            assert [answer.completion_token_ids.tolist() for answer, _ in answers] == [expected(one) for one in asked]
+            num_preemptions.append(engine.stats["preemptions"])
+    assert num_preemptions[1] < num_preemptions[0]
+
+
 async def test_an_abort_fails_what_is_in_flight_and_the_engine_goes_on():
     engine, _ = make_engine()
     async with engine:

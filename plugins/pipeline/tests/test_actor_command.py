@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from ludic.run import Run
 from ludic.run.config.run_config import RunConfig
 from ludic.run.given import env_factory
 from ludic.run.resolve import NEGATIVE_MASK, ResolvedRun, resolve
@@ -236,10 +235,10 @@ def test_a_learner_removes_the_mark_of_a_finished_run_before_it_loads_the_model(
                 assert await queue.finish(1)
             return (await queue.beat_actor(ActorId("actor"), 0)).finished_after
 
-    def load(self: Run, start: object) -> None:
+    def load(*_: object) -> None:
         raise ConfigError(f"finished when it loads: {asyncio.run(marked())}")
 
-    monkeypatch.setattr(Run, "_load", load)
+    monkeypatch.setattr("ludic.run.session.load_weights", load)
     assert asyncio.run(marked(mark=True)) == 1
     assert "finished when it loads: None" in ludic(*command()).err
 

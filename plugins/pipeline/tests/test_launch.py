@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -122,7 +123,8 @@ def test_vllm_actors_get_a_server_unless_one_is_given(tmp_path, monkeypatch):
     monkeypatch.setenv("LUDIC_REDIS_URL", "redis://here")
     own = make_roles(run_with(tmp_path, actor_engine="vllm", actors=1))
     assert [role.name for role in own] == ["server", "learner", "actor-0"] and own[1].needs == ("server",)
-    assert own[0].command[:3] == (sys.executable, "-m", "ludic_vllm.vllm_server")
+    assert own[0].command[:3] == (sys.executable, "-m", "ludic_vllm.run_server")
+    assert find_spec("ludic_vllm.run_server") is not None
     assert own[2].environment["LUDIC_SERVER"] == f"http://127.0.0.1:{own[0].command[-1]}"
     given = make_roles(run_with(tmp_path, actor_engine="vllm", actors=1, server=("http://there:8000",)))
     assert [role.name for role in given] == ["learner", "actor-0"]

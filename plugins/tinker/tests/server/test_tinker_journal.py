@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from ludic_tinker.server.storage.database import Damaged, Database, StorageError
-from ludic_tinker.server.storage.journal import SCHEMA, Journal, Record, Recovered
+from ludic_tinker.server.storage.journal import Journal, Record, Recovered
 
 pytestmark = pytest.mark.slow
 
@@ -26,12 +26,16 @@ DISTURBED = settings(max_examples=60, deadline=None, suppress_health_check=[Heal
 
 
 class OneRun:
-    """A database with the journal of one run."""
+    """The journal of one run, in `folder`/run."""
 
     def __init__(self, folder: Path, *, is_new: bool = False, sync: bool = False, **settings: Any) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.database = Database(folder / "server.db", SCHEMA if is_new else None, sync=sync)
-        self.journal = Journal(self.database, lambda run: folder / "run", **settings)
+        self.journal = Journal(lambda run: folder / "run", sync=sync, **settings)
+        if is_new:
+            self.journal.begin(RUN)
+
+    @property
+    def database(self) -> Database:
+        return self.journal._databases[RUN]
 
     def request(self, number: int, payload: bytes = b"", kind: str = STEP) -> None:
         self.journal.accept(RUN, number, kind, payload)
@@ -43,14 +47,17 @@ class OneRun:
 
     def close(self) -> None:
         self.journal.close()
-        self.database.close()
 
 
 def recovered(folder: Path) -> Recovered:
     """What a restarted server finds."""
     run = OneRun(folder)
     try:
-        return run.journal.recover(RUN) if run.journal.runs() else Recovered(0, None, (), {})
+        return run.journal.recover(RUN)
+    except Damaged:
+        if RUN not in run.journal._databases or run.database.read("SELECT 1 FROM journal LIMIT 1"):
+            raise
+        return Recovered(0, None, (), {})  # the kill came before its first request, so no client was told of it
     finally:
         run.close()
 
@@ -65,7 +72,7 @@ class Left:
     def __init__(self, folder: Path) -> None:
         self.folder, self.copy = folder, folder / "copy"
         run = OneRun(folder / "live", is_new=True)
-        log = folder / "live/server.db-wal"
+        log = folder / "live/run/journal.db-wal"
         self.ends = []
         """The size of the log after each request."""
         for record in REQUESTS:
@@ -78,7 +85,7 @@ class Left:
         """Database and log of a fresh copy."""
         shutil.rmtree(self.copy, ignore_errors=True)
         shutil.copytree(self.folder / name, self.copy)
-        return self.copy / "server.db", self.copy / "server.db-wal"
+        return self.copy / "run/journal.db", self.copy / "run/journal.db-wal"
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +110,7 @@ def test_a_log_cut_at_any_byte_has_exactly_the_records_before_the_cut(left: Left
     kept = [record for record, end in zip(REQUESTS, left.ends, strict=True) if end <= cut]
     assert reopened(left.copy) == kept
 
-    run, added = OneRun(left.copy), Record(len(kept), STEP, b"after the restart")
+    run, added = OneRun(left.copy, is_new=True), Record(len(kept), STEP, b"after the restart")
     run.request(added.seq, added.payload)
     run.close()
     assert reopened(left.copy) == [*kept, added]
@@ -141,7 +148,7 @@ def test_a_changed_bit_is_never_read_as_a_record(left: Left, name: str, data: An
     try:
         found = reopened(left.copy)
     except Damaged as error:
-        assert "server.db" in str(error)
+        assert "journal.db" in str(error)
     else:
         assert found == REQUESTS or (name == "killed" and found == REQUESTS[:-1] and place >= left.ends[-2])
 
@@ -152,7 +159,7 @@ def test_a_cut_database_is_damaged(left: Left, data: Any):
     file, _ = left.again("live")
     whole = file.read_bytes()
     file.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
-    with pytest.raises(Damaged, match="server.db"):
+    with pytest.raises(Damaged, match="journal.db"):
         reopened(left.copy)
 
 
@@ -160,7 +167,7 @@ def test_a_cut_database_is_damaged(left: Left, data: Any):
 def test_tables_that_cannot_be_read_are_damaged(left: Left, changed: bytes):
     file, _ = left.again("live")
     file.write_bytes(file.read_bytes().replace(b"payload", changed, 1))
-    with pytest.raises(Damaged, match="server.db"):
+    with pytest.raises(Damaged, match="journal.db"):
         reopened(left.copy)
 
 
@@ -168,7 +175,7 @@ def test_a_killed_run_without_its_log_stays_damaged(left: Left):
     _, log = left.again("killed")
     log.unlink()
     for _ in range(2):
-        with pytest.raises(Damaged, match="has lost its log server.db-wal"):
+        with pytest.raises(Damaged, match="has lost its log journal.db-wal"):
             reopened(left.copy)
 
 
@@ -183,7 +190,7 @@ def test_a_run_is_recovered_from_snapshot_and_later_requests(tmp_path: Path):
     snapshots = []
     for number in (0, 1, 2, 3):
         run.done(number, number)
-        snapshots += [path.name for path in tmp_path.glob("run/*")]
+        snapshots += [path.name for path in tmp_path.glob("run/snapshot-*")]
     run.journal.executed(RUN, 3, b"carried out again", dict)
     run.request(5, b"5", "load_weights")
     run.close()
@@ -229,7 +236,6 @@ def test_files_of_a_killed_snapshot_are_put_right(tmp_path: Path):
     for number in range(3):
         run.request(number)
     run.close()
-    folder.mkdir()
     (folder / ".unfinished-snapshot-9.safetensors").write_bytes(b"part")
     assert [record.seq for record in reopened(tmp_path)] == [0, 1, 2]
     for number in (1, 2):
@@ -238,7 +244,7 @@ def test_files_of_a_killed_snapshot_are_put_right(tmp_path: Path):
         found = recovered(tmp_path)
         assert (found.next_number, found.state) == (2, {"w": torch.tensor([2.0])})
         assert [record.seq for record in found.requests] == [2]
-        assert [path.name for path in folder.iterdir()] == ["snapshot-2.safetensors"]
+        assert [path.name for path in folder.glob("*snapshot-*")] == ["snapshot-2.safetensors"]
 
 
 def test_a_missing_or_damaged_snapshot_is_an_error(tmp_path: Path):
@@ -252,6 +258,30 @@ def test_a_missing_or_damaged_snapshot_is_an_error(tmp_path: Path):
         with pytest.raises(Damaged, match=said):
             reopened(tmp_path)
         path.unlink(missing_ok=True)
+
+
+def test_an_older_snapshot_does_not_stand_in_for_a_missing_one(tmp_path: Path):
+    """The requests between the two are dropped."""
+    run, folder = OneRun(tmp_path, is_new=True, snapshot_every=2), tmp_path / "run"
+    for number in range(4):
+        run.request(number)
+        run.done(number)
+        if number == 1:
+            shutil.copy(folder / "snapshot-2.safetensors", tmp_path)
+    run.close()
+    (folder / "snapshot-4.safetensors").unlink()
+    shutil.copy(tmp_path / "snapshot-2.safetensors", folder)
+    with pytest.raises(Damaged, match="run has lost its snapshot"):
+        reopened(tmp_path)
+
+
+def test_the_room_of_a_run_is_free_again_when_it_ends(tmp_path: Path):
+    run = OneRun(tmp_path, is_new=True)
+    run.request(0, bytes(100_000))
+    run.journal.snapshot(RUN, 0, {"w": torch.zeros(2)}, wait=True)
+    run.journal.end(RUN)
+    run.journal.executed(RUN, 0, b"", lambda: pytest.fail("the state was read"))
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- full disk ---
@@ -277,7 +307,7 @@ def test_a_full_disk_fails_the_request_and_leaves_the_journal_usable(tmp_path: P
     run.request(1, bytes(100_000))
     run.close()
     assert [record.seq for record in reopened(tmp_path)] == [0, 1, 2]
-    assert list(tmp_path.glob("run/*")) == []
+    assert list(tmp_path.glob("run/*snapshot-*")) == []
 
 
 # --- kill -9 ---
@@ -290,7 +320,7 @@ def train(folder: Path, acknowledge: int) -> None:
     last = found.next_number - 1
     for record in found.requests:
         total, last = total + record.seq, record.seq
-    run = OneRun(folder, snapshot_every=3)
+    run = OneRun(folder, is_new=True, snapshot_every=3)
     while True:
         last += 1
         run.request(last, bytes(20_000))

@@ -127,6 +127,10 @@ def test_a_loaded_checkpoint_is_not_read_again(stores: Any):
     assert found.results == {1: {}}
 
 
+def journals(store: DiskStore) -> list[Path]:
+    return list(store.folder.glob("runs/*/journal.db*"))
+
+
 def test_an_ended_run_is_listed_and_not_recovered(stores: Any):
     store = stores()
     store.add_run(RUN, "create_model")
@@ -135,33 +139,52 @@ def test_an_ended_run_is_listed_and_not_recovered(stores: Any):
     store = stores()
     assert store.recover() == []
     assert [run.id for run in store.runs.listed("ann")] == [RUN.id]
-    assert not (store.folder / "runs" / RUN.id).exists() and not store.journal.runs()
+    assert not (store.folder / "runs" / RUN.id).exists() and not journals(store)
     assert store.last_request(RUN.id) == pytest.approx(time.time(), abs=60)
 
 
 def test_requests_of_a_run_whose_creation_was_not_answered_are_dropped(stores: Any):
     """The server was killed after it wrote request 0 and before it wrote the run; the client asks again."""
     store = stores()
+    store.journal.begin(RUN.id)
     store.journal.accept(RUN.id, 0, "create_model", b"")
+    assert journals(store)
     store = stores()
-    assert store.recover() == [] and not store.journal.runs()
+    assert store.recover() == [] and not journals(store)
 
 
-def test_a_damaged_run_is_left_out_and_named(stores: Any, caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize("damage", ["record", "database", "log", "no log"])
+def test_a_damaged_run_is_left_out_and_named(
+    stores: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+):
+    """Other runs, of other tenants too, go on."""
     store = stores()
     store.add_run(RUN, "create_model")
     store.add_run(other := replace(RUN, id="s1:train:1"), "create_model")
     for number in (1, 2):
         store.journal.accept(RUN.id, number, "optim_step", b"the payload")
-    file = store.folder / "server.db"
-    store.close()
-    file.write_bytes(file.read_bytes().replace(b"the payload", b"thepayload!"))
-
-    store = stores()
+    if "log" not in damage:
+        store.close()
+    folder = tmp_path / "killed"
+    shutil.copytree(store.folder, folder)
+    file, log = (folder / "runs" / RUN.id / name for name in ("journal.db", "journal.db-wal"))
+    if damage == "record":
+        file.write_bytes(file.read_bytes().replace(b"the payload", b"thepayload!"))
+    elif damage == "database":
+        file.write_bytes(b"something else" * 100)
+    elif damage == "log":
+        data = bytearray(log.read_bytes())
+        data[100] ^= 1
+        log.write_bytes(data)
+    else:
+        log.unlink()
+    store = DiskStore(folder, base_model="tiny")
     with caplog.at_level(logging.ERROR):
         assert [run for run, _ in store.recover()] == [other]
-    assert "wrong checksum" in store.damaged[RUN.id]
-    assert RUN.id in caplog.text
+    assert list(store.damaged) == [RUN.id] and RUN.id in caplog.text
+    assert "wrong checksum" in store.damaged[RUN.id] or damage != "record"
+    store.journal.accept(other.id, 1, "optim_step", b"")
+    store.close()
 
 
 @pytest.mark.parametrize("damage", ["cut", "zeros", "no database", "log is gone", "log is changed"])

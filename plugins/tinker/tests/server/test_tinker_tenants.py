@@ -30,7 +30,7 @@ from ludic_tinker.server.records import (
     Usage,
 )
 from ludic_tinker.server.storage.database import StorageError
-from ludic_tinker.server.storage.journal import Record
+from ludic_tinker.server.storage.journal import Record, _insert
 from ludic_tinker.server.storage.store import DiskStore
 from plugins.tinker.tests.server.running import NAME, RunningServer, datum, prompt
 
@@ -373,7 +373,7 @@ def test_a_server_without_keys_starts_though_its_journals_hold_what_it_cannot_re
     for number in range(1, 13):
         store.journal.accept(huge, number, "forward_backward", huge_body(huge, number))
     store.journal.accept(no_json, 1, "optim_step", b"{}")
-    store.journal._insert(no_json, "result", Record(1, "json", b"{"))
+    _insert(store.journal._databases[no_json], "result", Record(1, "json", b"{"))
     store.journal.accept(unreadable, 1, "forward_backward", b"\xff")
     store.journal.executed(unreadable, 1, b"", dict)
     store.close()

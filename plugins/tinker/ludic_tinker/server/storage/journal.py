@@ -1,4 +1,6 @@
-"""The journal of training runs: their requests and results in the server's database, and snapshots of their states as files.
+"""The journals of training runs: requests and results in a database in the folder of each run, and snapshots of its state.
+
+A damaged journal ends its run alone, one that is emptied holds up no other run, and an ended run leaves its room on the disk.
 
 The server writes a request before it answers the client's submit, and the result before the client can retrieve it. A snapshot
 of the run's state replaces the requests that it contains.
@@ -9,9 +11,9 @@ again, with the same sequence number, until it has an answer (`execute_with_retr
 request whose id a restarted server does not know ends the client's program.
 """
 
+import contextlib
 import json
 import logging
-import time
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent import futures
@@ -30,9 +32,9 @@ from ludic_tinker.server.storage.database import Damaged, Database, StorageError
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = (
-    "CREATE TABLE journal (run TEXT, role TEXT, seq INTEGER, kind TEXT, time REAL, checksum INTEGER, payload BLOB, "
-    "PRIMARY KEY (run, role, seq))"
+_FILE = "journal.db"
+_SCHEMA = (
+    "CREATE TABLE journal (role TEXT, seq INTEGER, kind TEXT, checksum INTEGER, payload BLOB, PRIMARY KEY (role, seq))"
 )
 _REQUEST, _RESULT = "request", "result"
 """Roles of a record."""
@@ -86,30 +88,41 @@ def own_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Journal:
-    """Requests, results and snapshots of all runs: the database has the requests of a run from some number N on, and
-    snapshot-N.safetensors in its folder the state before them. Thread-safe."""
+    """Requests, results and snapshots of all runs: journal.db in the folder of a run has its requests from some number N on,
+    and snapshot-N.safetensors the state before them. Thread-safe."""
 
     def __init__(
         self,
-        database: Database,
         folder_of: Callable[[str], Path],
         *,
+        sync: bool = False,
         snapshot_every: int = 16,
         max_bytes: int = 64 << 20,
         num_results: int = 256,
     ) -> None:
         """`folder_of`: the folder of a run. A snapshot is due after `snapshot_every` steps or `max_bytes` of requests.
         `num_results`: how many results of requests before the snapshot are kept; a client has no more open requests."""
-        self._database, self._folder_of = database, folder_of
+        self._folder_of, self._sync = folder_of, sync
         self._snapshot_every, self._max_bytes, self._num_results = snapshot_every, max_bytes, num_results
         self._background = futures.ThreadPoolExecutor(1, thread_name_prefix="ludic-tinker-snapshots")
+        self._databases: dict[str, Database] = {}
         self._progress: dict[str, _Progress] = {}
+
+    def begin(self, run: str) -> None:
+        """The journal of a new run; one that a killed server has begun is taken over."""
+        folder = self._folder_of(run)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError.of(folder, error) from error
+        if run not in self._databases:
+            self._databases[run] = Database(folder / _FILE, _SCHEMA, sync=self._sync)
 
     # --- requests and results ---
 
     def accept(self, run: str, number: int, kind: str, payload: bytes) -> None:
         """Write a request; one that the run has already stays as it is."""
-        self._insert(run, _REQUEST, Record(number, kind, payload))
+        _insert(self._databases[run], _REQUEST, Record(number, kind, payload))
 
     def executed(self, run: str, number: int, result: Result, state: Callable[[], Mapping[str, Tensor]]) -> None:
         """Write the result of a request, which is visible when this returns, and a snapshot if one is due.
@@ -117,14 +130,16 @@ class Journal:
         A request that is carried out again after a restart keeps its first result. A full disk raises nothing here: the
         request itself is in the journal, so a restart carries it out again.
         """
-        found = self._database.read(
-            "SELECT kind, length(payload) FROM journal WHERE run = ? AND role = ? AND seq = ?", run, _REQUEST, number
-        )
-        if not found:  # the run has ended meanwhile
+        database = self._databases.get(run)
+        if database is None:  # the run has ended meanwhile
+            return
+        rows = "SELECT kind, length(payload) FROM journal WHERE role = ? AND seq = ?"
+        found = database.read(rows, _REQUEST, number)
+        if not found:  # a snapshot contains it
             return
         [(kind, num_bytes)] = found
         try:
-            self._insert(run, _RESULT, Record(number, *_encoded(result)))
+            _insert(database, _RESULT, Record(number, *_encoded(result)))
             if kind == _LOAD and not isinstance(result, Failure):
                 # The loaded checkpoint may be overwritten later, so a restart must not have to load it again.
                 self.snapshot(run, number, state(), wait=True)
@@ -137,26 +152,15 @@ class Journal:
         if not is_due or (own.writing is not None and not own.writing.done()):
             return
         # The state may contain a part of a later pass if this is one, since they share batches; then a later request has come.
-        if kind != _PASS or self._is_last(run, number):
+        if kind != _PASS or _is_last(database, number):
             self.snapshot(run, number, state())
 
     def _progress_of(self, run: str) -> _Progress:
         return self._progress.setdefault(run, _Progress())
 
-    def _insert(self, run: str, role: str, record: Record) -> None:
-        row = (run, role, record.seq, record.kind, time.time(), record.checksum, record.payload)
-        with self._database.writing() as execute:
-            execute("INSERT OR IGNORE INTO journal VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-
-    def _is_last(self, run: str, number: int) -> bool:
-        """True if no later request has come. Results do not tell: after a restart requests that have one are carried out again."""
-        later = "SELECT 1 FROM journal WHERE run = ? AND role = ? AND seq > ? LIMIT 1"
-        return not self._database.read(later, run, _REQUEST, number)
-
     def last_time(self, run: str) -> float | None:
         """When a run was last written to; None if nothing is kept of it."""
-        [[found]] = self._database.read("SELECT max(time) FROM journal WHERE run = ?", run)
-        return None if found is None else float(found)
+        return max((path.stat().st_mtime for path in self._folder_of(run).glob(f"{_FILE}*")), default=None)
 
     # --- snapshots ---
 
@@ -167,38 +171,39 @@ class Journal:
         the snapshot is on the disk when it returns, and a failure raises StorageError.
         """
         self.wait(run)
-        own = self._progress_of(run)
+        own, database = self._progress_of(run), self._databases.get(run)
         own.num_steps = own.num_bytes = 0
+        if database is None:  # the run has ended meanwhile
+            return
         if wait:
-            self._write_snapshot(run, number + 1, state)
+            self._write_snapshot(database, run, number + 1, state)
         else:
-            own.writing = self._background.submit(self._snapshot_in_background, run, number + 1, state)
+            own.writing = self._background.submit(self._snapshot_in_background, database, run, number + 1, state)
 
     def wait(self, run: str) -> None:
         """Wait until the snapshot in the background is written, or has failed."""
         if (writing := self._progress_of(run).writing) is not None:
             futures.wait([writing])
 
-    def _snapshot_in_background(self, run: str, first: int, state: Mapping[str, Tensor]) -> None:
+    def _snapshot_in_background(self, database: Database, run: str, first: int, state: Mapping[str, Tensor]) -> None:
         try:
-            self._write_snapshot(run, first, state)
+            self._write_snapshot(database, run, first, state)
         except StorageError as error:
             logger.warning("No snapshot of %s: %s The journal is kept.", run, error)
 
-    def _write_snapshot(self, run: str, first: int, state: Mapping[str, Tensor]) -> None:
+    def _write_snapshot(self, database: Database, run: str, first: int, state: Mapping[str, Tensor]) -> None:
         path = self._snapshot(run, first)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as unfinished:
                 save_file(own_tensors(state), unfinished)
-            with self._database.writing() as execute:
+            with database.writing() as execute:
                 for role, kept_from in ((_REQUEST, first), (_RESULT, first - self._num_results)):
-                    execute("DELETE FROM journal WHERE run = ? AND role = ? AND seq < ?", (run, role, kept_from))
+                    execute("DELETE FROM journal WHERE role = ? AND seq < ?", (role, kept_from))
         except (OSError, SafetensorError) as error:
             for left in (path, path.with_name(f"{UNFINISHED}{path.name}")):
                 left.unlink(missing_ok=True)
             raise error if isinstance(error, StorageError) else StorageError.of(path, error) from error
-        self._database.empty_log()
+        database.empty_log()
         self._remove_snapshots(run, but=path)
 
     def _snapshot(self, run: str, first: int) -> Path:
@@ -214,13 +219,17 @@ class Journal:
 
     def recover(self, run: str) -> Recovered:
         """Contents of the journal of one run. Called once, before its first request."""
-        requests, results = self._records(run, _REQUEST), self._records(run, _RESULT)
+        if run not in self._databases:
+            self._databases[run] = Database(self._folder_of(run) / _FILE, sync=self._sync)
+        requests, results = (_records(self._databases[run], role) for role in (_REQUEST, _RESULT))
         # A server that was killed before it dropped the requests that a snapshot contains has left them; they do not count.
         snapshots = self._folder_of(run).glob("snapshot-*.safetensors")
         first = max((int(path.stem.removeprefix("snapshot-")) for path in snapshots), default=0)
         path = self._snapshot(run, first)
-        if not first and (not requests or requests[0].seq > 0):
-            raise Damaged(f"{path.parent} has lost its snapshot, which contained the first requests.")
+        # A request is dropped with a snapshot only, so one that was done is in the journal or in the snapshot.
+        is_done_and_dropped = {record.seq for record in results if record.seq >= first} - {r.seq for r in requests}
+        if is_done_and_dropped or (not first and (not requests or requests[0].seq > 0)):
+            raise Damaged(f"{path.parent} has lost its snapshot, or requests that were done.")
         self._remove_snapshots(run, but=path)
         try:
             state = load_file(path) if first else None
@@ -229,32 +238,45 @@ class Journal:
         left = tuple(request for request in requests if request.seq >= first)
         return Recovered(first, state, left, {record.seq: _decoded(record) for record in results})
 
-    def _records(self, run: str, role: str) -> list[Record]:
-        found = []
-        rows = "SELECT seq, kind, payload, checksum FROM journal WHERE run = ? AND role = ? ORDER BY seq"
-        for *fields, checksum in self._database.read(rows, run, role):
-            if not all(map(isinstance, fields, (int, str, bytes))) or Record(*fields).checksum != checksum:
-                raise Damaged(f"{self._database.path} is damaged: {role} {fields[0]} of {run} has a wrong checksum.")
-            found.append(Record(*fields))
-        return found
-
-    def runs(self) -> set[str]:
-        """The runs that have records."""
-        return {run for (run,) in self._database.read("SELECT DISTINCT run FROM journal")}
-
     def end(self, run: str) -> None:
         """Remove records and snapshots: the run will not be continued."""
         self.wait(run)
-        with self._database.writing() as execute:
-            execute("DELETE FROM journal WHERE run = ?", (run,))
+        if (database := self._databases.pop(run, None)) is not None:
+            database.close()
+        folder = self._folder_of(run)
+        for name in (f"{_FILE}-wal", _FILE):
+            (folder / name).unlink(missing_ok=True)
         self._remove_snapshots(run)
         self._progress.pop(run, None)
-        if self._database.log_bytes() > self._max_bytes:
-            self._database.empty_log()
+        with contextlib.suppress(OSError):  # it has checkpoints
+            folder.rmdir()
 
     def close(self) -> None:
         """End after the snapshots in the background."""
         self._background.shutdown()
+        while self._databases:
+            self._databases.popitem()[1].close()
+
+
+def _insert(database: Database, role: str, record: Record) -> None:
+    row = (role, record.seq, record.kind, record.checksum, record.payload)
+    with database.writing() as execute:
+        execute("INSERT OR IGNORE INTO journal VALUES (?, ?, ?, ?, ?)", row)
+
+
+def _is_last(database: Database, number: int) -> bool:
+    """True if no later request has come. Results do not tell: after a restart requests that have one are carried out again."""
+    return not database.read("SELECT 1 FROM journal WHERE role = ? AND seq > ? LIMIT 1", _REQUEST, number)
+
+
+def _records(database: Database, role: str) -> list[Record]:
+    found = []
+    rows = "SELECT seq, kind, payload, checksum FROM journal WHERE role = ? ORDER BY seq"
+    for *fields, checksum in database.read(rows, role):
+        if not all(map(isinstance, fields, (int, str, bytes))) or Record(*fields).checksum != checksum:
+            raise Damaged(f"{database.path} is damaged: {role} {fields[0]} has a wrong checksum.")
+        found.append(Record(*fields))
+    return found
 
 
 def _encoded(result: Result) -> tuple[str, bytes]:

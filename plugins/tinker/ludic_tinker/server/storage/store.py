@@ -1,9 +1,8 @@
 """The data folder of a Tinker server: everything that survives a restart, also after `kill -9`.
 
     server.json                    format and base model; a server of another model refuses the folder
-    server.db                      sessions, training runs (with the seed of their adapter), sampling sessions, and the requests
-                                   of runs after their snapshots (journal.py)
-    runs/<run id>/snapshot-N.safetensors
+    server.db                      sessions, training runs (with the seed of their adapter), sampling sessions
+    runs/<run id>/journal.db       the requests of a run after its snapshot-N.safetensors (journal.py)
     runs/<run id>/weights/<name>/  checkpoints; also sampler_weights/ and external_weights/ (checkpoints.py)
 
 Ids follow from what the client sends (session and sequence number), so a repeated request meets the record of the first.
@@ -18,7 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -27,13 +26,13 @@ from ludic.util.files import parse_json, write_json
 from ludic_tinker.server.records import Refused, RequestKind, Run, Sampler, Session
 from ludic_tinker.server.storage.checkpoints import Checkpoints
 from ludic_tinker.server.storage.database import Damaged, Database, StorageError
-from ludic_tinker.server.storage.journal import SCHEMA, Journal, Recovered
+from ludic_tinker.server.storage.journal import Journal, Recovered
 
 logger = logging.getLogger(__name__)
 
 _FORMAT = 3
 _ABOUT = "server.json"
-_SCHEMA = f"CREATE TABLE records (kind TEXT, id TEXT, data BLOB, PRIMARY KEY (kind, id)); {SCHEMA}"
+_SCHEMA = "CREATE TABLE records (kind TEXT, id TEXT, data BLOB, PRIMARY KEY (kind, id))"
 
 Entry = TypeVar("Entry", Session, Run, Sampler)
 
@@ -110,9 +109,8 @@ class DiskStore:
             raise
         except OSError as error:
             raise StorageError.of(self.folder, error) from error
-        self.journal = Journal(
-            self._database, self._run_folder, snapshot_every=snapshot_every, max_bytes=max_journal_bytes
-        )
+        self.journal = Journal(self._run_folder, sync=sync, snapshot_every=snapshot_every, max_bytes=max_journal_bytes)
+        self._max_log_bytes = max_journal_bytes
         self.damaged: dict[str, str] = {}
         """Runs that could not be recovered, and why."""
         self.sessions = Table(Session, "session", self._database)
@@ -203,6 +201,7 @@ class DiskStore:
 
     def add_run(self, run: Run, kind: RequestKind, payload: bytes = b"") -> None:
         """A new run with the request 0 that makes it."""
+        self.journal.begin(run.id)
         self.journal.accept(run.id, 0, kind, payload)  # first: every run in the table has its request 0
         self.runs.put(run)
 
@@ -210,6 +209,8 @@ class DiskStore:
         """The run takes no more requests: its journal is removed, its checkpoints stay."""
         self.runs.put(dataclasses.replace(self.runs.get(run_id), ended=time.time()))
         self.journal.end(run_id)
+        if self._database.log_bytes() > self._max_log_bytes:
+            self._database.empty_log()
 
     def last_request(self, run_id: str) -> float:
         """When a run was last written to."""
@@ -219,10 +220,10 @@ class DiskStore:
     def recover(self) -> list[tuple[Run, Recovered]]:
         """The runs that the last server had not ended, oldest first. A damaged one is logged and left out."""
         open_runs = [run for run in reversed(self.runs.listed()) if run.ended is None]
-        for run_id in self.journal.runs() - {
-            run.id for run in open_runs
-        }:  # the server was killed as it began or ended them
-            self.journal.end(run_id)
+        if not any(self.folder.glob("server.db.damaged-*")):  # whose runs are not known any more
+            journals = {unquote(path.parent.name) for path in self._runs.glob("*/journal.db")}
+            for run_id in journals - {run.id for run in open_runs}:  # the server was killed as it began or ended them
+                self.journal.end(run_id)
         found = []
         for run in open_runs:
             try:

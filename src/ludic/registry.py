@@ -54,6 +54,8 @@ _GIVEN_AS_FUNCTIONS = ("parser", "tool", "reward", "filter")
 _ARGUMENTS = {kind: f"{kind}_set" for kind in ("agent", "context", "protocol", "parser", "reward", "curriculum")}
 _ARGUMENTS |= {"env": "set", "algorithm": "algo_set"}
 """Kind -> the setting that holds arguments of its parts."""
+_MOVED = {"harbor_family": "examples/harbor_tasks/family.py:HarborFamilyEnv"}
+"""Id of 0.2.0 -> the id of the same part in a clone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,6 +173,8 @@ class Registry:
             raise UnknownName(
                 f"The {self.kind} {id!r} is in the package {package}, which is not installed. {how_to_install_package(package)}"
             )
+        if key not in self._entries and key in _MOVED:
+            raise UnknownName(f"The {self.kind} {id!r} is now {_MOVED[key]}, in a clone of Ludic; give that instead.")
         if key not in self._entries:
             raise UnknownName.among(self.kind, id, self._entries)
         if key in self._unread:

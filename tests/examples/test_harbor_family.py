@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ludic.types import ConfigError
+from ludic.types import ConfigError, UnknownName
 from ludic_sandbox import is_bubblewrap_available
 from ludic_sandbox.harbor import HarborEnv, HarborTask, find_tasks
 from tests import programs
@@ -48,10 +48,12 @@ def test_written_tasks_read_as_the_same_tasks(tmp_path):
         ({"level": 9}, "levels 1 to 4"),
         ({"level": 3, "max_level": 2}, "cannot be the lower one"),
         ({"kinds": ["sing"]}, "'sing'; there are count"),
+        ({"max_comands": 3}, "'max_comands'. Did you mean 'max_commands'.*command_timeout_s"),
+        ({"max_output_chars": 5}, "at least 100"),
     ],
 )
 def test_wrong_settings_are_named(settings, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises((ConfigError, UnknownName), match=message):
         family.HarborFamilyEnv(**settings)
 
 

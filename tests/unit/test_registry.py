@@ -58,6 +58,8 @@ def test_error_for_an_unknown_id_suggests_similar_ones(envs):
         envs.make("tictactoe")
     with pytest.raises(KeyError):
         envs.spec("nothing_like_it")
+    with pytest.raises(UnknownName, match=r"'harbor_family' is now examples/harbor_tasks/family.py:HarborFamilyEnv"):
+        envs.make("harbor_family")
 
 
 def test_error_for_a_wrong_argument_lists_the_accepted_ones(envs):

@@ -87,6 +87,21 @@ async def test_a_run_that_waits_too_long_is_refused_and_leaves_the_queue():
     assert refused.value.status == 503 and clients.turns.num_waiting == 0
 
 
+async def test_run_that_is_cancelled_while_another_ends_takes_no_place():
+    """Its task has not run yet when the place comes free."""
+    clients = Clients(RunQueue(1, RunLimits()))
+    for name in ("a1", "b1", "b2", "c1"):
+        await clients.ask(name[0], name)
+    clients.ends["a1"].set()
+    clients.tasks["b1"].cancel()
+    await settled()
+    await clients.tasks["a1"]
+    assert clients.order == ["a1", "b2"] and clients.turns.num_running == 1 and clients.turns.num_waiting == 1
+    await clients.end("b2")
+    await clients.end("c1")
+    assert clients.order == ["a1", "b2", "c1"] and clients.turns.num_running == 0
+
+
 async def test_no_place_is_lost_or_lent_twice_whatever_is_cancelled():
     chance, queue, most = random.Random(0), RunQueue(3, RunLimits(max_waiting=1000)), 0
     turns = queue.turns

@@ -88,6 +88,10 @@ class Turns:
                 return  # and none of another client before it, or large work would never have its turn
             queue = self._waiting.pop(client)
             queue.popleft()
+            if first.turn.done():  # cancelled, and about to leave
+                if queue:
+                    self._waiting = {client: queue, **self._waiting}  # it has had no turn
+                continue
             if queue:
                 self._waiting[client] = queue  # behind the others
             self._charge(client, first.cost)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ludic.types import ConfigError, Snapshot
+from ludic.types import ConfigError, Snapshot, UnknownName
 from ludic_rustorio import RustorioEnv
 from ludic_rustorio.env import source_of
 from ludic_rustorio.game import DEMO, read_game
@@ -239,6 +239,8 @@ def test_mistakes_are_refused_with_a_hint(tmp_path):
         RustorioEnv(tick_weight=2)
     with pytest.raises(ConfigError, match="run_timeout_s=0.*every limit must be above 0"):
         RustorioEnv(run_timeout_s=0)
+    with pytest.raises(UnknownName, match=r"'max_atempts'. Did you mean 'max_attempts'.* Known: .*run_timeout_s"):
+        RustorioEnv(max_atempts=3)
 
 
 async def test_without_a_toolchain_it_says_how_to_get_one(monkeypatch, tmp_path):

@@ -12,7 +12,7 @@ from typing import Any
 
 from ludic.envs.env import world_of
 from ludic.envs.single_agent_env import SingleAgentEnv
-from ludic.types import ConfigError, Info, Observation, Snapshot, StepOutcome, new_id
+from ludic.types import ConfigError, Info, Observation, Snapshot, StepOutcome, UnknownName, new_id
 from ludic_rustorio.game import build_game, read_game
 from ludic_rustorio.judge import Judge, Limits, Status, Verdict
 from ludic_rustorio.toolchain import find_toolchain
@@ -71,8 +71,10 @@ class RustorioEnv(SingleAgentEnv):
         self.toolchain = toolchain
         self.max_error_chars = max_error_chars
         known = {limit.name for limit in fields(Limits)} - {"edition"}
-        if unknown := limits.keys() - known:
-            raise ConfigError(f"RustorioEnv has no {', '.join(unknown)}; its limits are {', '.join(sorted(known))}.")
+        for name in limits:
+            if name not in known:
+                own = RustorioEnv.__init__.__kwdefaults__ or {}
+                raise UnknownName.among("argument of RustorioEnv", name, ["game", *own, *known])
         self.limits = Limits(**limits, edition=edition)
         self.full_reward = 1.0 if self.game.solution is not None and par_ticks is None else None
         self._pool = sandbox_pool

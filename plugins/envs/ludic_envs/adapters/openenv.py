@@ -253,8 +253,12 @@ class OpenEnvEnv(SingleAgentEnv):
             return ()
         return [
             tool_from_schema(
-                **tool, handler=partial(self._call_tool, tool["name"]), timeout_s=None
-            )  # messages have a limit
+                tool["name"],
+                tool["description"],
+                _with_null(tool["parameters"]),
+                partial(self._call_tool, tool["name"]),
+                timeout_s=None,  # messages have a limit
+            )
             for tool in self._found_tools
         ]
 
@@ -357,6 +361,7 @@ class OpenEnvEnv(SingleAgentEnv):
 
     async def _call_tool(self, name: str, /, **arguments: Any) -> str:
         await self._open()
+        arguments = {key: value for key, value in arguments.items() if value is not None}
         self._played.append(("tool", [name, arguments]))
         return await self._send_call(name, arguments)
 
@@ -375,6 +380,21 @@ class OpenEnvEnv(SingleAgentEnv):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_connection": None}
+
+
+def _with_null(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema with null for every optional argument: models write it for one that they leave out."""
+    required = set(parameters.get("required", ()))
+    given = parameters.get("properties", {})
+    optional = {
+        name: {
+            "anyOf": [{key: value for key, value in schema.items() if key != "description"}, {"type": "null"}],
+            **{key: value for key, value in schema.items() if key == "description"},
+        }
+        for name, schema in given.items()
+        if name not in required and isinstance(schema, Mapping)
+    }
+    return {**parameters, "properties": {**given, **optional}}
 
 
 def _in_text(value: Any) -> str:

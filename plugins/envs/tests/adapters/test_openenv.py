@@ -31,7 +31,7 @@ class CountingServer:
     """Add numbers up to ten: a typed action, a tool that earns 0.25, an error at 13; it refuses the first `busy` sessions."""
 
     def __init__(self, *, busy=0, schema=None):
-        self.busy, self.hangs_up = busy, False
+        self.busy, self.hangs_up, self.calls = busy, False, []
         self.schema = schema or action_schema(number={"type": "integer", "minimum": 0, "maximum": 13})
 
     async def __aenter__(self):
@@ -78,6 +78,7 @@ class CountingServer:
             case "mcp":
                 return self.rpc({"content": [{"type": "text", "text": f"luck is {self.luck}"}]})
             case "step" if data.get("type") == "call_tool":
+                self.calls.append(data["arguments"])
                 seen = {"tool_name": "peek", "result": {"data": self.luck}, "error": None}
                 return {"type": "observation", "data": {"observation": seen, "reward": 0.25, "done": False}}
             case "step" if not 0 <= data["number"] <= 13:
@@ -204,10 +205,12 @@ async def test_tool_calls_are_steps_where_the_server_takes_them_and_a_copy_repla
         await env.async_reset(seed=5)
         (peek,) = env.episode_tools(ME)
         assert await peek.fn(twice=True) == str(server.luck)
+        assert (await peek.call({"twice": None})).content == str(server.luck)
+        assert server.calls[-1] == {} and (await peek.call({"twice": "maybe"})).is_error
         copy = pickle.loads(pickle.dumps(env))
         await env.async_close()
         end = await act(copy, "done")
-        assert (end.reward, end.terminated) == (0.25, True)
+        assert (end.reward, end.terminated) == (0.5, True)  # of two calls
         await copy.async_close()
 
 

@@ -57,8 +57,10 @@ class Limits:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "Limits":
         known = [limit.name for limit in fields(cls)]
-        for name in given.keys() - set(known):
-            raise UnknownName.among("argument of HarborEnv", name, known)
+        for name in given:
+            if name not in known:
+                own = list(HarborEnv.__init__.__kwdefaults__ or {})
+                raise UnknownName.among("argument of HarborEnv", name, ["sample", *own, *known])
         return cls(**given)
 
 

@@ -5,10 +5,8 @@
 
 import ast
 import functools
-import importlib.util
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -25,10 +23,6 @@ SHARED = {
     "one SmolLM2": ("test_local_engine_smollm2.py", "test_smollm2_template.py", "test_gateway_clients.py"),
 }  # fmt: skip
 """These files share what a session has once, so one worker takes all of them."""
-PLUGINS = [
-    f"ludic_{name}"
-    for name in ("envs", "gpu", "judges", "ops", "pipeline", "sandbox", "serve", "tinker", "view", "vllm")
-]
 SLOW_TO_IMPORT = ("adapters/test_verifiers.py", "adapters/test_reasoning_gym.py", "envs/tests/test_mcp_tools.py")
 """Seconds in each worker, for the pydantic models of these packages and a hundred generators. `make test-fast` leaves them out."""
 
@@ -66,13 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Any, config: pytest.Config) -> bool | None:
     unwanted = "not slow" in config.option.markexpr and collection_path.as_posix().endswith(SLOW_TO_IMPORT)
-    return True if unwanted or _needs_a_missing_plugin(collection_path) else None
-
-
-def _needs_a_missing_plugin(path: Path) -> bool:
-    """Some tests of the core play with a plug-in as well; without its folder they are not collected."""
-    gone = [name for name in PLUGINS if importlib.util.find_spec(name) is None]
-    return bool(gone) and path.name.startswith("test_") and any(name in path.read_text() for name in gone)
+    return True if unwanted else None
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -26,6 +26,7 @@ import transformers
 from torch.distributed.fsdp import fully_shard
 
 from ludic.distributed.fsdp import FSDPSettings, shard_model
+from ludic.models.loading import word_tokenizer
 from ludic.training.checkpoint.export import export_checkpoint
 from ludic.training.checkpoint.manager import CheckpointConfig, CheckpointError, CheckpointManager
 from ludic.training.checkpoint.rng import restore_rng, rng_state
@@ -334,6 +335,41 @@ def flip_last_byte(file: Path) -> None:
     file.write_bytes(content)
 
 
+def the_newest_the_best_and_every_nth_are_kept(folder: Path) -> None:
+    checkpoints = manager(folder / "kept", max_to_keep=1, keep_every=4, best_metric="eval/accuracy")
+    module = block(1.0)
+    tokenizer = word_tokenizer(["a"]) if dist.get_rank() == 0 else None  # what rank 0 has is enough
+    for step, score in enumerate((0.1, 0.9, 0.2, 0.3, 0.4, 0.5), start=1):
+        metrics = {"eval/accuracy": score if dist.get_rank() == 0 else 1.0}
+        checkpoints.save(step, model=module, metrics=metrics, tokenizer=tokenizer)
+    checkpoints.finish()
+    assert "a" in transformers.AutoTokenizer.from_pretrained(folder / "kept" / "step_000006").get_vocab()
+    assert folders(folder / "kept") == ["step_000002", "step_000004", "step_000006"]
+    assert checkpoints.best() == folder / "kept" / "step_000002"
+    dist.barrier()
+
+
+def a_large_frozen_tensor_is_saved_and_exported(folder: Path) -> None:
+    """More than 2^24 elements, where a float32 cannot count any more."""
+
+    def made() -> Any:
+        with torch.device("meta"):
+            config = llama(tied=True, layers=1).config
+            config.vocab_size = 2**24 // config.hidden_size + 1
+            model = transformers.LlamaForCausalLM(config).bfloat16()
+        for number, parameter in enumerate(model.to_empty(device="cpu").parameters()):
+            torch.nn.init.constant_(parameter, number)
+        return with_lora(model)
+
+    checkpoints = manager(folder / "large")
+    model = sharded(made())
+    path = checkpoints.save(1, model=model)
+    checkpoints.finish()
+    checkpoints.load(model=sharded(made()))
+    exported = export_checkpoint(path, folder / "exported-large")
+    CheckpointManager(CheckpointConfig(folder / "unused")).load(model=made(), path=exported)
+
+
 def a_critic_beside_the_shards_goes_on(folder: Path) -> None:
     """Its weights are whole on every rank, in the same optimizer."""
 
@@ -518,6 +554,7 @@ PHASES: list[Phase] = [
             "a full disk of one rank fails the save of all": a_full_disk_of_one_rank_fails_the_save_of_all,
             "state that one rank cannot store fails on all": state_that_one_rank_cannot_store_fails_on_all,
             "a damaged checkpoint is skipped with a message": a_damaged_checkpoint_is_skipped_with_a_message,
+            "the newest, the best and every nth are kept": the_newest_the_best_and_every_nth_are_kept,
             "a critic beside the shards goes on": a_critic_beside_the_shards_goes_on,
             "each rank gets its own state": each_rank_gets_its_own_state,
         },
@@ -527,6 +564,7 @@ PHASES: list[Phase] = [
         (0,),
         {
             **all_variants("one rank goes on from two", "two", "alone"),
+            "a large frozen tensor is saved and exported": a_large_frozen_tensor_is_saved_and_exported,
         },
     ),
     (

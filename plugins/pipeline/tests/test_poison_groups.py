@@ -153,7 +153,7 @@ def poison(name: str, rng: Random) -> Poison:
     fields = msgspec.msgpack.decode(message[HEADER:])
     what = [change(fields, rng) for _ in range(rng.choice([1, 1, 1, 2, 3]))]
     version = facts.oldest_version
-    versions = fields.get("run_versions", b"")
+    versions = fields["columns"].get("version_runs", {}).get("versions", b"")
     if versions and rng.random() < 0.9:  # mostly the entry agrees with the payload
         oldest = min(struct.unpack(f"<{len(versions) // 8}q", versions))
         version = oldest if 0 <= oldest < 10**15 else None
@@ -162,6 +162,7 @@ def poison(name: str, rng: Random) -> Poison:
 
 def change(fields: dict[str, Any], rng: Random) -> str:
     """Replace one value, and say which."""
+    own = fields["columns"]
     match rng.randrange(9):
         case 0:
             return overwritten(fields, "weights", "d", rng.choice(FLOATS), rng)
@@ -171,27 +172,28 @@ def change(fields: dict[str, Any], rng: Random) -> str:
             )
             fields["id_bytes"] = 4
             return overwritten(fields, "ids", "i", rng.choice(INTS), rng)
-        case 2 if fields.get("temperatures"):
-            return overwritten(fields, "temperatures", "d", rng.choice(FLOATS), rng)
-        case 3 if fields.get("run_versions"):
-            return overwritten(fields, "run_versions", "q", rng.choice(VERSIONS), rng)
+        case 2 if own.get("temperature"):
+            own["temperature"] = list(own["temperature"])
+            own["temperature"][rng.randrange(len(own["temperature"]))] = value = rng.choice(FLOATS)
+            return f"temperature={value}"
+        case 3 if own.get("version_runs"):
+            return "version " + overwritten(own["version_runs"], "versions", "q", rng.choice(VERSIONS), rng)
         case 4:
-            gone = rng.choice(["actor_logps", "token_rewards", "temperatures", "run_counts"])
-            fields.pop(gone, None)
+            gone = rng.choice(["actor_logps", "token_rewards", "temperature", "version_runs"])
+            own.pop(gone, None)
             return f"no {gone}"
         case 5 | 6:
-            columns = [column for column in FLOAT_COLUMNS if column in fields]
+            columns = [column for column in FLOAT_COLUMNS if column in own]
             if not columns:
                 return "nothing"
             name = rng.choice(columns)
-            fields[name] = dict(fields[name])
             value = rng.choice(FLOATS)
             narrow = (
                 float(np.float32(value))
                 if abs(value) < 3.4e38 or not math.isfinite(value)
                 else math.copysign(math.inf, value)
             )
-            return f"{name}: " + overwritten(fields[name], "values", "f", narrow, rng)
+            return f"{name}: " + overwritten(own[name], "values", "f", narrow, rng)
         case 7:
             origins = msgspec.msgpack.decode(fields["origins"])
             name, value = rng.choice(ORIGIN_FIELDS), rng.choice(META_VALUES)
@@ -322,9 +324,9 @@ def logps(value: float) -> ActorTokenLogps:
     return ActorTokenLogps(np.full(7, value, dtype=np.float32))
 
 
-def on_the_wire(name: str, code: str, value: float) -> Poison:
+def on_the_wire(name: str, code: str, value: float, *, column: str | None = None) -> Poison:
     fields = msgspec.msgpack.decode((message := as_good("bad-", Random(0)).payload)[HEADER:])
-    overwritten(fields, name, code, value, Random(0))
+    overwritten(fields if column is None else fields["columns"][column], name, code, value, Random(0))
     return Poison(message[:HEADER] + msgspec.msgpack.encode(fields), 2, 0)
 
 
@@ -370,7 +372,7 @@ POISONS: dict[str, tuple[Callable[[], Poison], str]] = {
     ),
     "another number of samples than it says": (lambda: Poison(as_good("bad-", Random(0)).payload, 7, 0), "says 7 items"),
     "another version than it says": (lambda: Poison(as_good("bad-", Random(0)).payload, 2, 3), "from version 3"),
-    "a negative version": (lambda: on_the_wire("run_versions", "q", -5), "from -5"),
+    "a negative version": (lambda: on_the_wire("versions", "q", -5, column="version_runs"), "from -5"),
 }  # fmt: skip
 
 

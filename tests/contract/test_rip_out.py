@@ -77,7 +77,7 @@ class Tree:
     def __init__(self, place: Path, without: str) -> None:
         self.place = place
         unwanted = shutil.ignore_patterns("__pycache__", "*.pyc")
-        for folder in ("src", "tests", "examples", "docs"):
+        for folder in ("src", "tests", "examples", "docs", "scripts", "benchmarks"):
             shutil.copytree(CHECKOUT / folder, place / folder, ignore=unwanted)
         for file in ("pyproject.toml", "conftest.py", "README.md", "CONTRIBUTING.md"):
             shutil.copy(CHECKOUT / file, place / file)

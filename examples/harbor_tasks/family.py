@@ -5,6 +5,10 @@ a kind (count, column, replace, rename, total) with a plain and a harder form. I
 agent's; the reward is the share of pieces that are right. `HarborFamilyEnv` plays them; as a program, this file writes them:
 
     python examples/harbor_tasks/family.py --num 4 --level 2 --out my_tasks
+
+Shows: how tasks are generated, and how a class of envs gets one for each seed.
+Needs: nothing to write them; bubblewrap to play them.
+Takes: a second.
 """
 
 import argparse

@@ -107,7 +107,7 @@ class Torn:
     answers: dict[str, Any]
 
 
-@pytest.fixture(scope="module", params=cases(PLUGINS, default=("gpu", "pipeline", "sandbox", "serve")))
+@pytest.fixture(scope="module", params=cases(PLUGINS, default=("gpu", "pipeline")))
 def torn(request, tmp_path_factory) -> Torn:
     plugin = request.param
     tree = Tree(tmp_path_factory.mktemp(plugin), plugin)

@@ -17,7 +17,12 @@ from ludic.models.loading import tiny_llama
 from tests import forked
 from tests.chat_templates import make_tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.extended(
+        covered_by="plugins/tinker/tests/server/test_tinker_sdk.py::test_training_lowers_the_loss_and_sampler_agrees_with_trainer"
+    ),
+]
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tinker_cookbook"
 PATIENCE_S = 240  # the recipes take a tenth of it where a core is free
 TINY = ("lora_rank=4", "learning_rate=1e-3", "max_steps=2")

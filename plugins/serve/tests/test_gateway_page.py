@@ -55,6 +55,7 @@ async def test_an_agent_of_a_framework_is_one_exact_chain(file: Path):
     assert all(f"{city}: sunny" in shown for city in ("Rome", "Bern", "Oslo"))
 
 
+@pytest.mark.docs
 def test_the_first_agent_learns(tmp_path: Path):
     [(_, code)] = SECTIONS["# Training an agent that exists already"]
     assert code.removeprefix("# learns.py\n") in (DOCS.parent / "README.md").read_text(), "the README has it too"
